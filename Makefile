@@ -1,0 +1,39 @@
+# Two commands for a newcomer: `make demo` and `make test`. Both make .venv first.
+# TORCH is the one place where torch is pinned. It is installed before everything else, so that no other
+# package can pull in another build; the library itself supports torch >= 2.11.
+TORCH  := torch==2.13.0
+PYTHON := python3
+BIN    := .venv/bin
+
+# One thread per test worker: two workers on two cores, and the same sums on every machine.
+TEST   := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest
+
+.PHONY: demo test check fix fuzz bench clean
+
+demo: .venv/installed
+	$(BIN)/leangrad demo
+
+test: .venv/installed
+	$(TEST) -n 2 --dist worksteal -q
+
+check: .venv/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+fix: .venv/installed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+fuzz: .venv/installed
+	LEANGRAD_FUZZ=large $(TEST) -q -n 2 --dist worksteal -m fuzz
+
+.venv/installed: pyproject.toml Makefile
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet $(TORCH)
+	$(BIN)/pip install --quiet --editable ".[dev]"
+	touch $@
+
+clean:
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,19 @@
+"""leangrad's own errors. Each message says what was expected, what was found, and what to do instead."""
+
+__all__ = ["ChangedError", "ConsumedError", "LeangradError"]
+
+
+class LeangradError(RuntimeError):
+    """The base of every error that leangrad raises about itself.
+
+    >>> issubclass(LeangradError, RuntimeError)
+    True
+    """
+
+
+class ConsumedError(LeangradError):
+    """A buffer that backward had already moved out was asked for a second time."""
+
+
+class ChangedError(LeangradError):
+    """A tensor that backward needs was changed in place after it was kept."""
