@@ -1,0 +1,237 @@
+"""Is this buffer ours? One question for gradients (`owned`), one move for everything else (`take`).
+
+[Note: signature] Nothing in PyTorch says "you are the only one who can see this gradient". What can be read are counts:
+who holds the tensor (in C++, in Python, weakly), its storage and, for a view, its base. A gradient that nobody else
+sees has one known row of counts, and every way to share one (a second branch, a hook, a held view, storage or numpy
+array, a capture by `autograd.grad`) raises at least one of them. The right row depends on the torch build, on the
+Python version and on how many calls lie between the engine and the question, so it is not written down here but
+measured: the first question sends known-exclusive gradients through the engine, at the same call depth, and notes
+their rows. Then it sends known-shared ones, and if a single one of them has an exclusive row, nothing is ever owned.
+
+[Note: first use] The rows are measured at the first question, not at import, because a backward at import starts
+the engine's threads on a machine with GPUs, and a process that forks after that can no longer run backward in its
+children. It happens in a thread of its own, which no mode, hook or default device of the caller reaches.
+"""
+
+import sys
+import sysconfig
+import threading
+import warnings
+from collections.abc import Callable
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from leangrad._torch import reference_counts
+from leangrad.errors import ConsumedError
+
+__all__ = ["owned", "take"]
+
+
+def owned(grad: Tensor) -> bool:
+    """Say whether nobody else can see `grad`, so that a backward may overwrite it.
+
+    Call it as `owned(grad)` in the body of `backward(ctx, grad, ...)` itself, on an argument of that backward: not from
+    a function that backward calls, not under a decorator such as `once_differentiable`. The counts are compared at
+    exactly that depth; from anywhere else the answer is False, as it is under `torch.compile`, with grad mode on
+    (`create_graph=True`), for tensor subclasses, for expanded or overlapping gradients, for a gradient whose storage
+    is larger than itself or is memory of somebody else (numpy, shared memory), and for work on a side stream.
+
+    A True says that no reference exists. It cannot see a kernel on another CUDA stream that still reads the gradient
+    after its reference was dropped; a model that runs branches on side streams by hand should not overwrite.
+
+    >>> class Double(torch.autograd.Function):
+    ...     @staticmethod
+    ...     def forward(ctx, x):
+    ...         return 2 * x
+    ...     @staticmethod
+    ...     def backward(ctx, grad):
+    ...         return grad.mul_(2) if owned(grad) else 2 * grad
+    >>> x = torch.ones(3, requires_grad=True)
+    >>> Double.apply(x).square().sum().backward()
+    >>> x.grad
+    tensor([8., 8., 8.])
+    """
+    if torch.compiler.is_compiling() or torch.is_grad_enabled():
+        return False
+    if type(grad) is not Tensor or grad.requires_grad or not _fills_storage(grad):
+        return False
+    if grad.is_cuda and torch.cuda.current_stream(grad.device) != torch.cuda.default_stream(grad.device):
+        return False
+    exclusive = _exclusive if _exclusive is not None else _calibrate()
+    return bool(exclusive) and _signature(grad) in exclusive
+
+
+def take(holder: object, name: str, *, keep: str) -> Any:
+    """Move `holder.name` out: the attribute is None afterwards, and a second take raises ConsumedError.
+
+    `keep` ends the error's message: it tells the user how to run a second time. Equals
+    `value, holder.name = holder.name, None` with the check.
+
+    >>> from types import SimpleNamespace
+    >>> cache = SimpleNamespace(x="map")
+    >>> take(cache, "x", keep="pass retain_graph=True to the first backward"), cache.x
+    ('map', None)
+    """
+    value = getattr(holder, name)
+    if value is None:
+        raise ConsumedError(f"{type(holder).__name__}.{name} was already moved out by an earlier backward; {keep}")
+    setattr(holder, name, None)
+    return value
+
+
+def _fills_storage(tensor: Tensor) -> bool:
+    """Strided memory that is torch's own, of which `tensor` covers every byte exactly once."""
+    if tensor.layout is not torch.strided or tensor.is_neg() or tensor.is_conj():
+        return False
+    storage = tensor.untyped_storage()
+    # Memory that came from elsewhere (`from_numpy`, shared memory) cannot be resized, and may be seen from there.
+    if storage.nbytes() != tensor.numel() * tensor.element_size() or not storage.resizable():
+        return False
+    if tensor.is_contiguous():
+        return True
+    expected_stride = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected_stride:
+                return False
+            expected_stride *= size
+    return True
+
+
+def _signature(grad: Tensor) -> tuple[int, ...] | None:
+    """The row of counts of `grad`, or None when the question does not come from a backward that the engine called."""
+    try:
+        caller = sys._getframe(3).f_code  # 0: here, 1: owned, 2: backward, 3: torch's own call of backward
+    except ValueError:
+        return None
+    return reference_counts(grad) if caller is _backward_caller else None
+
+
+_exclusive: frozenset[tuple[int, ...]] | None = None  # None: not measured yet. Empty: nothing is ever owned.
+_backward_caller: CodeType | None = None
+_calibration_lock = threading.Lock()
+
+
+def _calibrate() -> frozenset[tuple[int, ...]]:
+    """Measure once which rows of counts mean "exclusive" here; see [Note: signature] and [Note: first use]."""
+    global _exclusive
+    with _calibration_lock:
+        if _exclusive is None:
+            rows: list[frozenset[tuple[int, ...]]] = []
+            thread = threading.Thread(target=lambda: rows.append(_measure_exclusive_rows()), name="leangrad-calibrate")
+            thread.start()
+            thread.join()
+            _exclusive = rows[0] if rows else frozenset()
+            if not _exclusive:
+                warnings.warn(
+                    "leangrad cannot tell exclusive gradients from shared ones on this build of Python "
+                    f"{sys.version.split()[0]} and torch {torch.__version__}; every gradient will be copied instead "
+                    "of overwritten: results are the same, memory is not saved",
+                    RuntimeWarning,
+                    stacklevel=3,
+                )
+    return _exclusive
+
+
+def _measure_exclusive_rows() -> frozenset[tuple[int, ...]]:
+    """The rows of exclusive gradients, or an empty set if they cannot be told from those of shared ones."""
+    # A Python-level trace function makes every frame hold its locals once more: rows measured so would be too high.
+    sys.settrace(None)
+    sys.setprofile(None)
+    # Without the GIL a reference count is split between threads and may be read too low.
+    if sysconfig.get_config_var("Py_GIL_DISABLED") or not hasattr(sys, "getrefcount"):
+        return frozenset()
+    try:
+        rows = {_row_of(_plain_gradient), _row_of(_viewed_gradient)}
+        if None in rows or rows != {_row_of(_plain_gradient), _row_of(_viewed_gradient)}:
+            return frozenset()
+        if any(_row_of(share) in rows for share in _KNOWN_SHARED):
+            return frozenset()
+    except Exception:  # a torch that cannot run these few lines as expected: promise nothing
+        return frozenset()
+    return frozenset(row for row in rows if row is not None)
+
+
+class _Look(torch.autograd.Function):
+    """Identity that notes the row of its gradient, one call deep, as `owned` does."""
+
+    rows: list[tuple[int, ...] | None]
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        _look(grad)
+        return grad * 1
+
+
+def _look(grad: Tensor) -> None:
+    global _backward_caller
+    if _backward_caller is None:
+        _backward_caller = sys._getframe(2).f_code
+    _Look.rows.append(_signature(grad))
+
+
+def _row_of(build: Callable[[Tensor, list[object]], Tensor]) -> tuple[int, ...] | None:
+    """Run `build` and its backward, and return the row that the look in it saw."""
+    held: list[object] = []
+    _Look.rows = []
+    with torch.inference_mode(False), torch.enable_grad():
+        x = torch.ones(4, 4, device="cpu", requires_grad=True)
+        build(x, held).sum().backward()
+    return _Look.rows[0]
+
+
+def _identity(x: Tensor) -> Tensor:
+    y: Tensor = _Look.apply(x)
+    return y
+
+
+def _plain_gradient(x: Tensor, held: list[object]) -> Tensor:
+    return _identity(x) * 2
+
+
+def _viewed_gradient(x: Tensor, held: list[object]) -> Tensor:
+    return _identity(x).reshape(-1) * 2
+
+
+def _held_by_hook(what: Callable[[Tensor], object], *, viewed: bool) -> Callable[[Tensor, list[object]], Tensor]:
+    def build(x: Tensor, held: list[object]) -> Tensor:
+        y = _identity(x)
+        y.register_hook(lambda grad: held.append(what(grad)))
+        return (y.reshape(-1) if viewed else y) * 2
+
+    return build
+
+
+def _held_by_branch(x: Tensor, held: list[object]) -> Tensor:
+    h = x * 1
+    return (h + _identity(h)) * 2
+
+
+def _held_by_node_hook(x: Tensor, held: list[object]) -> Tensor:
+    y = _identity(x)
+    if y.grad_fn is not None:
+        y.grad_fn.register_hook(lambda inputs, outputs: None)
+    return y * 2
+
+
+def _held_as_root(x: Tensor, held: list[object]) -> Tensor:
+    return _identity(x)  # an expanded gradient, whose base the engine still holds
+
+
+_KNOWN_SHARED: tuple[Callable[[Tensor, list[object]], Tensor], ...] = (
+    *(
+        _held_by_hook(what, viewed=viewed)
+        for what in (lambda g: g, lambda g: g.detach(), lambda g: g.view(-1), lambda g: g.untyped_storage())
+        for viewed in (False, True)
+    ),
+    _held_by_branch,
+    _held_by_node_hook,
+    _held_as_root,
+)
