@@ -1,0 +1,155 @@
+"""Peak, kept bytes and a timeline of one step, by op and by module; on the CPU and on CUDA."""
+
+import contextlib
+import inspect
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+
+from leangrad.errors import LeangradError
+from leangrad.measure.instrument import record
+from leangrad.measure.measurement import Allocation, Event, Measurement, Phase, temporaries_of
+
+__all__ = ["Allocation", "Event", "Measurement", "Phase", "measure"]
+
+_WHAT_TO_DO = "pass a function of no arguments that runs one step, such as `lambda: train_step(model, batch)`"
+_measuring = threading.Lock()
+
+
+def measure(step: Callable[[], object], *, timed_runs: int = 3) -> Measurement:
+    """Run a step and count its memory, exactly, and its time.
+
+    The step is called `timed_runs` times untouched, for `seconds` (their median), and once more under instruments,
+    for all else; with `timed_runs=0` the seconds are those of the instrumented run. The plain code, for the peak::
+
+        start = live_bytes()
+        step()
+        peak_bytes = highest_live_bytes_since(start) - start
+
+    Bytes are the allocator's: on the CPU those that torch's profiler reports, which are the bytes that were asked
+    for; on CUDA those of the caching allocator, in blocks of 512 bytes (its peak statistics are reset). Scratch that
+    an op allocates and frees inside itself counts. If the step allocates on a GPU, that device is counted (with
+    several, the one that allocates most), else the CPU.
+
+    Memory that stood before the step is not counted. If the step releases some of it, such as old gradients in
+    `zero_grad()`, the live bytes go below zero at that moment, for that memory is then free for others. (On the CPU
+    a block is seen to be released if a Python tensor referred to it, or to the tensor whose gradient it is.)
+
+    Phases: "backward" is what the autograd engine runs, and the gradient of ones that it starts from; "other" is what
+    an optimizer does and what comes after the last backward outside any module; "forward" is all the rest.
+
+    Overhead: the untouched runs have none. The instrumented run took 1.2 to 1.5 times as long as an untouched one on
+    steps of 50 to 100 ms, and longer where ops are tiny: the profiler needs a few microseconds for each op and each
+    module call. It does not slow the runs that are timed, and its own memory is not in the bytes.
+
+    Args:
+        step: called with no arguments; usually forward, backward and optimizer. What it returns is dropped.
+        timed_runs: how many untouched runs to time.
+
+    Raises:
+        TypeError: `step` is no callable, needs arguments, or is a coroutine or generator function.
+        LeangradError: inside another `measure`, or while torch's profiler is running.
+
+    >>> weight = torch.ones(3, 5, requires_grad=True)
+    >>> def step():
+    ...     weight.grad = None
+    ...     weight.exp().sum().backward()
+    >>> measurement = measure(step, timed_runs=0)
+    >>> measurement.kept_bytes  # exp keeps its output, 3 x 5 x 4 bytes; the sum is 4 bytes
+    64
+    >>> measurement.live_bytes_after("other")  # the gradient is left
+    60
+    """
+    check_step(step)
+    if not isinstance(timed_runs, int) or timed_runs < 0:
+        raise ValueError(f"expected timed_runs to be 0 or a positive integer, got {timed_runs!r}")
+    return measure_prepared(step, timed_runs=timed_runs, prepare=lambda: None)
+
+
+def measure_prepared(step: Callable[[], object], *, timed_runs: int, prepare: Callable[[], object]) -> Measurement:
+    """`measure`, with `prepare` called before each run, outside what is timed and counted."""
+    with _one_at_a_time():
+        seconds = []
+        for _ in range(timed_runs):
+            prepare()
+            seconds.append(_timed(step))
+        prepare()
+        start = _cuda_allocated()
+        for index in start:
+            torch.cuda.reset_peak_memory_stats(index)
+        trace, freed = record(lambda: seconds.append(_timed(step)))
+        if timed_runs:
+            seconds.pop()
+    device = trace.device()
+    timeline, kept_bytes = trace.timeline(device, freed if device == "cpu" else ())
+    if device == "cpu":
+        peak_bytes = max((event.live_bytes for event in timeline), default=0)
+    else:
+        index = torch.device(device).index
+        peak_bytes = torch.cuda.max_memory_allocated(index) - start.get(index, 0)
+    return Measurement(
+        peak_bytes=max(0, peak_bytes),
+        kept_bytes=kept_bytes,
+        seconds=statistics.median(seconds),
+        temporaries=temporaries_of(timeline),
+        timeline=timeline,
+        device=device,
+    )
+
+
+def check_step(step: object) -> None:
+    """Raise a TypeError that says what to do, unless `step` can be called with no arguments and runs at once."""
+    if not callable(step):
+        raise TypeError(f"expected step to be a callable, got {type(step).__name__}; {_WHAT_TO_DO}")
+    call = step if inspect.isroutine(step) else step.__call__
+    if inspect.iscoroutinefunction(step) or inspect.iscoroutinefunction(call):
+        raise TypeError(f"expected step to run when it is called, got a coroutine function; {_WHAT_TO_DO}")
+    if inspect.isgeneratorfunction(step) or inspect.isasyncgenfunction(step):
+        raise TypeError(f"expected step to run when it is called, got a generator function; {_WHAT_TO_DO}")
+    with contextlib.suppress(ValueError):  # some builtins have no signature
+        try:
+            inspect.signature(step).bind()
+        except TypeError as error:
+            raise TypeError(f"expected step to need no arguments, got one with {error}; {_WHAT_TO_DO}") from None
+
+
+@contextlib.contextmanager
+def _one_at_a_time() -> Iterator[None]:
+    if not _measuring.acquire(blocking=False):
+        raise LeangradError(
+            "expected no other measurement to be running, but measure was called inside a step that is being "
+            "measured; measure the outer step alone, or the inner one alone"
+        )
+    try:
+        yield
+    finally:
+        _measuring.release()
+
+
+def _timed(step: Callable[[], object]) -> float:
+    _synchronize()
+    start = time.perf_counter()
+    result = step()
+    if inspect.iscoroutine(result):
+        result.close()
+        raise TypeError(f"expected step to run when it is called, got a step that returns a coroutine; {_WHAT_TO_DO}")
+    del result  # inside the step: what it returns is not left over
+    _synchronize()
+    return time.perf_counter() - start
+
+
+def _cuda_allocated() -> dict[int, int]:
+    """The bytes allocated on each GPU, in blocks; empty if CUDA is not in use."""
+    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
+        return {}
+    return {index: torch.cuda.memory_allocated(index) for index in range(torch.cuda.device_count())}
+
+
+def _synchronize() -> None:
+    # A device without memory of ours has no work of ours, and must not get a context by being asked.
+    for index, allocated in _cuda_allocated().items():
+        if allocated or index == torch.cuda.current_device():
+            torch.cuda.synchronize(index)

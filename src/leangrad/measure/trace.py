@@ -1,0 +1,273 @@
+"""From the profiler's trace to a timeline: each change of memory with its op, its module and its phase.
+
+The trace is the one that `torch.profiler.profile.export_chrome_trace` writes. Of it we use the spans of ops and of
+`record_function`, and the `[memory]` events, which the allocators themselves report: they hold every allocation,
+also those inside an op.
+"""
+
+import bisect
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from leangrad.errors import LeangradError
+from leangrad.measure.measurement import Event, Phase
+
+__all__ = ["MODULE_MARK", "STEP_MARK", "Change", "Trace", "read_trace"]
+
+STEP_MARK = "leangrad.step"
+MODULE_MARK = "leangrad.module: "
+_NODE = "autograd::engine::evaluate_function: "
+_ROOT_GRADIENT = "aten::ones_like"  # what `backward()` starts from if it is given no gradient
+_CPU, _CUDA = 0, 1  # the "Device Type" of a memory event
+_BEFORE_THE_STEP = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Something that ran from `start_ns` to `end_ns` on a thread: an op, or a `record_function` region."""
+
+    start_ns: int
+    end_ns: int
+    thread: int
+    name: str
+    is_op: bool
+    sequence: int | None  # autograd's number, the same for an op and for its backward node
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """An allocation (`bytes` > 0) or a release (`bytes` < 0). No address: a block from before the step."""
+
+    time_ns: int
+    thread: int
+    device: str
+    bytes: int
+    address: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where in the step something happens: the outermost op below the nearest module or backward node."""
+
+    op: str = ""
+    node: str = ""
+    module: str = ""
+    in_backward: bool = False
+    in_optimizer: bool = False
+    in_op: bool = False
+
+    def enter(self, span: Span, module_of_sequence: dict[int, str]) -> "Place":
+        """The place inside `span`, which lies in this place."""
+        if span.name.startswith(MODULE_MARK):
+            module = span.name.removeprefix(MODULE_MARK)
+            return Place("", self.node, module, self.in_backward, self.in_optimizer, self.in_op)
+        if span.name.startswith(_NODE):
+            module = self.module if span.sequence is None else module_of_sequence.get(span.sequence, self.module)
+            return Place("", span.name.removeprefix(_NODE), module, True, self.in_optimizer, True)
+        if not span.is_op:
+            in_optimizer = self.in_optimizer or span.name.startswith("Optimizer.")
+            return Place(self.op, self.node, self.module, self.in_backward, in_optimizer, self.in_op)
+        # The engine's span of a node holds a second one of the same name: the node itself, which is no op.
+        op = self.op or ("" if span.name == self.node else span.name)
+        return Place(op, self.node, self.module, self.in_backward, self.in_optimizer, True)
+
+    def label(self) -> str:
+        """The op as it is shown."""
+        return f"{self.node}: {self.op}" if self.node and self.op else self.node or self.op
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """The step's part of a trace, in order of time."""
+
+    start_ns: int
+    spans: list[Span]
+    changes: list[Change]
+
+    def device(self) -> str:
+        """The device to count on: the GPU that allocated the most, or the CPU if none did."""
+        bytes_of: dict[str, int] = {}
+        for change in self.changes:
+            if change.device != "cpu":
+                bytes_of[change.device] = bytes_of.get(change.device, 0) + abs(change.bytes)
+        return max(bytes_of, key=bytes_of.__getitem__, default="cpu")
+
+    def timeline(self, device: str, freed_before: Iterable[Change] = ()) -> tuple[tuple[Event, ...], int]:
+        """All changes on `device`, and the bytes that the step had kept when its first backward began.
+
+        `freed_before` are releases of blocks that stood before the step: the CPU's allocator does not report them.
+        """
+        changes = [change for change in self.changes if change.device == device]
+        changes = sorted([*changes, *freed_before], key=lambda change: change.time_ns)
+        walk = _Walk.over(self.spans, changes)
+        book = _Book(self.start_ns, walk.first_backward_ns)
+        for change, place in zip(changes, walk.places, strict=True):
+            book.enter(change, place, walk)
+        return tuple(book.events), book.kept_bytes()
+
+
+@dataclass(slots=True)
+class _Walk:
+    """One pass over spans and changes in order of time: the place of every change, and where backward runs."""
+
+    places: list[Place] = field(default_factory=list)
+    top_ops: list[tuple[Span, bool]] = field(default_factory=list)  # outermost ops, and whether they are backward's
+    first_backward_ns: int | None = None
+    last_backward_ns: int | None = None
+    _of_thread: dict[int, tuple[list[int], list[bool]]] = field(default_factory=dict)
+
+    @classmethod
+    def over(cls, spans: list[Span], changes: list[Change]) -> "_Walk":
+        walk = cls()
+        stacks: dict[int, list[tuple[Span, Place]]] = {}
+        module_of_sequence: dict[int, str] = {}
+        # At the same nanosecond a span opens before a change in it, and the longer span is the outer one.
+        steps: list[tuple[int, int, int, Span | Change]] = [(s.start_ns, 0, -s.end_ns, s) for s in spans]
+        steps += [(c.time_ns, 1, 0, c) for c in changes]
+        for time_ns, _, _, step in sorted(steps, key=lambda entry: entry[:3]):
+            stack = stacks.setdefault(step.thread, [])
+            while stack and stack[-1][0].end_ns < time_ns:
+                stack.pop()
+            place = stack[-1][1] if stack else Place()
+            if isinstance(step, Change):
+                walk.places.append(place)
+                continue
+            inside = place.enter(step, module_of_sequence)
+            stack.append((step, inside))
+            if inside.in_op and not place.in_op:
+                walk.top_ops.append((step, inside.in_backward))
+            if inside.in_backward and not place.in_backward:
+                walk.first_backward_ns = walk.first_backward_ns or step.start_ns
+                walk.last_backward_ns = max(walk.last_backward_ns or 0, step.end_ns)
+            if step.sequence is not None and not inside.in_backward:
+                # An op that calls others peeks at the number that the innermost will take: the last one is right.
+                module_of_sequence[step.sequence] = inside.module
+        walk._claim_starts()
+        return walk
+
+    def _claim_starts(self) -> None:
+        """Count the gradient of ones that `backward()` makes for each of its roots as its own."""
+        for i in range(len(self.top_ops) - 2, -1, -1):
+            span, in_backward = self.top_ops[i]
+            if self.top_ops[i + 1][1] and not in_backward and span.name == _ROOT_GRADIENT:
+                self.top_ops[i] = (span, True)
+                if self.first_backward_ns is None or span.start_ns < self.first_backward_ns:
+                    self.first_backward_ns = span.start_ns
+        for span, in_backward in self.top_ops:
+            starts, flags = self._of_thread.setdefault(span.thread, ([], []))
+            starts.append(span.start_ns)
+            flags.append(in_backward)
+
+    def phase(self, change: Change, place: Place, is_root_gradient: bool = False) -> Phase:
+        """The phase of a change: see `Measurement`."""
+        if place.in_backward:
+            return "backward"
+        if place.in_optimizer:
+            return "other"
+        starts, flags = self._of_thread.get(change.thread, ([], []))
+        after = bisect.bisect_right(starts, change.time_ns)
+        if after and flags[after - 1]:
+            # While the root's gradient is made, between two nodes, or as backward() returns and drops the former.
+            between_nodes = after < len(flags) and flags[after]
+            if place.in_op or between_nodes or is_root_gradient:
+                return "backward"
+        if place.module or self.last_backward_ns is None or change.time_ns < self.last_backward_ns:
+            return "forward"
+        return "other"
+
+
+@dataclass(slots=True)
+class _Book:
+    """The blocks that are alive, and the events so far."""
+
+    start_ns: int
+    first_backward_ns: int | None
+    events: list[Event] = field(default_factory=list)
+    live_bytes: int = 0
+    _kept: int | None = None
+    _alive: dict[int, Event] = field(default_factory=dict)  # by address
+    _blocks: int = 0
+
+    def enter(self, change: Change, place: Place, walk: _Walk) -> None:
+        if self._kept is None and self.first_backward_ns is not None and change.time_ns >= self.first_backward_ns:
+            self._kept = self._own_bytes()
+        born = None if change.address is None else self._alive.pop(change.address, None)
+        if change.bytes > 0:
+            if born is not None:
+                # A thread that the profiler does not see has released this block: its address is in use again.
+                self._append(change, -born.bytes, born.block, place, walk.phase(change, place))
+            event = self._append(change, change.bytes, self._blocks, place, walk.phase(change, place))
+            self._blocks += 1
+            assert change.address is not None
+            self._alive[change.address] = event
+        elif born is not None:
+            is_root_gradient = born.phase == "backward" and born.op == _ROOT_GRADIENT
+            self._append(change, -born.bytes, born.block, place, walk.phase(change, place, is_root_gradient))
+        elif change.device != "cpu" or change.address is None:
+            # The CPU's report on an older block may be of a block long gone, with the same address.
+            self._append(change, change.bytes, _BEFORE_THE_STEP, place, walk.phase(change, place))
+
+    def kept_bytes(self) -> int:
+        if self.first_backward_ns is None:
+            return 0
+        return self._own_bytes() if self._kept is None else self._kept
+
+    def _own_bytes(self) -> int:
+        return sum(event.bytes for event in self._alive.values())
+
+    def _append(self, change: Change, count: int, block: int, place: Place, phase: Phase) -> Event:
+        self.live_bytes += count
+        seconds = (change.time_ns - self.start_ns) / 1e9
+        event = Event(seconds, count, self.live_bytes, block, place.label(), place.module, phase)
+        self.events.append(event)
+        return event
+
+
+def read_trace(path: str) -> Trace:
+    """Read the trace file that the profiler wrote, and cut it to the step."""
+    with open(path, encoding="utf-8") as file:
+        trace = json.load(file)
+    base_ns = int(trace.get("baseTimeNanoseconds", 0))
+    spans: list[Span] = []
+    changes: list[Change] = []
+    for event in trace["traceEvents"]:
+        if event.get("ph") == "X" and event.get("cat") in ("cpu_op", "user_annotation"):
+            spans.append(_span(event, base_ns))
+        elif event.get("name") == "[memory]" and (change := _change(event, base_ns)) is not None:
+            changes.append(change)
+    step = next((span for span in spans if span.name == STEP_MARK), None)
+    if step is None or not any(change.time_ns < step.start_ns for change in changes):
+        raise LeangradError(
+            "this torch's profiler did not report the marks and allocations that leangrad.measure makes to check it; "
+            "expected a build of torch with Kineto and no other profiler running in the process"
+        )
+
+    def inside(time_ns: int) -> bool:
+        return step.start_ns <= time_ns <= step.end_ns
+
+    return Trace(
+        step.start_ns,
+        sorted((s for s in spans if s is not step and inside(s.start_ns)), key=lambda s: s.start_ns),
+        sorted((c for c in changes if inside(c.time_ns)), key=lambda c: c.time_ns),
+    )
+
+
+def _nanoseconds(event: dict[str, Any], key: str) -> int:
+    return round(float(event[key]) * 1000)
+
+
+def _span(event: dict[str, Any], base_ns: int) -> Span:
+    start_ns = base_ns + _nanoseconds(event, "ts")
+    sequence = event.get("args", {}).get("Sequence number")
+    is_op = event["cat"] == "cpu_op"
+    return Span(start_ns, start_ns + _nanoseconds(event, "dur"), event["tid"], event["name"], is_op, sequence)
+
+
+def _change(event: dict[str, Any], base_ns: int) -> Change | None:
+    args = event["args"]
+    if args["Device Type"] not in (_CPU, _CUDA):
+        return None
+    device = "cpu" if args["Device Type"] == _CPU else f"cuda:{args['Device Id']}"
+    return Change(base_ns + _nanoseconds(event, "ts"), event["tid"], device, args["Bytes"], args["Addr"])
