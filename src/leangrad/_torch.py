@@ -51,3 +51,63 @@ def transforms_active() -> bool:
     """Whether a `torch.func` transform (vmap, grad, jvp) is running; False where torch does not tell."""
     ask = getattr(torch._C, "_are_functorch_transforms_active", None)
     return False if ask is None else bool(ask())
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+try:
+    _graph_task_id = torch._C._current_graph_task_id
+except AttributeError:
+    _graph_task_id = None
+
+
+def graph_task() -> int:
+    """A number for the backward pass that runs on this thread; -1 outside of one, or where torch does not tell."""
+    return _graph_task_id() if _graph_task_id is not None else -1
+
+
+try:
+    _raw_stream = torch._C._cuda_getCurrentRawStream
+except AttributeError:
+    _raw_stream = None
+
+
+def raw_stream(device: torch.device) -> int:
+    """The current CUDA stream of ``device`` as a number."""
+    if _raw_stream is not None:
+        return int(_raw_stream(device.index))
+    return int(torch.cuda.current_stream(device).cuda_stream)
+
+
+def engine_reaches(node: object) -> bool | None:
+    """Whether the backward that runs now will run `node`, an AccumulateGrad: None where its gradient is asked for.
+
+    True: `.backward()`, which writes `.grad`. False: `node` is no part of this backward. None: `torch.autograd.grad`
+    captures the gradient instead, or torch does not tell; then the gradient has to be returned.
+    """
+    ask = getattr(torch._C, "_will_engine_execute_node", None)
+    if ask is None:
+        return None
+    try:
+        return bool(ask(node))
+    except RuntimeError:  # what torch raises for a leaf under `torch.autograd.grad`
+        return None
+
+
+def has_tensor_hooks(tensor: Tensor) -> bool:
+    """Whether `tensor.register_hook` has live hooks, which must see every gradient; True where torch does not tell."""
+    return bool(getattr(tensor, "_backward_hooks", True))
+
+
+def saved_tensor_hooks_active() -> bool:
+    """Whether saved-tensor hooks, such as those of checkpointing, are in force; True where torch does not tell."""
+    ask = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return True if ask is None else ask(True) is not None
+
+
+def forward_mode_active() -> bool:
+    """Whether a forward-mode level is open; False where torch does not tell (then torch raises for a Function)."""
+    level = getattr(torch.autograd.forward_ad, "_current_level", -1)
+    return isinstance(level, int) and level >= 0
