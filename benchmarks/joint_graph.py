@@ -1,0 +1,365 @@
+"""The joint forward and backward graph of one real step, as eager PyTorch runs it.
+
+[Note: values] The recorder is a dispatch mode: it sees the ATen ops below autograd and autocast, in forward and in
+backward, on real tensors, so that data-dependent routing, Python scalars and custom autograd Functions are nothing
+special. A node of the graph is a value: the bytes that one tensor holds at one moment. Tensors are told apart by
+their storage and by the bytes of it that they cover, so a transpose is the same value as its base, and a slice is a
+smaller value made from the larger. An in-place op makes a new value; who read the old one still has the old one. Two
+regions of a storage whose bytes interleave count as overlapping, and a slice is made from the first tensor that it
+was cut from: both can only raise the floor.
+
+[Note: one value] The same op on the same values, constants and random state is one value wherever it runs. What a
+checkpoint computes again in backward is the forward's own value, so a checkpointed model has the graph of the plain
+one.
+
+[Note: the gradient] All that depends on the incoming gradient is one node: it can never be kept from the forward.
+What its ops read of other values is what backward needs. Work of the backward that does not depend on the gradient (a
+mask, a derivative) could as well be done in the forward, and is part of the graph like any other; it runs once, hence
+it is never a product.
+"""
+
+import re
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+__all__ = ["Op", "Recorder", "Value", "tensors_in"]
+
+_PRODUCT = re.compile(
+    r"(^|_)(mm|addmm|bmm|baddbmm|addbmm|mv|addmv|dot|vdot|linear|trilinear)(_|$)"
+    r"|conv(?!ert)|attention|lstm|gru|rnn"
+)
+
+#: In-place ops that do not look at what was there before.
+_OVERWRITING = {"copy_", "fill_", "zero_", "bernoulli_", "normal_", "uniform_", "random_", "exponential_"}
+_OVERWRITING |= {"log_normal_", "cauchy_", "geometric_"}
+
+_UNWRITTEN = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
+
+#: Backward ops that look only at the shape of `self`. Eager keeps some of these tensors all the same; nobody has to.
+SHAPE_ONLY = {"nll_loss_backward", "nll_loss2d_backward", "avg_pool2d_backward", "avg_pool3d_backward"}
+SHAPE_ONLY |= {"_adaptive_avg_pool2d_backward", "_adaptive_avg_pool3d_backward"}
+SHAPE_ONLY |= {f"{kind}_pad{n}d_backward" for kind in ("reflection", "replication") for n in (1, 2, 3)}
+SHAPE_ONLY |= {f"max_pool{n}d_with_indices_backward" for n in (2, 3)}
+SHAPE_ONLY |= {f"adaptive_max_pool{n}d_backward" for n in (2, 3)}
+
+#: Ops that make a tensor like another one.
+_FACTORIES = {f"{kind}_like" for kind in ("zeros", "ones", "full", "rand", "randn", "randint")}
+_FACTORIES |= {"new_zeros", "new_ones", "new_full"} | _UNWRITTEN
+
+
+@dataclass(eq=False)
+class Value:
+    """The bytes of one tensor at one moment: a node of the graph."""
+
+    index: int
+    op: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    bytes: int
+    module: str
+    inputs: list[int]
+    fixed: bool = False  # cannot be made again: a product of the forward, or not made by an op at all
+    free: bool = False  # exists anyway
+    needed: bool = False  # read by an op that depends on the incoming gradient
+    unwritten: bool = False  # memory that no op has written yet
+
+
+@dataclass(frozen=True)
+class _Region:
+    """Which bytes of its storage a tensor covers: an offset, then (stride, count) for each dimension, in bytes."""
+
+    offset: int
+    runs: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "_Region":
+        """Dimensions are sorted and joined, so that a tensor and its transpose cover the same region."""
+        item = tensor.element_size()
+        if tensor.numel() == 0:
+            return cls(0, ((1, 0),))
+        runs = [(1, item)]
+        for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+            inner_stride, inner_count = runs[-1]
+            if size == 1 or stride == 0:
+                continue
+            if stride * item == inner_stride * inner_count:
+                runs[-1] = inner_stride, inner_count * size
+            else:
+                runs.append((stride * item, size))
+        return cls(int(tensor.storage_offset()) * item, tuple(runs))
+
+    @cached_property
+    def end(self) -> int:
+        return self.offset + sum(stride * (count - 1) for stride, count in self.runs) + 1
+
+    @cached_property
+    def bytes(self) -> int:
+        return min(prod(count for _, count in self.runs), self.end - self.offset)  # windows that overlap count once
+
+    def is_apart_from(self, other: "_Region") -> bool:
+        return self.end <= other.offset or other.end <= self.offset
+
+
+class _Look(NamedTuple):
+    """What a table shows of a value."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    bytes: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "_Look":
+        return cls(tuple(tensor.shape), tensor.dtype, _Region.of(tensor).bytes)
+
+
+@dataclass(eq=False)
+class _Storage:
+    """What a storage holds now: the value of the whole, and of each region of it that has been seen."""
+
+    whole: Value
+    whole_bytes: int
+    regions: dict[_Region, Value]
+    foreign: bool  # no recorded op made it: it is the caller's, or a constant
+    parents: dict[_Region, _Region] = field(default_factory=dict)
+    death: object = None
+
+
+class Op:
+    """One call of an ATen op: what it reads, what it writes, and whether it may run twice."""
+
+    def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.func = func
+        namespace, _, self.name = func._schema.name.partition("::")
+        declared = func._schema.arguments
+        self.given = {one.name: value for one, value in zip(declared, args, strict=False)} | kwargs
+        written = {one.name for one in declared if one.alias_info is not None and one.alias_info.is_write}
+        if self._updates_statistics():  # the schema does not say so
+            written |= {"running_mean", "running_var"}
+        self.unread = self._unread() | {one.name for one in declared if one.is_out}
+        if self.name in _OVERWRITING:
+            self.unread |= written
+        self.tensors = tensors_in(self.given)
+        self.writes = [tensor for name in self.given if name in written for tensor in tensors_in(self.given[name])]
+        self.reads = [
+            tensor for name in self.given if name not in self.unread for tensor in tensors_in(self.given[name])
+        ]
+        self.is_view = not written and any(one.alias_info is not None for one in func._schema.returns)
+        # Another library's op may hold a product.
+        self.is_product = namespace not in ("aten", "prims") or _PRODUCT.search(self.name) is not None
+
+    def _is_training(self) -> bool:
+        return bool(self.given.get("training", self.given.get("train", True)))
+
+    def _updates_statistics(self) -> bool:
+        is_forward = "momentum" in self.given or "exponential_average_factor" in self.given
+        return "running_mean" in self.given and is_forward and self._is_training()
+
+    def _unread(self) -> set[str]:
+        """The tensor arguments whose contents cannot change the result."""
+        given = self.given
+        if self.name in SHAPE_ONLY or self.name in _FACTORIES:
+            return {"self"}
+        unread = set()
+        if "running_mean" in given:
+            training = self._is_training()
+            unread |= {"running_mean", "running_var"} if training else {"save_mean", "save_invstd", "save_var"}
+            if not training and "output_mask" in given and not given["output_mask"][1]:
+                unread.add("input")
+        if self.name == "convolution_backward":
+            to_input, to_weight, _ = given["output_mask"]
+            unread |= {name for name, is_read in (("input", to_weight), ("weight", to_input)) if not is_read}
+        return unread
+
+    def random_state(self) -> tuple[int, ...]:
+        """The state of the generator that the op draws from, if it draws."""
+        if torch.Tag.nondeterministic_seeded not in self.func.tags or self.given.get("dropout_p") == 0.0:
+            return ()
+        if (generator := self.given.get("generator")) is not None:
+            return tuple(generator.get_state().tolist())
+        device = torch.device(self.given.get("device") or (self.tensors[0].device if self.tensors else "cpu"))
+        state = torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
+        return tuple(state.tolist())
+
+
+class Recorder(TorchDispatchMode):
+    """Runs every op as it is and writes down which value was made from which."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values: list[Value] = []
+        self.modules = [""]  # the names of those now running
+        self.in_backward = False
+        self._gradient = self._add("gradient", _Look((), torch.float32, 0), [])
+        self._storages: dict[int, _Storage] = {}
+        self._seen: dict[object, list[Value]] = {}
+
+    def begin_backward(self, loss: Tensor) -> Tensor:
+        """End the forward: what the caller can still see is free. Returns the gradient that backward starts from."""
+        for storage in list(self._storages.values()):
+            self._free(storage)
+        self.read(loss).free = True
+        self.in_backward = True
+        gradient = torch.ones_like(loss)
+        self._store(gradient, self._gradient, gradient.nbytes)
+        return gradient
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the op; give each tensor that it made or changed its value."""
+        if any(kind not in (Tensor, nn.Parameter) for kind in types):
+            return NotImplemented  # a wrapper: its own ops come here when it unfolds
+        kwargs = kwargs or {}
+        op = Op(func, args, kwargs)
+        inputs = [self._read_written(tensor, op) for tensor in op.reads]
+        key = None if op.name in _UNWRITTEN else (func, self._freeze_call(op), op.random_state())
+        result = func(*args, **kwargs)
+        outputs, given = tensors_in(result), {_address(tensor): tensor for tensor in reversed(op.tensors)}
+        fresh = [tensor for tensor in outputs if _address(tensor) not in given]
+        looks = [_Look.of(tensor) for tensor in (*op.writes, *fresh)]
+        made = self._make(op.name, looks, inputs, key)
+        for value in made:
+            value.fixed |= op.is_product and not self.in_backward
+            value.unwritten = op.name in _UNWRITTEN
+        for tensor, value in zip(op.writes, made, strict=False):
+            self._write(tensor, value, op.name)
+        born: dict[int, _Storage] = {}
+        for tensor, value in zip(fresh, made[len(op.writes) :], strict=True):
+            if (address := _address(tensor)) in born:  # two outputs in one buffer
+                born[address].regions[_Region.of(tensor)] = value
+            else:
+                born[address] = self._store(tensor, value, _Region.of(tensor).bytes)
+        for tensor in outputs:
+            if (address := _address(tensor)) in given:
+                self._note_view(given[address], tensor)
+        return result
+
+    # Values
+
+    def _add(self, op: str, look: _Look, inputs: Sequence[Value]) -> Value:
+        sources = list(dict.fromkeys(value.index for value in inputs))
+        self.values.append(Value(len(self.values), op, *look, self.modules[-1], sources))
+        return self.values[-1]
+
+    def _make(self, op: str, looks: Sequence[_Look], inputs: Sequence[Value], key: object) -> list[Value]:
+        """A value for each look; see the notes `one value` and `the gradient`."""
+        if self._gradient in inputs:
+            for value in inputs:
+                value.needed = value is not self._gradient
+            return [self._gradient] * len(looks)
+        if key is not None and key in self._seen:
+            return self._seen[key]
+        made = [self._add(op, look, inputs) for look in looks]
+        if key is not None:
+            self._seen[key] = made
+        return made
+
+    def _freeze_call(self, op: Op) -> object:
+        return tuple((name, self._freeze(op.given[name], name not in op.unread)) for name in sorted(op.given))
+
+    def _freeze(self, tree: Any, is_read: bool) -> object:
+        """Equal for two arguments that give the same result."""
+        if isinstance(tree, Tensor) and tree.layout == torch.strided:
+            content = self.read(tree).index if is_read else None
+            return content, tree.shape, tree.stride(), tree.dtype, tree.device, tree.is_conj(), tree.is_neg()
+        if isinstance(tree, Tensor):
+            return tree.layout, self._freeze(tensors_in(tree), is_read)
+        if isinstance(tree, list | tuple):
+            return tuple(self._freeze(one, is_read) for one in tree)
+        return type(tree), tree
+
+    # Storages
+
+    def read(self, tensor: Tensor) -> Value:
+        """The value that the tensor holds now."""
+        return self._read_region(self._storage(tensor), _Region.of(tensor), tensor)
+
+    def _read_written(self, tensor: Tensor, op: Op) -> Value:
+        value = self.read(tensor)
+        if value.unwritten and value.bytes and not op.writes and not op.is_view:
+            raise RuntimeError(
+                f"{op.name} in module {self.modules[-1]!r} reads a {tensor.dtype} tensor of shape {tuple(tensor.shape)}"
+                " that no op has written: a kernel was launched past PyTorch's dispatcher, and what it reads cannot be "
+                "seen; make it an op with torch.library.custom_op, or take the floor of the model without it"
+            )
+        return value
+
+    def _read_region(self, storage: _Storage, region: _Region, tensor: Tensor) -> Value:
+        if region not in storage.regions:
+            parent = storage.parents.get(region)
+            base = storage.whole if parent is None else self._read_region(storage, parent, tensor)
+            if region.bytes >= storage.whole_bytes or base is self._gradient:
+                return base
+            name = f"{base.op.removesuffix(' (part)')} (part)"
+            [value] = self._make(name, [_Look.of(tensor)], [base], ("part", base.index, region))
+            value.unwritten = base.unwritten
+            storage.regions[region] = value
+        return storage.regions[region]
+
+    def _note_view(self, base: Tensor, view: Tensor) -> None:
+        """A slice of a slice is made from the slice: then either may be kept."""
+        storage, outer, inner = self._storage(base), _Region.of(base), _Region.of(view)
+        if inner.bytes < outer.bytes < storage.whole_bytes:
+            storage.parents.setdefault(inner, outer)
+        self._read_region(storage, inner, view)
+
+    def _write(self, tensor: Tensor, value: Value, op: str) -> None:
+        """The tensor's region is `value` from now on; the rest of its storage stays what it was."""
+        storage, region = self._storage(tensor), _Region.of(tensor)
+        if region.bytes >= storage.whole_bytes:
+            storage.whole, storage.whole_bytes, storage.regions = value, region.bytes, {region: value}
+            return
+        whole = storage.whole
+        look = _Look(whole.shape, whole.dtype, storage.whole_bytes)
+        [storage.whole] = self._make(op, [look], [whole, value], ("write", whole.index, value.index, region))
+        storage.regions = {one: old for one, old in storage.regions.items() if one.is_apart_from(region)}
+        storage.regions[region] = value
+
+    def _storage(self, tensor: Tensor) -> _Storage:
+        found = self._storages.get(_address(tensor))
+        if found is None:
+            size = tensor.untyped_storage().nbytes()
+            value = self._add("constant", _Look(tuple(tensor.shape), tensor.dtype, size), [])
+            value.fixed, value.free = True, self.in_backward
+            found = self._store(tensor, value, size, foreign=True)
+        return found
+
+    def _store(self, tensor: Tensor, value: Value, size: int, foreign: bool = False) -> _Storage:
+        address = _address(tensor)
+        storage = _Storage(value, size, {} if foreign else {_Region.of(tensor): value}, foreign)
+        self._storages[address] = storage
+
+        def forget(death: object) -> None:
+            """The address may be another storage's from now on."""
+            self._free(storage)
+            if self._storages.get(address) is storage:
+                del self._storages[address]
+
+        storage.death = weakref.ref(tensor.untyped_storage(), forget)
+        return storage
+
+    def _free(self, storage: _Storage) -> None:
+        """A foreign storage exists anyway, in its last state; a constant that died can be made again from Python."""
+        if storage.foreign and not self.in_backward:
+            for value in (storage.whole, *storage.regions.values()):
+                value.free = True
+
+
+def tensors_in(tree: object) -> list[Tensor]:
+    """Every tensor with a storage in a tree of containers; a sparse tensor is its indices and its values."""
+    found: list[Tensor] = []
+    for leaf in tree_leaves(tree):
+        if isinstance(leaf, Tensor):
+            found += [leaf._indices(), leaf._values()] if leaf.layout == torch.sparse_coo else [leaf]
+    return found
+
+
+def _address(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
