@@ -122,7 +122,9 @@ def grow(run: Run, pool: list[torch.Tensor]) -> torch.Tensor:
     if kind == 9:
         return (a.t() if a.dim() == 2 else a).contiguous().view(a.shape)
     if kind == 10:
-        return Fork.apply(a, b, run, choose.randrange(4))
+        # Not on leaves: PyTorch itself stores aliases that reach two leaves as two `.grad`s in one memory, and adds a
+        # second backward to both.
+        return Fork.apply(a * 1, b * 1, run, choose.randrange(4))
     if kind == 11:
         return torch.cat([a.reshape(-1)[:12], b.reshape(-1)[12:]]).view(a.shape)
     if kind == 12:

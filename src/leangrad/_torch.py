@@ -6,6 +6,7 @@ a torch release drops makes leangrad plainer, never wrong: the fallback is alway
 
 import sys
 import weakref
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,10 +53,6 @@ def transforms_active() -> bool:
     ask = getattr(torch._C, "_are_functorch_transforms_active", None)
     return False if ask is None else bool(ask())
 
-from typing import Any
-
-import torch
-from torch import Tensor
 
 try:
     _graph_task_id = torch._C._current_graph_task_id
@@ -111,3 +108,71 @@ def forward_mode_active() -> bool:
     """Whether a forward-mode level is open; False where torch does not tell (then torch raises for a Function)."""
     level = getattr(torch.autograd.forward_ad, "_current_level", -1)
     return isinstance(level, int) and level >= 0
+
+
+def output_fact(node: Any, what: str) -> Any:
+    """The shape or dtype of a node's first output, as autograd will check it: `shape`, `shape[-2:]`, `dtype`, `device`."""
+    metadata = node._input_metadata[0]
+    if what == "dtype":
+        return metadata.dtype
+    if what == "device":
+        return metadata.device
+    shape = tuple(metadata.shape)
+    if what == "shape":
+        return shape
+    return shape[int(what[len("shape[") : -len(":]")]) :]
+
+
+def packed(saved: Any) -> Any:
+    """What the pack hook made of a saved tensor; the tensor itself if it passed no hook."""
+    return saved.data
+
+
+def softmax_backward(g: Tensor, y: Tensor) -> Tensor:
+    """The gradient of the input of `y = torch.softmax(x, -1)`, differentiable; in float32 or better where torch can."""
+    backward = getattr(torch, "_softmax_backward_data", None)
+    if backward is None:
+        return y * (g - (g * y).sum(-1, keepdim=True))
+    dx: Tensor = backward(g, y, -1, y.dtype)
+    return dx
+
+
+def same_device(node: Any) -> bool:
+    """Whether a node's first input and first output lie on one device."""
+    before, nr = node.next_functions[0]
+    variable = getattr(before, "variable", None)
+    device = variable.device if variable is not None else before._input_metadata[nr].device
+    return bool(device == node._input_metadata[0].device)
+
+
+def storage_is_shared(tensor: Tensor) -> bool:
+    """Whether a tensor other than this one and its base can see this memory; True where torch does not tell."""
+    try:
+        storage = tensor.untyped_storage()
+        holders = 3 if tensor._base is not None else 2  # the storage object in our hand is one of them
+        return bool(torch._C._storage_Use_Count(storage._cdata) > holders)
+    except (AttributeError, NotImplementedError, RuntimeError):
+        return True
+
+
+def next_sequence_nr() -> int:
+    """The number that the next node of this thread will get; a number above all where torch does not tell."""
+    ask = getattr(torch._C._autograd, "_get_sequence_nr", None)
+    return sys.maxsize if ask is None else int(ask())
+
+
+def mutates(function: Any) -> bool:
+    """Whether a function that leangrad has no table entry for may change its arguments in place."""
+    schemas = [function] if hasattr(function, "_schema") else []
+    if hasattr(function, "overloads"):
+        schemas = [getattr(function, name) for name in function.overloads()]
+    if schemas:
+        return any(s._schema.is_mutable for s in schemas)
+    name = getattr(function, "__name__", "")
+    return name.endswith("_") and not name.endswith("__")
+
+
+def saved_tensor_hooks_allowed() -> bool:
+    """Whether saved-tensor hooks may be set here; inside a `torch.func` transform they may not."""
+    ask = getattr(torch._C._autograd, "_saved_tensors_hooks_is_enabled", None)
+    return True if ask is None else bool(ask())

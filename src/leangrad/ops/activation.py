@@ -1,0 +1,297 @@
+"""Activations: a forward with `out=`, a backward that may be written over the gradient it reads.
+
+Every activation is one frozen record in `ACTIVATIONS`: two functions, and what the second needs of the first.
+
+    y  = forward(x, parameter, out)          out=None allocates; out may be x where `in_place`
+    dx = backward(g, kept, parameter, into)  into=None allocates (with grad mode on: differentiably); into may be g
+
+`kept` is the input x or the output y, as `keeps` says: the output only where plain PyTorch's own backward from it gives
+the same bits. To add one, write the two functions and one line in the table.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from leangrad._torch import softmax_backward
+
+__all__ = ["ACTIVATIONS", "Activation", "resolve"]
+
+aten: Any = torch.ops.aten
+
+# Elements of scratch where a backward of torch cannot write into a given buffer: small enough to stay in cache.
+_CHUNK = 1 << 18
+
+
+@dataclass(frozen=True)
+class Activation:
+    """One activation: how to run it, how to run it backward, and what lies between the two.
+
+    >>> ACTIVATIONS["tanh"].keeps
+    'output'
+    """
+
+    name: str
+    forward: Callable[[Tensor, float, Tensor | None], Tensor]
+    backward: Callable[[Tensor, Tensor, float, Tensor | None], Tensor]
+    keeps: Literal["input", "output"]
+    parameter: float = 0.0
+    parameter_name: str = ""
+    parameter_min: float = -float("inf")
+    in_place: bool = True  # forward may be given its input as `out`
+    gated: bool = False  # x is (..., 2N): a gate and a value; y is (..., N)
+    float32_in_autocast: bool = False  # CUDA autocast runs it in float32
+
+    def __repr__(self) -> str:
+        return f"{self.name}({self.parameter_name}={self.parameter})" if self.parameter_name else self.name
+
+
+def resolve(activation: str | Activation, parameter: float | None = None) -> Activation:
+    """The record of an activation by its name, with another slope, alpha or beta where `parameter` is given.
+
+    >>> resolve("leaky_relu", 0.2)
+    leaky_relu(negative_slope=0.2)
+    """
+    if isinstance(activation, str):
+        if activation not in ACTIVATIONS:
+            raise ValueError(f"activation: expected one of {', '.join(ACTIVATIONS)}; got {activation!r}")
+        activation = ACTIVATIONS[activation]
+    if not isinstance(activation, Activation):
+        raise TypeError(f"activation: expected a name or an Activation, got {type(activation).__name__}")
+    if parameter is None:
+        return activation
+    if not activation.parameter_name:
+        raise ValueError(f"parameter: {activation.name} has none, got {parameter!r}")
+    if not parameter >= activation.parameter_min:
+        raise ValueError(
+            f"parameter: {activation.name} needs {activation.parameter_name} >= {activation.parameter_min}, "
+            f"got {parameter!r}"
+        )
+    return replace(activation, parameter=float(parameter))
+
+
+def _run(op: Any, out: Tensor | None, *args: Any, **options: Any) -> Tensor:
+    """`op(*args)`, written into `out` where it is given."""
+    y: Tensor = op.default(*args, **options) if out is None else op.out(*args, **options, out=out)
+    return y
+
+
+def _run_backward(op: Any, into: Tensor | None, *args: Any, **options: Any) -> Tensor:
+    """`op(*args)`, written into `into` where it is given; the backward ops of torch call that `grad_input`."""
+    dx: Tensor = op.default(*args, **options) if into is None else op.grad_input(*args, **options, grad_input=into)
+    return dx
+
+
+def _run_in_chunks(op: Any, into: Tensor | None, g: Tensor, x: Tensor) -> Tensor:
+    """The same for a backward op that cannot write into a buffer: bounded scratch instead of a whole map."""
+    if into is None:
+        dx: Tensor = op.default(g, x)
+        return dx
+    if into.numel() <= _CHUNK or not (into.is_contiguous() and g.is_contiguous() and x.is_contiguous()):
+        return into.copy_(op.default(g, x))
+    for into_c, g_c, x_c in zip(*(t.view(-1).split(_CHUNK) for t in (into, g, x)), strict=True):
+        into_c.copy_(op.default(g_c, x_c))
+    return into
+
+
+# relu: y = max(x, 0); dx = g where y > 0, else 0
+
+
+def _relu(x: Tensor, parameter: float, out: Tensor | None) -> Tensor:
+    return torch.relu(x) if out is None else torch.clamp_min(x, 0, out=out)  # relu is clamp_min, and lacks `out`
+
+
+def _relu_backward(g: Tensor, y: Tensor, parameter: float, into: Tensor | None) -> Tensor:
+    return _run_backward(aten.threshold_backward, into, g, y, 0)
+
+
+# leaky_relu: y = x where x > 0, else slope x; the sign of y is that of x, since slope >= 0
+
+
+def _leaky_relu(x: Tensor, slope: float, out: Tensor | None) -> Tensor:
+    return _run(aten.leaky_relu, out, x, slope)
+
+
+def _leaky_relu_backward(g: Tensor, y: Tensor, slope: float, into: Tensor | None) -> Tensor:
+    return _run_backward(aten.leaky_relu_backward, into, g, y, slope, True)
+
+
+# elu: y = x where x > 0, else alpha (e^x - 1). From y, dx = g (y + alpha) loses the digits of a small e^x: keep x.
+
+
+def _elu(x: Tensor, alpha: float, out: Tensor | None) -> Tensor:
+    return _run(aten.elu, out, x, alpha)
+
+
+def _elu_backward(g: Tensor, x: Tensor, alpha: float, into: Tensor | None) -> Tensor:
+    return _run_backward(aten.elu_backward, into, g, alpha, 1, 1, False, x)
+
+
+# gelu: y = x Φ(x), by erf or by tanh
+
+
+def _gelu(x: Tensor, parameter: float, out: Tensor | None) -> Tensor:
+    return F.gelu(x, out=out)  # type: ignore[call-arg]
+
+
+def _gelu_backward(g: Tensor, x: Tensor, parameter: float, into: Tensor | None) -> Tensor:
+    return _run_backward(aten.gelu_backward, into, g, x)
+
+
+def _gelu_tanh(x: Tensor, parameter: float, out: Tensor | None) -> Tensor:
+    return F.gelu(x, approximate="tanh", out=out)  # type: ignore[call-arg]
+
+
+def _gelu_tanh_backward(g: Tensor, x: Tensor, parameter: float, into: Tensor | None) -> Tensor:
+    return _run_backward(aten.gelu_backward, into, g, x, approximate="tanh")
+
+
+# silu: y = x σ(x)
+
+
+def _silu(x: Tensor, parameter: float, out: Tensor | None) -> Tensor:
+    return _run(aten.silu, out, x)
+
+
+def _silu_backward(g: Tensor, x: Tensor, parameter: float, into: Tensor | None) -> Tensor:
+    if into is None and torch.is_grad_enabled():  # torch has no derivative of silu_backward
+        s = torch.sigmoid(x)
+        return g * s * (1 + x * (1 - s))
+    return _run_backward(aten.silu_backward, into, g, x)
+
+
+# sigmoid: y = σ(x); dx = g y (1 - y)
+
+
+def _sigmoid(x: Tensor, parameter: float, out: Tensor | None) -> Tensor:
+    return torch.sigmoid(x, out=out)
+
+
+def _sigmoid_backward(g: Tensor, y: Tensor, parameter: float, into: Tensor | None) -> Tensor:
+    return _run_backward(aten.sigmoid_backward, into, g, y)
+
+
+# tanh: dx = g (1 - y²)
+
+
+def _tanh(x: Tensor, parameter: float, out: Tensor | None) -> Tensor:
+    return torch.tanh(x, out=out)
+
+
+def _tanh_backward(g: Tensor, y: Tensor, parameter: float, into: Tensor | None) -> Tensor:
+    return _run_backward(aten.tanh_backward, into, g, y)
+
+
+# softplus: y = log(1 + e^(beta x)) / beta, and x itself where beta x > 20
+
+
+def _softplus(x: Tensor, beta: float, out: Tensor | None) -> Tensor:
+    return _run(aten.softplus, out, x, beta, 20)
+
+
+def _softplus_backward(g: Tensor, x: Tensor, beta: float, into: Tensor | None) -> Tensor:
+    return _run_backward(aten.softplus_backward, into, g, x, beta, 20)
+
+
+# hardswish: y = x clamp(x + 3, 0, 6) / 6
+
+
+def _hardswish(x: Tensor, parameter: float, out: Tensor | None) -> Tensor:
+    return _run(aten.hardswish, out, x)
+
+
+def _hardswish_backward(g: Tensor, x: Tensor, parameter: float, into: Tensor | None) -> Tensor:
+    return _run_in_chunks(aten.hardswish_backward, into, g, x)
+
+
+# mish: y = x tanh(softplus(x))
+
+
+def _mish(x: Tensor, parameter: float, out: Tensor | None) -> Tensor:
+    return _run(aten.mish, out, x)
+
+
+def _mish_backward(g: Tensor, x: Tensor, parameter: float, into: Tensor | None) -> Tensor:
+    if into is None and torch.is_grad_enabled():  # torch has no derivative of mish_backward
+        t = torch.tanh(F.softplus(x))
+        return g * (t + x * torch.sigmoid(x) * (1 - t * t))
+    return _run_in_chunks(aten.mish_backward, into, g, x)
+
+
+# softmax over the last dimension: dx = y (g - Σ g y)
+
+
+def _softmax(x: Tensor, parameter: float, out: Tensor | None) -> Tensor:
+    return torch.softmax(x, -1) if out is None else torch.softmax(x, -1, out=out)
+
+
+def _softmax_backward(g: Tensor, y: Tensor, parameter: float, into: Tensor | None) -> Tensor:
+    dx = softmax_backward(g, y)
+    return dx if into is None else into.copy_(dx)  # a row needs all of g: torch does not promise to write over it
+
+
+# Gated: x = [a, b] along the last dimension; y = f(a) b; da = f'(a) g b, db = g f(a)
+
+
+def _gated(f: Any, x: Tensor, out: Tensor | None) -> Tensor:
+    a, b = x.chunk(2, -1)
+    y: Tensor = f(a, 0.0, None) * b if out is None else f(a, 0.0, out).mul_(b)
+    return y
+
+
+def _gated_backward(f: Any, f_backward: Any, g: Tensor, x: Tensor, into: Tensor | None) -> Tensor:
+    a, b = x.chunk(2, -1)
+    if into is None:
+        return torch.cat([f_backward(g * b, a, 0.0, None), g * f(a, 0.0, None)], -1)
+    if into is not x:
+        da, db = into.chunk(2, -1)
+        f_backward(torch.mul(g, b, out=da), a, 0.0, da)
+        f(a, 0.0, db).mul_(g)
+        return into
+    rows = max(1, _CHUNK // max(1, a.shape[-1]))
+    for g_c, a_c, b_c in zip(*(t.flatten(0, -2).split(rows) for t in (g, a, b)), strict=True):
+        db_c = f(a_c, 0.0, None).mul_(g_c)
+        f_backward(b_c.mul_(g_c), a_c, 0.0, a_c)
+        b_c.copy_(db_c)
+    return x
+
+
+def _swiglu(x: Tensor, parameter: float, out: Tensor | None) -> Tensor:
+    return _gated(_silu, x, out)
+
+
+def _swiglu_backward(g: Tensor, x: Tensor, parameter: float, into: Tensor | None) -> Tensor:
+    return _gated_backward(_silu, _silu_backward, g, x, into)
+
+
+def _geglu(x: Tensor, parameter: float, out: Tensor | None) -> Tensor:
+    return _gated(_gelu, x, out)
+
+
+def _geglu_backward(g: Tensor, x: Tensor, parameter: float, into: Tensor | None) -> Tensor:
+    return _gated_backward(_gelu, _gelu_backward, g, x, into)
+
+
+ACTIVATIONS: dict[str, Activation] = {
+    record.name: record
+    for record in (
+        Activation("relu", _relu, _relu_backward, "output"),
+        Activation("leaky_relu", _leaky_relu, _leaky_relu_backward, "output", 0.01, "negative_slope", 0.0),
+        Activation("elu", _elu, _elu_backward, "input", 1.0, "alpha"),
+        Activation("gelu", _gelu, _gelu_backward, "input"),
+        Activation("gelu_tanh", _gelu_tanh, _gelu_tanh_backward, "input"),
+        Activation("silu", _silu, _silu_backward, "input"),
+        Activation("sigmoid", _sigmoid, _sigmoid_backward, "output"),
+        Activation("tanh", _tanh, _tanh_backward, "output"),
+        Activation("softplus", _softplus, _softplus_backward, "input", 1.0, "beta", float32_in_autocast=True),
+        Activation("hardswish", _hardswish, _hardswish_backward, "input"),
+        Activation("mish", _mish, _mish_backward, "input"),
+        Activation("softmax", _softmax, _softmax_backward, "output", in_place=False, float32_in_autocast=True),
+        Activation("swiglu", _swiglu, _swiglu_backward, "input", in_place=False, gated=True),
+        Activation("geglu", _geglu, _geglu_backward, "input", in_place=False, gated=True),
+    )
+}

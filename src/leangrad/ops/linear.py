@@ -1,0 +1,38 @@
+"""The linear map, forward and backward, on matrices: y = x Wᵀ + b with x (N, in), W (out, in), b (out,).
+
+    dx = g W        dW = gᵀ x        db = Σ_rows g
+
+Each result is written into the buffer that is given, whatever was in it before; without one it is allocated. The
+products are the ones that autograd's own backward of `F.linear` computes, operand by operand, so the bits are the same.
+"""
+
+import torch
+from torch import Tensor
+
+__all__ = ["linear", "linear_backward_bias", "linear_backward_input", "linear_backward_weight"]
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+    """Y = x Wᵀ + b. Equals `F.linear(x, weight, bias)`.
+
+    >>> linear(torch.ones(2, 3), torch.ones(4, 3), None, out=torch.full((2, 4), float("nan"))).unique()
+    tensor([3.])
+    """
+    if bias is None:
+        return torch.mm(x, weight.t(), out=out)
+    return torch.addmm(bias, x, weight.t(), out=out)
+
+
+def linear_backward_input(g: Tensor, weight: Tensor, into: Tensor | None = None) -> Tensor:
+    """Dx = g W, of the shape of x. `into` must not overlap g."""
+    return torch.mm(g, weight, out=into)
+
+
+def linear_backward_weight(g: Tensor, x: Tensor, into: Tensor | None = None) -> Tensor:
+    """DW = gᵀ x, of the shape of W."""
+    return torch.mm(g.t(), x, out=into)
+
+
+def linear_backward_bias(g: Tensor, into: Tensor | None = None) -> Tensor:
+    """Db = Σ_rows g, of the shape of b."""
+    return torch.sum(g, 0, out=into)

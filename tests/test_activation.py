@@ -1,0 +1,165 @@
+"""Every activation of the table: torch's bits, written into the buffers that are given, over the gradient too."""
+
+import pickle
+from copy import deepcopy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from leangrad.ops.activation import ACTIVATIONS, Activation, resolve
+
+PLAIN = {
+    "relu": F.relu,
+    "leaky_relu": F.leaky_relu,
+    "elu": F.elu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": F.silu,
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+    "softplus": F.softplus,
+    "hardswish": F.hardswish,
+    "mish": F.mish,
+    "softmax": lambda x: torch.softmax(x, -1),
+    "swiglu": lambda x: F.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1],
+    "geglu": lambda x: F.gelu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1],
+}
+SHAPES = [(3, 8), (1, 2), (5, 4, 6), (0, 4), (7,), (2, 2**18 + 6)]
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+
+
+def shape_for(record: Activation, shape: tuple[int, ...]) -> tuple[int, ...]:
+    return (*shape[:-1], shape[-1] + shape[-1] % 2) if record.gated else shape
+
+
+def case(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Activation, Tensor, Tensor, Tensor, Tensor]:
+    """The record, an input with large and special values, plain's output, a gradient for it, plain's answer."""
+    record = ACTIVATIONS[name]
+    x = (torch.randn(shape_for(record, shape)) * 4).to(dtype)
+    if x.numel() > 8:
+        x.view(-1)[:4] = torch.tensor([0.0, -0.0, 30.0, -30.0])
+    x.requires_grad_()
+    y = PLAIN[name](x)
+    g = torch.randn(y.shape).to(dtype)
+    (dx,) = torch.autograd.grad(y, x, g)
+    return record, x.detach(), y.detach(), g, dx
+
+
+def test_the_table_is_complete():
+    assert set(ACTIVATIONS) == set(PLAIN)
+    assert all(record.name == name for name, record in ACTIVATIONS.items())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", PLAIN)
+def test_forward_and_backward_are_torchs(name, shape, dtype):
+    record, x, y, g, dx = case(name, shape, dtype)
+    out = torch.full_like(y, float("nan"))
+    assert torch.equal(record.forward(x, record.parameter, None), y)
+    assert record.forward(x, record.parameter, out) is out
+    assert torch.equal(out, y)
+    if record.in_place:
+        over = x.clone()
+        assert record.forward(over, record.parameter, over) is over
+        assert torch.equal(over, y)
+
+    kept = x if record.keeps == "input" else y
+    untouched, g_before = kept.clone(), g.clone()
+    with torch.no_grad():
+        assert torch.equal(record.backward(g, kept, record.parameter, None), dx)
+    into = torch.full_like(dx, float("nan"))
+    assert record.backward(g, kept, record.parameter, into) is into
+    assert torch.equal(into, dx)
+    assert torch.equal(g, g_before)
+    if not record.gated:
+        assert record.backward(g, kept, record.parameter, g) is g
+        assert torch.equal(g, dx)
+    assert torch.equal(kept, untouched)
+
+
+@pytest.mark.parametrize("name", [name for name, record in ACTIVATIONS.items() if record.keeps == "input"])
+def test_backward_may_be_written_over_the_kept_input(name):
+    record, x, _, g, dx = case(name, (300, 2048), torch.float32)
+    assert record.backward(g, x, record.parameter, x) is x
+    assert torch.equal(x, dx)
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_strided_gradients_and_buffers(name):
+    """Strided memory takes torch's scalar loops, whose last bit may differ from that of the vector ones."""
+    record, x, y, g, dx = case(name, (6, 8), torch.float64)
+    kept = x if record.keeps == "input" else y
+    strided = g.t().contiguous().t()
+    into = torch.full((2 * dx.shape[1], dx.shape[0]), float("nan"), dtype=dx.dtype).t()[:, ::2]
+    torch.testing.assert_close(record.backward(strided, kept, record.parameter, into), dx)
+    if not record.gated:
+        torch.testing.assert_close(record.backward(strided, kept, record.parameter, strided), dx)
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_the_backward_that_allocates_is_differentiable(name):
+    """That is what double backward runs."""
+    record, x, y, g, _ = case(name, (3, 4), torch.float64)
+    kept = torch.randn_like(x if record.keeps == "input" else y)
+    if record.keeps == "output":
+        kept = torch.where(kept < 0, kept - 0.1, kept + 0.1)  # away from the kink of relu
+    with torch.enable_grad():
+        assert torch.autograd.gradcheck(
+            lambda g, kept: record.backward(g, kept, record.parameter, None),
+            (g.requires_grad_(), kept.requires_grad_()),
+        )
+
+
+@pytest.mark.parametrize(
+    ("name", "parameter", "plain"),
+    [
+        ("leaky_relu", 0.3, lambda x: F.leaky_relu(x, 0.3)),
+        ("leaky_relu", 0.0, lambda x: F.leaky_relu(x, 0.0)),
+        ("elu", 0.5, lambda x: F.elu(x, 0.5)),
+        ("softplus", 3.0, lambda x: F.softplus(x, 3.0)),
+    ],
+)
+def test_parameters(name, parameter, plain):
+    record = resolve(name, parameter)
+    x = (torch.randn(50) * 3).requires_grad_()
+    y = plain(x)
+    g = torch.randn_like(y)
+    (dx,) = torch.autograd.grad(y, x, g)
+    x = x.detach()
+    assert torch.equal(record.forward(x, record.parameter, None), y)
+    kept = x if record.keeps == "input" else y.detach()
+    assert torch.equal(record.backward(g, kept, record.parameter, g), dx)
+
+
+def test_bad_names_and_parameters_say_what_to_choose():
+    with pytest.raises(ValueError, match=r"activation: expected one of relu, leaky_relu, .*; got 'swish'"):
+        resolve("swish")
+    with pytest.raises(TypeError, match="activation: expected a name or an Activation, got function"):
+        resolve(F.relu)
+    with pytest.raises(ValueError, match="parameter: relu has none"):
+        resolve("relu", 0.1)
+    with pytest.raises(ValueError, match=r"leaky_relu needs negative_slope >= 0.0, got -0.1"):
+        resolve("leaky_relu", -0.1)
+    with pytest.raises(ValueError, match=r"leaky_relu needs negative_slope"):
+        resolve("leaky_relu", float("nan"))
+
+
+def test_records_travel():
+    for record in ACTIVATIONS.values():
+        assert pickle.loads(pickle.dumps(record)) == record == deepcopy(record)
+    assert resolve(ACTIVATIONS["gelu"]) is ACTIVATIONS["gelu"]
+    assert repr(resolve("elu", 0.5)) == "elu(alpha=0.5)"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", PLAIN)
+def test_on_a_gpu(name, dtype):
+    with torch.device("cuda"):
+        record, x, y, g, dx = case(name, (33, 2048), dtype)
+        kept = x if record.keeps == "input" else y
+        assert torch.equal(record.forward(x, record.parameter, torch.empty_like(y)), y)
+        assert torch.equal(record.backward(g, kept, record.parameter, torch.empty_like(dx) if record.gated else g), dx)
