@@ -1,0 +1,80 @@
+"""Sums over processes: each range is sent as soon as backward has filled it.
+
+[Note: one order]
+Processes must start their collectives in one order, whatever backward does on each of them. Ranges are sent from the
+last to the first, each only after the one before it; a range that waits for an unused parameter holds back the rest
+until the end. At the end all are sent, on every process, and then one small vector that says which parameters had a
+gradient anywhere: those get one everywhere, and the others keep None, as they do under DistributedDataParallel.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .slots import Range, Slot
+
+
+class Reduction:
+    """Averages the gradients of one backward over the processes of a group."""
+
+    def __init__(self, pairs: Sequence[tuple[nn.Parameter, Slot]], group: dist.ProcessGroup | None) -> None:
+        self._pairs, self._group = pairs, group
+        self._size = dist.get_world_size(group)
+        self._queue: list[Range] = list(dict.fromkeys(slot.range for _, slot in reversed(pairs)))
+        self._missing = {range_: set(range_.slots) for range_ in self._queue}
+        self._sent: dict[Range, Tensor] = {}
+        self._works: list[dist.Work] = []
+
+    def watch(self) -> None:
+        """Be told of every gradient that arrives."""
+        for range_ in self._queue:
+            range_.watcher = self
+
+    def stop(self) -> None:
+        """Be told no longer."""
+        for range_ in self._missing:
+            range_.watcher = None
+
+    def arrived(self, slot: Slot) -> None:
+        """The gradient of `slot` is complete: send every range that is complete and whose turn it is."""
+        self._missing[slot.range].discard(slot)
+        while self._queue and not self._missing[self._queue[0]]:
+            self._send(self._queue.pop(0))
+
+    def has_sent(self, range_: Range) -> bool:
+        """Whether the range is on its way."""
+        return range_ in self._sent
+
+    def finish(self) -> None:
+        """Send what is left, wait for everything, and give a gradient to each parameter that has one anywhere."""
+        # Held until the end: on this process nothing else may keep the buffer of a range without a gradient alive.
+        bases = [range_.standing() for range_ in self._queue]
+        unsent = set(self._queue)
+        for parameter, slot in self._pairs:
+            if slot.range in unsent:
+                slot.settle(parameter)
+        while self._queue:
+            self._send(self._queue.pop(0))
+        used = torch.tensor([int(parameter.grad is not None) for parameter, _ in self._pairs])
+        used = used.to(self._pairs[0][1].range.device)
+        dist.all_reduce(used, dist.ReduceOp.MAX, group=self._group)
+        for work in self._works:
+            work.wait()
+        for (parameter, slot), is_used in zip(self._pairs, used.tolist(), strict=True):
+            if is_used and parameter.grad is None:
+                slot.attach(parameter, slot.view())
+                slot.is_zero = False
+        del bases
+
+    def _send(self, range_: Range) -> None:
+        range_.clear_pads()
+        flat = range_.flat()
+        assert flat is not None, "a range is complete only while its gradients stand"
+        self._sent[range_] = flat
+        # Divided first, as DistributedDataParallel does: the sum of many processes may overflow, their mean may not.
+        flat.mul_(1.0 / self._size)
+        work = dist.all_reduce(flat, group=self._group, async_op=True)
+        assert work is not None
+        self._works.append(work)
