@@ -57,7 +57,6 @@ class PackedGradients:
 
     def unpack(self) -> None:
         """Give the model its own forwards back. `.grad` stays as it is, except that it gets its parameter's dtype."""
-        self.cast_()
         for handle in self._hooks:
             handle.remove()
         for module in self._modules:
@@ -65,7 +64,11 @@ class PackedGradients:
         for parameter, slot in self._pairs:
             slot.is_active = False
             SLOTS.remove(parameter)
-            if slots_module.HAS_GRAD_DTYPE and slot.range.dtype != parameter.dtype:
+            grad = parameter.grad
+            if grad is not None and grad.dtype != parameter.dtype:
+                parameter.grad = None
+                parameter.grad = grad.to(parameter.dtype)
+            if slots_module.HAS_GRAD_DTYPE:
                 parameter.grad_dtype = parameter.dtype
         self._pairs, self._outside, self._hooks, self._modules, self.ranges = [], [], [], [], []
 
@@ -81,6 +84,42 @@ class PackedGradients:
 
         Each is the memory of the gradients themselves: what is done to it is done to them.
         """
+        flats = self._settled()
+        for range_ in self.ranges:
+            range_.forget_zeros()  # whoever has the vector may write anywhere in it
+        return flats
+
+    @torch.no_grad()
+    def norm(self) -> Tensor:
+        """The 2-norm of all gradients together, in float32 or wider: `torch.nn.utils.get_total_norm(grads)`."""
+        return self._norm(self._settled())
+
+    @torch.no_grad()
+    def clip_norm_(self, max_norm: float) -> Tensor:
+        """`torch.nn.utils.clip_grad_norm_(parameters, max_norm)`: returns the norm before clipping."""
+        norm = self._norm(self._settled())
+        self._scale((max_norm / (norm + 1e-6)).clamp(max=1.0))
+        return norm
+
+    @torch.no_grad()
+    def scale_(self, factor: Tensor | float) -> None:
+        """Multiply every gradient by `factor`, a number or a tensor of one element."""
+        self._settled()
+        self._scale(factor)
+
+    @torch.no_grad()
+    def all_finite(self) -> Tensor:
+        """Whether no gradient holds an Inf or a NaN, as a tensor of one bool (on CUDA nothing waits for it)."""
+        parts = [is_finite(flat) for flat in self._settled()]
+        for _, parameter in self._outside:
+            if parameter.grad is not None:
+                parts.append(torch.isfinite(whole(torch.linalg.vector_norm(parameter.grad, float("inf")))))
+        if not parts:
+            return torch.ones((), dtype=torch.bool)
+        return torch.stack([part.to(parts[0].device) for part in parts]).all()
+
+    def _settled(self) -> list[Tensor]:
+        """Every range that stands, with zeros wherever there is no gradient."""
         self._check_parameters()
         for parameter, slot in self._pairs:
             slot.settle(parameter)
@@ -88,10 +127,8 @@ class PackedGradients:
             range_.clear_pads()
         return [flat for range_ in self.ranges if (flat := range_.flat()) is not None]
 
-    @torch.no_grad()
-    def norm(self) -> Tensor:
-        """The 2-norm of all gradients together, in float32 or wider: `torch.nn.utils.get_total_norm(grads)`."""
-        parts = [norm_of(flat) for flat in self.flats()]
+    def _norm(self, flats: list[Tensor]) -> Tensor:
+        parts = [norm_of(flat) for flat in flats]
         outside = [p.grad for _, p in self._outside if p.grad is not None]
         if outside:
             parts.append(whole(torch.nn.utils.get_total_norm(outside)))
@@ -99,32 +136,12 @@ class PackedGradients:
             return torch.zeros(())
         return norm_of(torch.stack([part.to(parts[0].device) for part in parts]))
 
-    def clip_norm_(self, max_norm: float) -> Tensor:
-        """`torch.nn.utils.clip_grad_norm_(parameters, max_norm)`: returns the norm before clipping."""
-        norm = self.norm()
-        self.scale_((max_norm / (norm + 1e-6)).clamp(max=1.0))
-        return norm
-
-    @torch.no_grad()
-    def scale_(self, factor: Tensor | float) -> None:
-        """Multiply every gradient by `factor`, a number or a tensor of one element."""
-        self.flats()  # settles what stands elsewhere
+    def _scale(self, factor: Tensor | float) -> None:
         for range_ in self.ranges:
             range_.scale_(factor.to(range_.device) if isinstance(factor, Tensor) else factor)
         for _, parameter in self._outside:
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)
-
-    @torch.no_grad()
-    def all_finite(self) -> Tensor:
-        """Whether no gradient holds an Inf or a NaN, as a tensor of one bool (on CUDA nothing waits for it)."""
-        parts = [is_finite(flat) for flat in self.flats()]
-        for _, parameter in self._outside:
-            if parameter.grad is not None:
-                parts.append(torch.isfinite(whole(torch.linalg.vector_norm(parameter.grad, float("inf")))))
-        if not parts:
-            return torch.ones((), dtype=torch.bool)
-        return torch.stack([part.to(parts[0].device) for part in parts]).all()
 
     @torch.no_grad()
     def cast_(self) -> None:
@@ -133,7 +150,7 @@ class PackedGradients:
         Range by range, so that both forms of one range at most stand at a time. The next gradient to arrive after
         `zero_grad` is accumulated in the wider dtype again.
         """
-        self.flats()
+        self._settled()
         for range_ in self.ranges:
             flat = range_.flat()
             if flat is None or range_.dtype == range_.parameter_dtype:

@@ -93,7 +93,7 @@ class Range:
                 dtype = self.dtype if HAS_GRAD_DTYPE else self.parameter_dtype
                 base = torch.empty(self.bytes // dtype.itemsize, dtype=dtype, device=self.device)
                 self._base = TensorWeakRef(base)
-                self._forget_zeros()
+                self.forget_zeros()
             return base
 
     def clear_pads(self) -> None:
@@ -110,9 +110,10 @@ class Range:
         flat = self.flat()
         if flat is not None:
             flat.mul_(factor)
-            self._forget_zeros()
+            self.forget_zeros()
 
-    def _forget_zeros(self) -> None:
+    def forget_zeros(self) -> None:
+        """Take nothing in the buffer for zero any more."""
         self._pads_are_zero = not self._pads
         for slot in self.slots:
             slot.is_zero = False
