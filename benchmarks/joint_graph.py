@@ -34,7 +34,7 @@ from torch.utils._pytree import tree_leaves
 __all__ = ["Op", "Recorder", "Value", "tensors_in"]
 
 _PRODUCT = re.compile(
-    r"(^|_)(mm|addmm|bmm|baddbmm|addbmm|mv|addmv|dot|vdot|linear|trilinear)(_|$)"
+    r"(^|_)(mm|addmm|bmm|baddbmm|addbmm|mv|addmv|dot|vdot|matmul|linear|trilinear)(_|$)"
     r"|conv(?!ert)|attention|lstm|gru|rnn"
 )
 

@@ -281,6 +281,18 @@ def test_in_place_ops_on_a_part() -> None:
     assert [kept.bytes for kept in result.tensors] == [FLOAT * 4 * 32, FLOAT * 4 * 8]
 
 
+def test_a_part_that_an_in_place_op_did_not_touch() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        h = self.first(x)
+        before, top = h.exp(), h[:2]
+        h[2:].add_(self.other(x)[2:])
+        return before.mean() + top.sin().mean()
+
+    # The upper rows are still those of the first state, which exp needs anyway; the other product is not needed.
+    net = Apply(forward, first=nn.Linear(16, 32), other=nn.Linear(16, 32))
+    assert floor(net, torch.randn(4, 16)).bytes == FLOAT * 4 * 32
+
+
 def test_a_buffer_filled_in_slices() -> None:
     def scan(self: Any, x: Tensor) -> Tensor:
         states = torch.empty(5, 3, 16)
@@ -345,6 +357,47 @@ def test_a_buffer_that_the_forward_changes() -> None:
     assert floor(net, torch.randn(4, 16), torch.mean).bytes == 0
     net.changes = True
     assert floor(net, torch.randn(4, 16), torch.mean).bytes == FLOAT * 32  # the scale as it was, or its exp
+
+
+def test_statistics_that_batch_norm_changes_unsaid() -> None:
+    def normed(self: Any, x: Tensor) -> Tensor:
+        return self.norm(self.first(x) * self.norm.running_var.exp())
+
+    # Batch norm's backward reads its input, rebuilt from the product and the variance as it was, or kept as it is.
+    # The gradient of the product also reads exp(variance). The op's schema does not say that it changes the variance.
+    net = Apply(normed, first=nn.Linear(16, 32), norm=nn.BatchNorm1d(32))
+    assert floor(net, torch.randn(4, 16), lambda y: y.square().mean()).bytes == FLOAT * (4 * 32 + 32)
+    net.norm.eval()
+    assert floor(net, torch.randn(4, 16), lambda y: y.square().mean()).bytes == FLOAT * 4 * 32
+
+
+def test_a_constant_of_the_forward_is_free() -> None:
+    net = Apply(lambda self, x: self.first(x) * torch.tensor([1.0, 2.0]).exp(), first=nn.Linear(4, 2))
+    assert floor(net, torch.randn(3, 4), torch.mean).bytes == 0
+
+
+PRODUCTS = """
+    mm addmm addmm_ bmm baddbmm mv dot matmul linear mkldnn_linear _scaled_mm _grouped_mm _addmm_activation convolution
+    convolution_overrideable mkldnn_convolution cudnn_convolution_transpose _slow_conv2d_forward conv_depthwise3d
+    _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_efficient_attention _flash_attention_forward
+    _scaled_dot_product_cudnn_attention lstm gru mkldnn_rnn_layer _cudnn_rnn _thnn_fused_lstm_cell _thnn_fused_gru_cell
+"""
+
+OTHERS = """
+    mul addcmul add sum mean native_layer_norm native_batch_norm native_group_norm _fused_rms_norm _softmax gelu
+    native_dropout embedding index gather sort topk cumsum cat upsample_bilinear2d upsample_linear1d nonzero addr
+    upsample_trilinear3d max_pool2d_with_indices _convert_indices_from_csr_to_coo _to_copy remainder
+"""
+
+
+def test_which_ops_are_products() -> None:
+    assert [name for name in PRODUCTS.split() if not is_product(name)] == []
+    assert [name for name in OTHERS.split() if is_product(name)] == []
+
+
+def is_product(name: str) -> bool:
+    packet = getattr(torch.ops.aten, name)
+    return Op(getattr(packet, packet.overloads()[0]), (), {}).is_product
 
 
 @torch.library.custom_op("leangrad_tests::triple", mutates_args=())
