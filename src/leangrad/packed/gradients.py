@@ -151,13 +151,15 @@ class PackedGradients:
         `zero_grad` is accumulated in the wider dtype again.
         """
         self._settled()
+        owners = {slot: parameter for parameter, slot in self._pairs}
         for range_ in self.ranges:
             flat = range_.flat()
             if flat is None or range_.dtype == range_.parameter_dtype:
                 continue
             narrow = flat.to(range_.parameter_dtype)
-            for parameter, slot in self._pairs:
-                if slot.range is range_ and parameter.grad is not None:
+            for slot in range_.slots:
+                parameter = owners[slot]
+                if parameter.grad is not None:
                     parameter.grad = None  # a stand-in of the wider dtype cannot be replaced in one assignment
                     parameter.grad = narrow.as_strided(slot.shape, slot.stride, slot.offset)
 

@@ -28,6 +28,9 @@ from leangrad import _torch
 
 from .slots import SLOTS, Compute, Slot, deliver
 
+#: Elements that are widened at a time: large enough to be fast, too small to matter.
+_BLOCK = 1 << 14
+
 _LOW_OR_SINGLE = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -50,10 +53,20 @@ def write_product(x: Tensor, g: Tensor, out: Tensor | None, add: bool, columns_f
     elif writes_wider(left.device, left.dtype, into.dtype):
         torch.addmm(into, left, right, out_dtype=into.dtype, beta=int(add), out=into)
     elif add:
-        into.add_(left.mm(right))
+        _add_narrower(into, left.mm(right))
     else:
         into.copy_(left.mm(right))
     return out
+
+
+def _add_narrower(into: Tensor, product: Tensor) -> None:
+    """Add a product of a narrower dtype: in blocks, because on CPU an add of two dtypes first widens one of them."""
+    if into.device.type != "cpu":
+        into.add_(product)
+        return
+    rows = max(1, _BLOCK // max(1, product.shape[1]))
+    for block, addend in zip(into.split(rows), product.split(rows), strict=True):
+        block.add_(addend)
 
 
 _wider: dict[tuple[torch.device, torch.dtype, torch.dtype], bool] = {}

@@ -1,0 +1,173 @@
+"""Bytes: no temporary of a weight's size, and a peak that is plain's or less. Predicted, then asserted."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from leangrad.packed import pack_gradients
+
+WIDTH, ROWS = 256, 8
+WEIGHT_BYTES = WIDTH * WIDTH * 4
+
+
+def memory_events(run: Callable[[], object]) -> list[int]:
+    """Every allocation (positive) and release (negative) of the CPU allocator, in order."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        run()
+    events = profile.profiler.kineto_results.events()
+    changes = sorted((e.start_ns(), i, e.nbytes()) for i, e in enumerate(events) if e.name() == "[memory]")
+    return [nbytes for _, _, nbytes in changes]
+
+
+def peak_bytes(events: list[int]) -> int:
+    total = peak = 0
+    for change in events:
+        total += change
+        peak = max(peak, total)
+    return peak
+
+
+def deep(layers: int = 6) -> nn.Module:
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)))
+
+
+def backward_of(model: nn.Module, x: Tensor) -> Callable[[], object]:
+    y = model(x)
+    g = torch.randn_like(y)
+    return lambda: y.backward(g)
+
+
+def of_weight_size(events: list[int]) -> int:
+    return sum(change >= WEIGHT_BYTES for change in events)
+
+
+def test_the_tool_sees_what_it_should() -> None:
+    def run() -> None:
+        first = torch.empty(1000)
+        second = torch.empty(500)
+        del first, second
+
+    assert [e for e in memory_events(run) if abs(e) >= 2000] == [4000, 2000, -4000, -2000]
+
+
+def test_the_second_micro_batch_allocates_nothing_of_a_weights_size() -> None:
+    plain = deep()
+    mine = copy.deepcopy(plain)
+    pack_gradients(mine)
+    x = torch.randn(ROWS, WIDTH)
+    for model in (plain, mine):
+        backward_of(model, x)()
+    assert of_weight_size(memory_events(backward_of(plain, x))) == 6
+    assert of_weight_size(memory_events(backward_of(mine, x))) == 0
+
+
+def test_the_first_micro_batch_allocates_the_ranges_and_nothing_else() -> None:
+    mine = deep()
+    packed = pack_gradients(mine, range_bytes=2 * WEIGHT_BYTES)
+    events = memory_events(backward_of(mine, torch.randn(ROWS, WIDTH)))
+    assert [e for e in events if e >= WEIGHT_BYTES] == [2 * WEIGHT_BYTES] * 3
+    assert packed.report().bytes == packed.report().standing_bytes == 6 * WEIGHT_BYTES
+
+
+def test_an_embedding_allocates_nothing_of_its_weights_size() -> None:
+    for make in (lambda: nn.Embedding(WIDTH, WIDTH), lambda: nn.Embedding(WIDTH, WIDTH, padding_idx=0)):
+        plain = make()
+        mine = copy.deepcopy(plain)
+        pack_gradients(mine)
+        indices = torch.randint(WIDTH, (ROWS,))
+        for model in (plain, mine):
+            backward_of(model, indices)()
+        assert of_weight_size(memory_events(backward_of(plain, indices))) == 1
+        assert of_weight_size(memory_events(backward_of(mine, indices))) == 0
+
+
+def test_under_autocast_only_the_product_of_the_low_dtype_is_temporary() -> None:
+    plain = deep()
+    mine = copy.deepcopy(plain)
+    pack_gradients(mine)
+    x = torch.randn(ROWS, WIDTH)
+    found = []
+    for model in (plain, mine):
+        with torch.autocast("cpu", torch.bfloat16):
+            backward_of(model, x)()
+            run = backward_of(model, x)
+        events = memory_events(run)
+        found.append((of_weight_size(events), sum(e == WEIGHT_BYTES // 2 for e in events)))
+    assert found == [(6, 6), (0, 6)]  # (float32 temporaries, bfloat16 products)
+
+
+def test_a_gradient_is_freed_when_zero_grad_frees_it() -> None:
+    mine = deep()
+    packed = pack_gradients(mine, range_bytes=2 * WEIGHT_BYTES)
+    backward = backward_of(mine, torch.randn(ROWS, WIDTH))
+    standing = []
+
+    def step() -> None:
+        backward()
+        packed.norm()
+        standing.append(packed.report().standing_bytes)
+        mine.zero_grad()
+        standing.append(packed.report().standing_bytes)
+
+    large = [e for e in memory_events(step) if abs(e) >= WEIGHT_BYTES]
+    assert standing == [6 * WEIGHT_BYTES, 0]
+    assert large == [2 * WEIGHT_BYTES] * 3 + [-2 * WEIGHT_BYTES] * 3
+
+
+def test_passes_over_the_buffer_allocate_next_to_nothing() -> None:
+    mine = deep()
+    packed = pack_gradients(mine)
+    backward_of(mine, torch.randn(ROWS, WIDTH))()
+    for call in (packed.norm, lambda: packed.clip_norm_(1.0), lambda: packed.scale_(0.5), packed.all_finite):
+        assert peak_bytes(memory_events(call)) < WEIGHT_BYTES // 64
+
+
+@pytest.mark.parametrize("rows", [4, 64, 1024])
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_the_peak_of_a_step_is_at_most_one_range_above_plain(rows: int, micro_batches: int) -> None:
+    plain = deep()
+    mine = copy.deepcopy(plain)
+    range_bytes = WEIGHT_BYTES
+    pack_gradients(mine, range_bytes=range_bytes)
+    x = torch.randn(rows, WIDTH)
+
+    def step(model: nn.Module) -> None:
+        for _ in range(micro_batches):
+            model(x).square().mean().backward()
+        model.zero_grad()
+
+    peaks = []
+    for model in (plain, mine):
+        step(model)
+        peaks.append(peak_bytes(memory_events(lambda model=model: step(model))))
+    plain_peak, mine_peak = peaks
+    # Each range is one weight here, so not even that range stands early: never above plain, and with gradients that
+    # stand, below it by the temporary of one weight wherever gradients are what fills the memory.
+    assert mine_peak <= plain_peak
+    if micro_batches > 1 and rows == 4:
+        assert plain_peak - mine_peak == pytest.approx(WEIGHT_BYTES, rel=0.05)
+
+
+def test_coarser_ranges_stand_early_by_less_than_their_size() -> None:
+    rows = 4 * WIDTH
+    plain = deep()
+    x, g = torch.randn(rows, WIDTH), torch.randn(rows, WIDTH)
+    peaks = {}
+    for range_bytes in (0, WEIGHT_BYTES, 3 * WEIGHT_BYTES, None):
+        model = copy.deepcopy(plain)
+        if range_bytes != 0:
+            pack_gradients(model, range_bytes=range_bytes)
+
+        def step(model: nn.Module = model) -> None:
+            model(x).backward(g)
+            model.zero_grad()
+
+        step()
+        peaks[range_bytes] = peak_bytes(memory_events(step)) / WEIGHT_BYTES
+    # An activation is four weights. Plain peaks in the second layer of backward: the output, four inputs and two
+    # gradients of activations, and two weight gradients. The whole buffer would stand there with all six of them,
+    # which is the reason for ranges.
+    assert peaks == {0: 30, WEIGHT_BYTES: 30, 3 * WEIGHT_BYTES: 31, None: 34}
