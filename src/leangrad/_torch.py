@@ -176,3 +176,38 @@ def saved_tensor_hooks_allowed() -> bool:
     """Whether saved-tensor hooks may be set here; inside a `torch.func` transform they may not."""
     ask = getattr(torch._C._autograd, "_saved_tensors_hooks_is_enabled", None)
     return True if ask is None else bool(ask())
+
+
+def has_hooks(module: torch.nn.Module) -> bool:
+    """Whether calling `module` does more than its `forward`; True where torch does not tell."""
+    try:
+        return bool(
+            module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+        )
+    except AttributeError:
+        return True
+
+
+def has_global_hooks() -> bool:
+    """Whether a hook is set on every module there is; True where torch does not tell."""
+    try:
+        hooks = torch.nn.modules.module
+        return bool(
+            hooks._global_forward_hooks
+            or hooks._global_forward_pre_hooks
+            or hooks._global_backward_hooks
+            or hooks._global_backward_pre_hooks
+        )
+    except AttributeError:
+        return True
+
+
+def version(tensor: Tensor) -> int:
+    """How often `tensor`, or anything that shares its memory by a view or a detach, was changed in place."""
+    return tensor._version
+
+
+def is_view(tensor: Tensor) -> bool:
+    """Whether autograd knows `tensor` as a view of another one; True where torch does not tell."""
+    ask = getattr(tensor, "_is_view", None)
+    return True if ask is None else bool(ask())

@@ -1,0 +1,9 @@
+"""The ledger: for every tensor that autograd wants to keep, keep it, share it, or store a recipe.
+
+Read in this order: ``value`` (what backward may ask for), ``rules`` (how each op replays), ``origins`` (where tensors come
+from), ``notes`` (what nodes forget), ``ledger`` (the decision), ``plan`` (where to cut a residual chain).
+"""
+
+from leangrad.ledger.ledger import MIN_BYTES, Ledger
+
+__all__ = ["MIN_BYTES", "Ledger"]

@@ -1,0 +1,366 @@
+"""The decision: keep a tensor, share one that is kept, or store a recipe."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from leangrad import _torch
+from leangrad.ledger.notes import Notes
+from leangrad.ledger.origins import OPAQUE, VALUES, NoRecipeError, Walk, enter
+from leangrad.ledger.plan import best_cut
+from leangrad.ledger.record import Recorder, tensor_signature
+from leangrad.ledger.summary import summarize
+from leangrad.ledger.value import Value, leaf_value, wait
+
+PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+MIN_BYTES = 16 * 1024  # below this a tensor costs more to look into than to keep
+DEEPEST = 32  # joins that a recipe may run through: each takes some frames of Python's stack
+MAX_LESSONS = 3  # a model whose steps differ again and again is not worth learning
+
+Decision = tuple[str, int, bool]  # op, bytes, and whether the tensor is simply kept
+
+_active = threading.local()
+
+
+class Ledger:
+    """Decides, for every tensor that autograd wants to keep: keep it, share it, or store a recipe.
+
+    A context manager for the forward region, to be entered once per step. The first step is recorded; from what it shows
+    the later steps know which tensors to keep without looking, and where to cut residual chains so that the peak is lowest.
+    What was learned only steers the choice between two ways that are both right, so a step that differs is never wrong:
+    its first different tensor ends the use of what was learned, and the next step is recorded anew.
+    """
+
+    def __init__(self, *, residual_depth: int | Literal["auto"], min_bytes: int) -> None:
+        if residual_depth != "auto" and not (type(residual_depth) is int and residual_depth >= 0):
+            raise ValueError(f'residual_depth must be "auto" or an int >= 0, got {residual_depth!r}')
+        if type(min_bytes) is not int or min_bytes < 0:
+            raise ValueError(f"min_bytes must be an int >= 0, got {min_bytes!r}")
+        self.residual_depth = residual_depth
+        self.min_bytes = min_bytes
+        self._lessons = 0
+        self._recorder: Recorder | None = None
+        self._decisions: list[Decision] | None = None
+        self._local = threading.local()
+
+    def fresh(self) -> Ledger:
+        """A ledger with the same settings that has learned nothing."""
+        return Ledger(residual_depth=self.residual_depth, min_bytes=self.min_bytes)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restored, (self.residual_depth, self.min_bytes)
+
+    def region(self, module: nn.Module | None = None) -> Region | _Plain:
+        """One forward region. Where hooks cannot or need not be set, or a region is open already, it does nothing."""
+        if (
+            torch.compiler.is_compiling()
+            or not torch.is_grad_enabled()
+            or getattr(_active, "region", None) is not None
+            or not _torch.saved_tensor_hooks_allowed()
+        ):
+            return _Plain()
+        return Region(self, self._learn(module))
+
+    def __enter__(self) -> Ledger:
+        region = self.region()
+        region.__enter__()
+        self._stack().append(region)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack().pop().__exit__(kind, error, trace)
+
+    def _stack(self) -> list[Any]:
+        if not hasattr(self._local, "stack"):
+            self._local.stack = []
+        return self._local.stack  # type: ignore[no-any-return]
+
+    def _learn(self, module: nn.Module | None) -> Recorder | None:
+        """What the last recorded step showed becomes the plan; where there is none, this step is recorded."""
+        if self._decisions is not None:
+            return None
+        recorder = self._recorder
+        if recorder is not None and recorder.reads:
+            cut = best_cut(recorder.record()) if self.residual_depth == "auto" else None
+            self._decisions = recorder.decisions(cut)
+            return None
+        if self._lessons >= MAX_LESSONS:
+            return None
+        self._recorder = Recorder(module, self.min_bytes)
+        return self._recorder
+
+    def differs(self) -> None:
+        """This step is not like the one that was recorded."""
+        self._decisions, self._recorder = None, None
+        self._lessons += 1
+
+    @property
+    def decisions(self) -> list[Decision] | None:
+        """What was learned: for each decision of a step in order, its signature and whether to simply keep."""
+        return self._decisions
+
+    @property
+    def cap(self) -> int:
+        """How deep a recipe may be where nothing was learned."""
+        return DEEPEST if self.residual_depth == "auto" else self.residual_depth
+
+    def summary(self) -> str:
+        """What the recorded step kept, shared and rebuilt, by module and op, and why what was kept could not be rebuilt."""
+        return summarize(self._recorder.entries if self._recorder is not None else [])
+
+
+def _restored(residual_depth: int | Literal["auto"], min_bytes: int) -> Ledger:
+    return Ledger(residual_depth=residual_depth, min_bytes=min_bytes)
+
+
+class _Plain:
+    """A region that does nothing."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *error: object) -> None:
+        return None
+
+
+class Region:
+    """One forward region: the hooks and the function override while it runs, and what it decided."""
+
+    def __init__(self, ledger: Ledger, recorder: Recorder | None) -> None:
+        self.min_bytes = ledger.min_bytes
+        self.cap = ledger.cap
+        self.fence = 0
+        self.waiting: list[weakref.ref[Value]] = []
+        self._ledger = ledger
+        self._decisions = ledger.decisions
+        self._decided = 0
+        self._recorder = recorder
+        self._notes = Notes(self)
+        self._hooks = saved_tensors_hooks(self.pack, unpack if recorder is None else _recorded_unpack(recorder))
+
+    def __enter__(self) -> Region:
+        self._notes.__enter__()
+        self._hooks.__enter__()
+        _active.region = self
+        if self._recorder is not None:
+            self._recorder.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _active.region = None
+        self._hooks.__exit__()
+        self._notes.__exit__(kind, error, trace)
+        self._notes.recent.clear()
+        if self._recorder is not None:
+            self._recorder.stop()
+        for ref in self.waiting:
+            value = ref()
+            if value is not None:
+                value.forget_recipe()
+
+    # ---------------------------------------------------------------- pack
+
+    def pack(self, tensor: Tensor) -> Value:
+        """Autograd wants to keep ``tensor``; what it gets is a value that can give it back."""
+        value = self._value(tensor)
+        value.readers += 1
+        return value
+
+    def _value(self, tensor: Tensor) -> Value:
+        node = tensor.grad_fn
+        if node is None:
+            if tensor.requires_grad:
+                return leaf_value(tensor)
+            return self._kept(tensor, "input")
+        metadata = node.metadata
+        key = VALUES[tensor.output_nr]
+        ref = metadata.get(key)
+        value = ref() if ref is not None else None
+        fresh = OPAQUE not in metadata and node._sequence_nr() >= self.fence  # type: ignore[attr-defined]
+        if value is not None:
+            if value.tensor is not None:
+                if value.version == tensor._version:
+                    self._share(value)
+                    return value
+            elif fresh and value.function is not None and not value.blocked:
+                self._share(value)
+                return value
+            elif fresh and value.function is None:  # absent until now
+                value.keep(tensor)
+                return value
+        if not fresh or type(tensor) not in PLAIN_TYPES:
+            return self._kept(tensor, node.name())
+        if tensor._is_view():
+            value = self._view(tensor)
+        elif tensor.nbytes < self.min_bytes:
+            value = self._kept(tensor, type(node).__name__)
+        else:
+            value = self._choose(tensor, node)
+        metadata[key] = weakref.ref(value)
+        return value
+
+    def _kept(self, tensor: Tensor, op: str) -> Value:
+        value = Value(op)
+        value.keep(tensor)
+        return value
+
+    def _view(self, tensor: Tensor) -> Value:
+        """A view is its base, seen through a stride: kept or rebuilt once for all views."""
+        base = tensor._base
+        assert base is not None
+        if base.grad_fn is None or base.dtype != tensor.dtype or tensor.is_conj() or tensor.is_neg():
+            value = self._kept(tensor, type(tensor.grad_fn).__name__)
+            value.leaf = base.grad_fn is None
+            return value
+        value = Value("view")
+        value.function = _see
+        value.args = (self._value(base), tensor.shape, _Stride(tensor.stride()), tensor.storage_offset() - base.storage_offset())
+        value.nbytes = tensor.nbytes
+        value.settle_lineage()
+        return value
+
+    def _share(self, value: Value) -> None:
+        if self._recorder is not None:
+            self._recorder.shared(value, value.nbytes)
+
+    def _choose(self, tensor: Tensor, node: Any) -> Value:
+        cap = self.cap
+        if self._decisions is not None:
+            learned = self._learned(tensor)
+            if learned is not None:
+                if learned:
+                    return self._kept(tensor, type(node).__name__)
+                cap = DEEPEST
+        why = ""
+        try:
+            value = Walk(self.fence).origin(node, tensor.output_nr)
+        except NoRecipeError as reason:
+            value, why = self._kept(tensor, type(node).__name__), str(reason)
+        else:
+            if value.tensor is None and value.layout is None:
+                why = self._settle_new(value, tensor, cap)
+        if self._recorder is not None:
+            self._recorder.decided(value, tensor_signature(tensor), why)
+        return value
+
+    def _learned(self, tensor: Tensor) -> bool | None:
+        """Whether the plan says to simply keep ``tensor``; None, and an end to the plan, if this step is another one."""
+        decisions = self._decisions
+        assert decisions is not None
+        n = self._decided
+        self._decided = n + 1
+        if n < len(decisions):
+            op, nbytes, keep = decisions[n]
+            if nbytes == tensor.nbytes and op == type(tensor.grad_fn).__name__:
+                return keep
+        self._decisions = None
+        self._ledger.differs()
+        return None
+
+    def _settle_new(self, value: Value, tensor: Tensor, cap: int) -> str:
+        """A recipe was found: store it, or say why the tensor is kept all the same."""
+        value.layout = (tensor.shape, tensor.stride())
+        value.nbytes = tensor.nbytes
+        value.cap = cap
+        if value.depth > cap:
+            value.keep(tensor)
+            if self._recorder is None:
+                value.forget_recipe()
+            return f"its recipe joins more than {cap} lineages in a row"
+        if value.blocked and not self._catch(value):
+            value.keep(tensor)
+            wait(value)
+            self.waiting.append(weakref.ref(value))
+            return "it is made from " + ", ".join(b.op for b in value.blocked) + ", which is not kept"
+        return ""
+
+    def _catch(self, value: Value) -> bool:
+        """Keep the absent values under ``value`` in its stead, if they are still there and smaller."""
+        tensors = [b.catchable() for b in value.blocked]
+        if any(t is None for t in tensors):
+            return False
+        cost = sum(t.nbytes for t in tensors if t is not None)
+        gain = value.nbytes
+        if cost >= gain:
+            gain += _released(value.blocked)
+            if cost >= gain:
+                return False
+        for b, t in zip(value.blocked, tensors, strict=True):
+            assert t is not None
+            b.caught = True
+            b.keep(t)
+        value.blocked = ()
+        value.settle_lineage()
+        return True
+
+    def settle(self, node: Any, nr: int, name: str) -> None:
+        """Give the recipe of output ``nr`` of ``node`` to the value that was kept as its saved ``name``."""
+        value = getattr(node, "_raw_saved_" + name).data
+        if type(value) is not Value or value.tensor is None or value.nbytes < self.min_bytes:
+            return
+        try:
+            origin = Walk(self.fence).origin(node, nr)
+        except NoRecipeError:
+            return
+        if origin.blocked or origin.depth > self.cap:
+            return
+        value.layout = (value.tensor.shape, value.tensor.stride())
+        value.op, value.function, value.args, value.kwargs = origin.op, origin.function, origin.args, origin.kwargs
+        value.depth, value.root = origin.depth, origin.root
+        value.tensor = None
+        enter(node, nr, value)
+
+
+def _released(blocked: tuple[Value, ...]) -> int:
+    """The bytes of kept tensors that need nothing but ``blocked`` to be rebuilt."""
+    seen: list[Value] = []
+    for b in blocked:
+        for ref in b.waiters or ():
+            w = ref()
+            if w is not None and w.tensor is not None and w not in seen and all(x in blocked for x in w.blocked):
+                seen.append(w)
+    return sum(w.nbytes for w in seen)
+
+
+class _Stride(tuple[int, ...]):
+    """A stride, handed to a recipe as it is."""
+
+    __slots__ = ()
+
+
+def _see(base: Tensor, shape: torch.Size, stride: tuple[int, ...], offset: int) -> Tensor:
+    return base.as_strided(shape, stride, base.storage_offset() + offset)
+
+
+def _recorded_unpack(recorder: Recorder) -> Any:
+    def recorded(value: Value) -> Tensor:
+        recorder.read(value)
+        return unpack(value)
+
+    return recorded
+
+
+def unpack(value: Value) -> Tensor:
+    """Autograd wants its tensor back."""
+    tensor = value.tensor
+    if tensor is not None and tensor._version == value.version:
+        return tensor
+    if torch.is_grad_enabled():
+        with torch.no_grad():
+            return unpack(value)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if torch.is_autocast_enabled(device) or torch.is_autocast_enabled("cpu"):
+        with torch.autocast(device, enabled=False), torch.autocast("cpu", enabled=False):
+            return value.read()
+    return value.read()

@@ -1,0 +1,213 @@
+"""Where tensors come from: recipes read off the nodes of autograd.
+
+Nodes give the structure, below autocast and below every composite function; ``notes.py`` leaves on the nodes the few
+constants that they forget. A walk starts at the node of a tensor, follows edges through ops that have a rule, and ends in
+parameters, in values that are known already, or in the outputs of ops that are never computed twice.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from leangrad import _torch
+from leangrad.ledger.rules import RULES, Rule
+from leangrad.ledger.value import Value, blocking, leaf_value, wait
+
+Node = Any  # torch.autograd.graph.Node, whose saved attributes differ from class to class
+
+# What we write into a node's metadata. Weak references only, and plain constants: see [Note: what a value may hold].
+VALUES = [("leangrad", i) for i in range(256)]
+NOTE = "leangrad.note"  # constants that the node forgets: {name: constant or Operand}
+LIVE = "leangrad.live"  # the output of an op that is never computed twice: (weak reference, version)
+OPAQUE = "leangrad.opaque"  # the output was changed behind autograd's back: it cannot be replayed
+
+MAX_WALK = 64  # nodes between a tensor and its anchors; beyond that the tensor is kept
+
+
+class NoRecipeError(Exception):
+    """This tensor cannot be rebuilt; the argument says why."""
+
+
+class Operand:
+    """A tensor that an op read and its node forgot, because it needs no gradient."""
+
+    __slots__ = ("ref", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.ref = weakref.ref(tensor)
+        self.version = tensor._version
+
+    def value(self) -> Value:
+        """The operand as an anchor, if it is alive and unchanged."""
+        tensor = self.ref()
+        if tensor is None or tensor._version != self.version:
+            raise NoRecipeError("an operand that needs no gradient is gone")
+        value = Value("operand")
+        value.keep(tensor)
+        return value
+
+
+def known(node: Node, nr: int) -> Value | None:
+    """The value of output ``nr`` of ``node``, if there is one already."""
+    ref = node.metadata.get(VALUES[nr])
+    return ref() if ref is not None else None
+
+
+def enter(node: Node, nr: int, value: Value) -> None:
+    """Let ``node`` know the value of its output ``nr``."""
+    node.metadata[VALUES[nr]] = weakref.ref(value)
+
+
+class Walk:
+    """One walk through the graph, from a saved tensor to its anchors.
+
+    ``fence``: nodes made before this sequence number may have been changed through an alias, and are not walked.
+    """
+
+    __slots__ = ("fence", "steps")
+
+    def __init__(self, fence: int) -> None:
+        self.fence = fence
+        self.steps = 0
+
+    def origin(self, node: Node, nr: int) -> Value:
+        """A new value for output ``nr`` of ``node`` with a recipe; NoRecipeError where there is none."""
+        rule = rule_for(node, nr)
+        if rule is None:
+            raise NoRecipeError(f"no rule for {type(node).__name__}")
+        metadata = node.metadata
+        if OPAQUE in metadata or node._sequence_nr() < self.fence:
+            raise NoRecipeError(f"the output of {type(node).__name__} was changed behind autograd's back")
+        self.steps += 1
+        if self.steps > MAX_WALK:
+            raise NoRecipeError(f"more than {MAX_WALK} ops between the tensor and its anchors")
+        value = Value(rule.node)
+        args, kwargs = self._arguments(rule, node, nr)
+        if rule.twins:
+            if not _torch.same_device(node):
+                raise NoRecipeError("a copy from another device")
+            twin = _twin(args, value)
+            if twin is not None:
+                return twin
+        value.function, value.args, value.kwargs = rule.function, args, kwargs
+        value.settle_lineage()
+        value.blocked = blocking(value.values())
+        return value
+
+    def input(self, edge: tuple[Node, int]) -> Value:
+        """The value that flows in along an edge: known, a parameter, rebuilt, or absent."""
+        node, nr = edge
+        value = known(node, nr)
+        if value is not None and (value.tensor is not None or node._sequence_nr() >= self.fence):
+            return value
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            if type(variable) is not torch.nn.Parameter and type(variable) is not Tensor:
+                raise NoRecipeError(f"a parameter of class {type(variable).__name__}")
+            return leaf_value(variable)
+        if rule_for(node, nr) is None:
+            value = Value(type(node).__name__)
+            value.live = node.metadata.get(LIVE)
+        else:
+            value = self.origin(node, nr)
+        if value.blocked:
+            wait(value)
+        enter(node, nr, value)
+        return value
+
+    def _arguments(self, rule: Rule, node: Node, nr: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        edges = node.next_functions
+        args: list[Any] = []
+        if rule.operands == ("*",):
+            noted = node.metadata.get(NOTE, {}).get("tensors", {})
+            args.append(
+                tuple(
+                    self.input(e) if e[0] is not None else self._noted(noted.get(i, NOTE), "tensors")
+                    for i, e in enumerate(edges)
+                )
+            )
+        else:
+            for i, name in enumerate(rule.operands):
+                edge = edges[i]
+                args.append(self.input(edge) if edge[0] is not None else self._constant(node, name))
+        args.extend(self._constant(node, name) for name in rule.constants)
+        if rule.numbered:
+            args.append(nr)
+        return tuple(args), {key: self._constant(node, name) for key, name in rule.keywords}
+
+    def _constant(self, node: Node, name: str) -> Any:
+        if name[0] == "@":
+            return _torch.output_fact(node, name[1:])
+        if name[0] != "?":
+            raw = getattr(node, "_raw_saved_" + name, NOTE)
+            if raw is not NOTE:
+                return self._saved(raw, name)
+            constant = getattr(node, "_saved_" + name, NOTE)
+            if constant is not NOTE:
+                return signed(constant)
+        else:
+            name = name[1:]
+        noted = node.metadata.get(NOTE)
+        if noted is None or name not in noted:
+            if name in DEFAULTS:
+                return DEFAULTS[name]
+            raise NoRecipeError(f"{type(node).__name__} does not remember its {name}")
+        return self._noted(noted[name], name)
+
+    def _noted(self, constant: Any, name: str) -> Any:
+        if constant is NOTE:
+            raise NoRecipeError(f"an operand of {name} was not noted")
+        return constant.value() if type(constant) is Operand else constant
+
+    def _saved(self, raw: Any, name: str) -> Any:
+        if type(raw) is tuple:
+            return tuple(None if r is None else self._saved(r, name) for r in raw)
+        packed = _torch.packed(raw)
+        if type(packed) is Value or packed is None:
+            return packed
+        if isinstance(packed, Tensor) and packed.dim() == 0:
+            return packed  # a Python scalar that autograd wrapped: it passes no hook
+        raise NoRecipeError(f"{name} was packed by other hooks")
+
+
+# Constants that a composite op passes below every function override, where nobody can note them.
+DEFAULTS: dict[str, Any] = {"memory_format": torch.contiguous_format}
+
+_BY_TYPE: dict[type, tuple[Rule, ...]] = {}
+
+
+def rule_for(node: Node, nr: int) -> Rule | None:
+    """The rule that rebuilds output ``nr`` of ``node``."""
+    kind = type(node)
+    rules = _BY_TYPE.get(kind)
+    if rules is None:
+        rules = _BY_TYPE[kind] = tuple(RULES.get(kind.__name__, ()))
+    for rule in rules:
+        if (rule.output is None or rule.numbered or rule.output == nr) and (rule.when is None or rule.when(node)):
+            return rule
+    return None
+
+
+def signed(constant: Any) -> Any:
+    """Nodes hand out negative dimensions as unsigned numbers."""
+    if type(constant) is int:
+        return constant - (1 << 64) if constant >= (1 << 63) else constant
+    if type(constant) in (tuple, list):
+        return tuple(signed(c) for c in constant)
+    return constant
+
+
+def _twin(args: tuple[Any, ...], value: Value) -> Value | None:
+    """The value that the same function already made of the same input; else ``value`` is entered as that one."""
+    parent = args[0]
+    if parent.children is None:
+        parent.children = {}
+    ref = parent.children.get(args[1:])
+    twin = ref() if ref is not None else None
+    if twin is None:
+        parent.children[args[1:]] = weakref.ref(value)
+    return twin

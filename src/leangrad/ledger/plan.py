@@ -1,0 +1,166 @@
+"""Where to cut a residual chain so that the peak, not only the kept bytes, is lowest.
+
+``out_k = relu(bn(c_k) + out_{k-1})`` can be rebuilt from ``c_1 … c_k`` alone, but rebuilding the last link rebuilds every
+earlier one, and each is held until its own reader comes. Backward frees memory as it goes, so a chain may be the longer the
+earlier it lies in the network. The first step shows which tensors there are, what they are rebuilt from and in which order
+backward reads them; here that record is played through under many cuts, and the cut with the lowest peak is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+MAX_DEPTH = 12  # the deepest constant cut that is tried
+SLACKS = (0, 1, 2, 3, 4, 6, 8, 12, 16)  # in units of the largest tensor
+NEAR = 1.002  # peaks within this factor of the lowest count as equal: then the least rebuilding wins
+
+
+@dataclass(frozen=True)
+class Item:
+    """One tensor of the step."""
+
+    nbytes: int
+    sources: tuple[int, ...] = ()  # what it is rebuilt from
+    choice: bool = False  # it may be kept or rebuilt; otherwise it is rebuilt if it has sources, and kept if it has none
+
+
+@dataclass(frozen=True)
+class Record:
+    """What one step showed: its tensors, and the order in which backward read them."""
+
+    items: tuple[Item, ...]
+    reads: tuple[int, ...]
+
+
+@dataclass
+class Outcome:
+    """How a record plays out under one cut."""
+
+    peak_bytes: int
+    kept_bytes: int
+    rebuilt_bytes: int
+
+
+def best_cut(record: Record) -> frozenset[int]:
+    """The choices to keep so that the peak of backward is lowest; among equal peaks, with the least rebuilding."""
+    tried: dict[frozenset[int], Outcome] = {}
+    for cut in _candidates(record):
+        if cut not in tried:
+            tried[cut] = play(record, cut)
+    lowest = min(o.peak_bytes for o in tried.values())
+    near = [(o.rebuilt_bytes, o.kept_bytes, cut) for cut, o in tried.items() if o.peak_bytes <= lowest * NEAR]
+    return min(near, key=lambda n: n[:2])[2]
+
+
+def _candidates(record: Record) -> Iterable[frozenset[int]]:
+    for depth in range(MAX_DEPTH + 1):
+        yield constant_cut(record, depth)
+    yield frozenset()
+    unit = max((i.nbytes for i in record.items if i.choice), default=0)
+    for slack in SLACKS:
+        yield growing_cut(record, slack * unit)
+
+
+def constant_cut(record: Record, depth: int) -> frozenset[int]:
+    """Keep every link that would be more than ``depth`` joins away from its anchors."""
+    keep: set[int] = set()
+    depths: list[int] = []
+    for n, item in enumerate(record.items):
+        below = max((depths[s] for s in item.sources), default=0)
+        if item.choice and below + 1 > depth:
+            keep.add(n)
+            depths.append(0)
+        else:
+            depths.append(below + item.choice)
+    return frozenset(keep)
+
+
+def growing_cut(record: Record, slack: int) -> frozenset[int]:
+    """Let each chain grow until what it rebuilds at once exceeds ``slack`` and what backward has freed by then."""
+    items = record.items
+    left = _counts(record)
+    keep: set[int] = set()
+    held: set[int] = set()
+    freed = 0
+    for read in record.reads:
+        budget = freed + slack - sum(items[h].nbytes for h in held)
+        stack = [read]
+        while stack:
+            n = stack.pop()
+            item = items[n]
+            if not item.sources or n in keep or n in held:
+                continue
+            if item.choice and item.nbytes > budget:
+                keep.add(n)
+                continue
+            held.add(n)
+            budget -= item.nbytes
+            stack.extend(item.sources)
+        left[read] -= 1
+        for h in [h for h in held if left[h] <= 0]:
+            held.discard(h)
+        if left[read] <= 0 and (not items[read].sources or read in keep):
+            freed += items[read].nbytes
+    return frozenset(keep)
+
+
+def play(record: Record, cut: frozenset[int]) -> Outcome:
+    """Play backward through under ``cut``."""
+    items, reads = record.items, record.reads
+    run = _Run(record, cut)
+    for tick, read in enumerate(reads):
+        run.need(read, tick)
+    change = [0] * (len(reads) + 1)
+    for n, last in run.last_use.items():
+        change[last + 1] -= items[n].nbytes
+    kept = sum(items[n].nbytes for n in run.last_use)
+    for n, first, last in run.spans:
+        change[first] += items[n].nbytes
+        change[last + 1] -= items[n].nbytes
+    live = peak = kept
+    for tick in range(len(reads)):
+        live += change[tick]
+        peak = max(peak, live)
+    return Outcome(peak, kept, run.rebuilt_bytes)
+
+
+def _counts(record: Record) -> list[int]:
+    counts = [0] * len(record.items)
+    for r in record.reads:
+        counts[r] += 1
+    return counts
+
+
+@dataclass
+class _Run:
+    record: Record
+    cut: frozenset[int]
+    last_use: dict[int, int] = field(default_factory=dict)  # of what is kept
+    spans: list[tuple[int, int, int]] = field(default_factory=list)  # (item, built, let go) of what is rebuilt
+    rebuilt_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        self.left = _counts(self.record)
+        self.built: dict[int, int] = {}
+
+    def is_kept(self, n: int) -> bool:
+        return not self.record.items[n].sources or n in self.cut
+
+    def need(self, read: int, tick: int) -> None:
+        """Build what ``read`` stands on, note what is used, and let go of what has no reader left."""
+        stack, seen = [read], set()
+        while stack:
+            n = stack.pop()
+            if n in seen or n in self.built:
+                continue
+            seen.add(n)
+            if self.is_kept(n):
+                self.last_use[n] = tick
+                continue
+            self.built[n] = tick
+            self.rebuilt_bytes += self.record.items[n].nbytes
+            stack.extend(self.record.items[n].sources)
+        self.left[read] -= 1
+        for n in [n for n in self.built if self.left[n] <= 0]:
+            self.spans.append((n, self.built.pop(n), tick))
