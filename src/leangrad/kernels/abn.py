@@ -1,0 +1,361 @@
+"""Activated batch norm in Triton: two passes over the map forward, two backward; all formulas are in `ops/abn.py`.
+
+A map comes as a matrix view: (rows, channels) for channels_last, where M counts rows and S is 1, or (samples, channels,
+positions) for planes, where M counts samples × positions and S positions. A program owns a tile of BLOCK_M by BLOCK_C.
+
+Reducing passes walk the tiles in steps of the grid, so all programs move through memory together, and the pass that
+follows walks backwards: it finds the end of the map still in the L2 cache. Partial results go to a (programs, channels)
+table that a third, tiny kernel reduces; there are no atomics, so results do not depend on timing.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+__all__ = ["backward_input", "backward_sums", "normalize", "stats"]
+
+TILE = 4096  # elements per tile: with 8 warps, 16 per thread, so two 16-byte loads of bf16 per map
+WARPS = 8
+PROGRAMS_PER_PROCESSOR = 4  # of a reducing pass; more would only make the table of partial results longer
+
+
+class Grid(NamedTuple):
+    """How a map is cut into tiles."""
+
+    M: int
+    C: int
+    S: int
+    rows: bool
+    block_m: int
+    block_c: int
+    tiles: int
+    c_blocks: int
+    splits: int
+    wide: bool  # offsets need 64 bits
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
+def plan(x: Tensor) -> Grid:
+    """The tiles of a matrix view."""
+    rows = x.dim() == 2
+    C, S = x.shape[1], 1 if rows else x.shape[2]
+    M = x.shape[0] * S
+    block_c = min(64, triton.next_power_of_2(C)) if rows else 1
+    block_m = min(TILE // block_c, max(16, triton.next_power_of_2(M)))
+    tiles, c_blocks = triton.cdiv(M, block_m), triton.cdiv(C, block_c)
+    splits = max(1, min(tiles, PROGRAMS_PER_PROCESSOR * _processors(x.device) // c_blocks))
+    wide = (M + block_m) * (C + block_c) >= 2**31
+    return Grid(M, C, S, rows, block_m, block_c, tiles, c_blocks, splits, wide)
+
+
+# ---- pieces ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _tile(tile, c, M, C, S, ROWS: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Offsets and mask of one tile."""
+    m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    inside = (m < M)[:, None] & (c < C)[None, :]
+    if WIDE:
+        m = m.to(tl.int64)
+    if ROWS:
+        offsets = m[:, None] * C + c[None, :]
+    else:
+        sample = m // S
+        offsets = (sample * C * S + (m - sample * S))[:, None] + c[None, :] * S
+    return offsets, inside
+
+
+@triton.jit
+def _activate(y, p, ACT: tl.constexpr):
+    z = y
+    if ACT == "leaky_relu":
+        z = tl.where(y > 0, y, y * p)
+    if ACT == "relu":
+        z = tl.where(y < 0, 0.0, y)
+    if ACT == "elu":
+        # expm1 without libdevice, exact to the last bit or two: (e − 1)·y/log(e), with e = exp(y).
+        negative = tl.where(y > 0, 0.0, y)
+        e = tl.exp(negative)
+        near = (e - 1.0) * negative / tl.where((e == 1.0) | (e == 0.0), 1.0, tl.log(tl.where(e == 0.0, 1.0, e)))
+        z = tl.where(y > 0, y, p * tl.where(e == 1.0, negative, tl.where(e < 1e-30, -1.0, near)))
+    if ACT == "silu":
+        z = y / (1.0 + tl.exp(-y))
+    if ACT == "gelu":
+        z = 0.5 * y * (1.0 + tl.erf(y * 0.7071067811865476))
+    if ACT == "gelu_tanh":
+        z = y / (1.0 + tl.exp(-1.5957691216057308 * (y + 0.044715 * y * y * y)))
+    return z
+
+
+@triton.jit
+def _derivative(y, p, ACT: tl.constexpr):
+    """act'(y)."""
+    d = tl.full(y.shape, 1.0, tl.float32)
+    if ACT == "leaky_relu":
+        d = tl.where(y > 0, 1.0, p)
+    if ACT == "relu":
+        d = tl.where(y > 0, 1.0, 0.0)
+    if ACT == "elu":
+        d = tl.where(y > 0, 1.0, p * tl.exp(tl.where(y > 0, 0.0, y)))
+    if ACT == "silu":
+        s = 1.0 / (1.0 + tl.exp(-y))
+        d = s * (1.0 + y * (1.0 - s))
+    if ACT == "gelu":
+        d = 0.5 * (1.0 + tl.erf(y * 0.7071067811865476)) + y * 0.3989422804014327 * tl.exp(-0.5 * y * y)
+    if ACT == "gelu_tanh":
+        q = 1.0 / (1.0 + tl.exp(-1.5957691216057308 * (y + 0.044715 * y * y * y)))
+        d = q + y * q * (1.0 - q) * 1.5957691216057308 * (1.0 + 0.134145 * y * y)
+    return d
+
+
+@triton.jit
+def _invert(z, p, ACT: tl.constexpr):
+    """act⁻¹(z), and act' there."""
+    y = z
+    d = tl.full(z.shape, 1.0, tl.float32)
+    if ACT == "leaky_relu":
+        y = tl.where(z > 0, z, z / p)
+        d = tl.where(z > 0, 1.0, p)
+    if ACT == "elu":
+        # log1p without libdevice: log(w)·u/(w − 1), with w = 1 + u; the clamp keeps z → −α finite.
+        u = tl.maximum(tl.where(z > 0, 0.0, z) / p, -1.0 + 1.1920929e-07)
+        w = 1.0 + u
+        log1p = tl.where(w == 1.0, u, tl.log(w) * (u / tl.where(w == 1.0, 1.0, w - 1.0)))
+        y = tl.where(z > 0, z, log1p)
+        d = tl.where(z > 0, 1.0, z + p)
+    return y, d
+
+
+@triton.jit
+def _gradient(kept, dz, residual, mean, invstd, weight, bias, p, ACT: tl.constexpr, INVERTED: tl.constexpr):
+    """x̂ and dy of a tile; `residual` is 0 where there is none."""
+    if INVERTED:
+        y, d = _invert(kept, p, ACT)
+        xhat = (y - bias[None, :]) / weight[None, :]
+        dy = dz * d
+    else:
+        xhat = (kept - mean[None, :]) * invstd[None, :]
+        dy = dz
+        if ACT != "identity":
+            dy = dz * _derivative(xhat * weight[None, :] + bias[None, :] + residual, p, ACT)
+    return xhat, dy
+
+
+# ---- kernels --------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _stats_kernel(
+    x_ptr, table_ptr, M, C, S, tiles,
+    ROWS: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """Count, mean and squared deviations of this program's share, by Welford's update in every lane of the tile."""
+    c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    split, splits = tl.program_id(1), tl.num_programs(1)
+    mean = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
+    m2 = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
+    for tile in range(split, tiles, splits):
+        offsets, inside = _tile(tile, c, M, C, S, ROWS, WIDE, BLOCK_M)
+        x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+        step = (tile - split) // splits + 1
+        delta = tl.where(inside, x - mean, 0.0)
+        mean += delta * (1.0 / step)
+        m2 += delta * (x - mean)
+    # Every lane saw every step, but for those that the last tile of the map leaves out.
+    steps = (tiles - 1 - split) // splits + 1
+    m = (split + (steps - 1) * splits) * BLOCK_M + tl.arange(0, BLOCK_M)
+    count = tl.where(m < M, steps, steps - 1).to(tl.float32)[:, None]
+    total = tl.sum(count, 0)
+    center = tl.sum(count * mean, 0) / total
+    away = mean - center[None, :]
+    at = table_ptr + split * C + c
+    tl.store(at, tl.zeros([BLOCK_C], tl.float32) + total, mask=c < C)
+    tl.store(at + splits * C, center, mask=c < C)
+    tl.store(at + 2 * splits * C, tl.sum(m2 + count * away * away, 0), mask=c < C)
+
+
+@triton.jit
+def _finish_stats_kernel(table_ptr, out_ptr, C, splits, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr):
+    """Merges the shares into mean and biased variance."""
+    c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    total = tl.zeros([BLOCK_C], tl.float32)
+    weighted = tl.zeros([BLOCK_C], tl.float32)
+    for start in range(0, splits, BLOCK_P):
+        row = start + tl.arange(0, BLOCK_P)
+        inside = (row < splits)[:, None] & (c < C)[None, :]
+        at = table_ptr + row[:, None] * C + c[None, :]
+        count = tl.load(at, mask=inside, other=0.0)
+        total += tl.sum(count, 0)
+        weighted += tl.sum(count * tl.load(at + splits * C, mask=inside, other=0.0), 0)
+    total = tl.maximum(total, 1.0)  # columns beyond C
+    mean = weighted / total
+    m2 = tl.zeros([BLOCK_C], tl.float32)
+    for start in range(0, splits, BLOCK_P):
+        row = start + tl.arange(0, BLOCK_P)
+        inside = (row < splits)[:, None] & (c < C)[None, :]
+        at = table_ptr + row[:, None] * C + c[None, :]
+        count = tl.load(at, mask=inside, other=0.0)
+        away = tl.load(at + splits * C, mask=inside, other=0.0) - mean[None, :]
+        m2 += tl.sum(tl.load(at + 2 * splits * C, mask=inside, other=0.0) + count * away * away, 0)
+    tl.store(out_ptr + c, mean, mask=c < C)
+    tl.store(out_ptr + C + c, m2 / total, mask=c < C)
+
+
+@triton.jit
+def _normalize_kernel(
+    x_ptr, residual_ptr, out_ptr, mean_ptr, invstd_ptr, weight_ptr, bias_ptr, p, M, C, S, tiles,
+    ACT: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    ROWS: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    offsets, inside = _tile(tiles - 1 - tl.program_id(0), c, M, C, S, ROWS, WIDE, BLOCK_M)
+    mean = tl.load(mean_ptr + c, mask=c < C, other=0.0)
+    scale = tl.load(invstd_ptr + c, mask=c < C, other=0.0) * tl.load(weight_ptr + c, mask=c < C, other=0.0)
+    bias = tl.load(bias_ptr + c, mask=c < C, other=0.0)
+    x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+    y = (x - mean[None, :]) * scale[None, :] + bias[None, :]
+    if HAS_RESIDUAL:
+        y += tl.load(residual_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + offsets, _activate(y, p, ACT).to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _sums_kernel(
+    kept_ptr, dz_ptr, residual_ptr, dy_ptr, table_ptr, mean_ptr, invstd_ptr, weight_ptr, bias_ptr, p, M, C, S, tiles,
+    ACT: tl.constexpr, INVERTED: tl.constexpr, HAS_RESIDUAL: tl.constexpr, STORE_DY: tl.constexpr,
+    ROWS: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """Σ dy and Σ x̂·dy of this program's share; stores dy where it is the gradient of a residual."""
+    c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    split, splits = tl.program_id(1), tl.num_programs(1)
+    mean = tl.load(mean_ptr + c, mask=c < C, other=0.0)
+    invstd = tl.load(invstd_ptr + c, mask=c < C, other=0.0)
+    weight = tl.load(weight_ptr + c, mask=c < C, other=1.0)
+    bias = tl.load(bias_ptr + c, mask=c < C, other=0.0)
+    sum_dy = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
+    sum_xhat_dy = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
+    for tile in range(split, tiles, splits):
+        offsets, inside = _tile(tile, c, M, C, S, ROWS, WIDE, BLOCK_M)
+        kept = tl.load(kept_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+        dz = tl.load(dz_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+        residual = 0.0
+        if HAS_RESIDUAL:
+            residual = tl.load(residual_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+        xhat, dy = _gradient(kept, dz, residual, mean, invstd, weight, bias, p, ACT, INVERTED)
+        if STORE_DY:
+            tl.store(dy_ptr + offsets, dy.to(dy_ptr.dtype.element_ty), mask=inside)
+        sum_dy += dy
+        sum_xhat_dy += dy * xhat
+    at = table_ptr + split * C + c
+    tl.store(at, tl.sum(sum_dy, 0), mask=c < C)
+    tl.store(at + splits * C, tl.sum(sum_xhat_dy, 0), mask=c < C)
+
+
+@triton.jit
+def _finish_sums_kernel(table_ptr, out_ptr, C, splits, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr):
+    c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    which = tl.program_id(1)
+    total = tl.zeros([BLOCK_C], tl.float32)
+    for start in range(0, splits, BLOCK_P):
+        row = start + tl.arange(0, BLOCK_P)
+        inside = (row < splits)[:, None] & (c < C)[None, :]
+        at = table_ptr + (which * splits + row)[:, None] * C + c[None, :]
+        total += tl.sum(tl.load(at, mask=inside, other=0.0), 0)
+    tl.store(out_ptr + which * C + c, total, mask=c < C)
+
+
+@triton.jit(do_not_specialize=["scale"])
+def _input_kernel(
+    kept_ptr, dz_ptr, residual_ptr, out_ptr, sums_ptr, mean_ptr, invstd_ptr, weight_ptr, bias_ptr, p, scale,
+    M, C, S, tiles,
+    ACT: tl.constexpr, INVERTED: tl.constexpr, HAS_RESIDUAL: tl.constexpr, TRAINING: tl.constexpr,
+    ROWS: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """dx; `scale` turns sums into means."""
+    c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    offsets, inside = _tile(tiles - 1 - tl.program_id(0), c, M, C, S, ROWS, WIDE, BLOCK_M)
+    mean = tl.load(mean_ptr + c, mask=c < C, other=0.0)
+    invstd = tl.load(invstd_ptr + c, mask=c < C, other=0.0)
+    weight = tl.load(weight_ptr + c, mask=c < C, other=1.0)
+    bias = tl.load(bias_ptr + c, mask=c < C, other=0.0)
+    kept = tl.load(kept_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+    dz = tl.load(dz_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+    residual = 0.0
+    if HAS_RESIDUAL:
+        residual = tl.load(residual_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+    xhat, dx = _gradient(kept, dz, residual, mean, invstd, weight, bias, p, ACT, INVERTED)
+    if TRAINING:
+        mean_dy = tl.load(sums_ptr + c, mask=c < C, other=0.0) * scale
+        mean_xhat_dy = tl.load(sums_ptr + C + c, mask=c < C, other=0.0) * scale
+        dx = dx - mean_dy[None, :] - xhat * mean_xhat_dy[None, :]
+    dx = dx * (weight * invstd)[None, :]
+    tl.store(out_ptr + offsets, dx.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+# ---- launches -------------------------------------------------------------------------------------------------------
+
+
+def stats(x: Tensor) -> Tensor:
+    """(mean, biased variance) as a (2, channels) float32 tensor."""
+    g = plan(x)
+    table = torch.empty(3, g.splits, g.C, dtype=torch.float32, device=x.device)
+    out = torch.empty(2, g.C, dtype=torch.float32, device=x.device)
+    _stats_kernel[(g.c_blocks, g.splits)](
+        x, table, g.M, g.C, g.S, g.tiles, g.rows, g.wide, g.block_m, g.block_c, num_warps=WARPS
+    )
+    block_p = min(256, triton.next_power_of_2(g.splits))
+    _finish_stats_kernel[(triton.cdiv(g.C, 16),)](table, out, g.C, g.splits, block_p, 16)
+    return out
+
+
+def normalize(x: Tensor, vectors: tuple[Tensor, ...], act: str, p: float, residual: Tensor | None, out: Tensor) -> None:
+    """out = act(γ·x̂ + β + residual)."""
+    g = plan(x)
+    _normalize_kernel[(g.tiles, g.c_blocks)](
+        x, x if residual is None else residual, out, *vectors, p, g.M, g.C, g.S, g.tiles,
+        act, residual is not None, g.rows, g.wide, g.block_m, g.block_c, num_warps=WARPS,
+    )  # fmt: skip
+
+
+def backward_sums(
+    kept: Tensor, dz: Tensor, residual: Tensor | None, dy_out: Tensor | None,
+    vectors: tuple[Tensor, ...], act: str, p: float, inverted: bool,
+) -> Tensor:  # fmt: skip
+    """(Σ dy, Σ x̂·dy) as a (2, channels) float32 tensor."""
+    g = plan(dz)
+    table = torch.empty(2, g.splits, g.C, dtype=torch.float32, device=dz.device)
+    out = torch.empty(2, g.C, dtype=torch.float32, device=dz.device)
+    _sums_kernel[(g.c_blocks, g.splits)](
+        kept, dz, kept if residual is None else residual, dz if dy_out is None else dy_out, table, *vectors, p,
+        g.M, g.C, g.S, g.tiles, act, inverted, residual is not None, dy_out is not None,
+        g.rows, g.wide, g.block_m, g.block_c, num_warps=WARPS,
+    )  # fmt: skip
+    block_p = min(256, triton.next_power_of_2(g.splits))
+    _finish_sums_kernel[(triton.cdiv(g.C, 16), 2)](table, out, g.C, g.splits, block_p, 16)
+    return out
+
+
+def backward_input(
+    kept: Tensor, dz: Tensor, residual: Tensor | None, sums: Tensor | None, count: float,
+    vectors: tuple[Tensor, ...], act: str, p: float, inverted: bool, out: Tensor,
+) -> None:  # fmt: skip
+    """Writes dx into `out`; without `sums`, as in eval mode."""
+    g = plan(dz)
+    _input_kernel[(g.tiles, g.c_blocks)](
+        kept, dz, kept if residual is None else residual, out, kept if sums is None else sums, *vectors, p, 1.0 / count,
+        g.M, g.C, g.S, g.tiles, act, inverted, residual is not None, sums is not None,
+        g.rows, g.wide, g.block_m, g.block_c, num_warps=WARPS,
+    )  # fmt: skip

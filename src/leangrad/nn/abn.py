@@ -1,0 +1,256 @@
+"""Batch norm and its activation as one layer that keeps one map: `ABN`, `InPlaceABN`, `InPlaceABNSync`."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from leangrad._torch import forward_mode_active, is_view, transforms_active
+from leangrad.nn.abn_autograd import ABNFunction, Call
+from leangrad.ops.abn import Activation, activate_, is_rows
+
+__all__ = ["ABN", "InPlaceABN", "InPlaceABNSync"]
+
+
+class ABN(nn.Module):
+    """Batch norm with its activation; keeps its input, never changes it, and rebuilds the rest in backward.
+
+    Equals, with the same `state_dict` as `nn.BatchNorm1d/2d/3d`:
+
+        activation(F.batch_norm(x, ...) + residual)
+
+    Args:
+        num_features: the size of dimension 1 of the input, which is (N, C) or (N, C, ...).
+        eps, momentum, affine, track_running_stats: as in `nn.BatchNorm2d`.
+        activation: "leaky_relu", "elu", "identity", "relu", "silu", "gelu", "gelu_tanh", or any function of a tensor
+            that keeps its shape and has no parameters.
+        activation_param: the slope of leaky_relu, the alpha of elu.
+        absolute: apply |γ| + eps in the place of γ, as older in-place batch norms do.
+
+    Keeps for backward: one map, the input, and 16 bytes per channel. What uses the output keeps that itself, but inside
+    `leangrad.nn.abn_autograd.rebuilding()`, as in a model from `convert_abn`, it keeps nothing.
+
+    >>> abn = ABN(3, activation="silu")
+    >>> plain = nn.Sequential(nn.BatchNorm2d(3), nn.SiLU())
+    >>> x = torch.randn(2, 3, 4, 4)
+    >>> torch.allclose(abn(x), plain(x), atol=1e-6)
+    True
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        activation: str | Callable[[Tensor], Tensor] = "leaky_relu",
+        activation_param: float = 0.01,
+        *,
+        absolute: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_features, self.eps, self.momentum = num_features, eps, momentum
+        self.affine, self.track_running_stats, self.absolute = affine, track_running_stats, absolute
+        self.activation, self.activation_param = activation, activation_param
+        self._known, self._function = _resolve(activation, activation_param)
+        empty = {"device": device, "dtype": dtype}
+        self.weight = nn.Parameter(torch.ones(num_features, **empty)) if affine else None  # type: ignore[arg-type]
+        self.bias = nn.Parameter(torch.zeros(num_features, **empty)) if affine else None  # type: ignore[arg-type]
+        tracked = track_running_stats
+        self.running_mean: Tensor | None
+        self.running_var: Tensor | None
+        self.num_batches_tracked: Tensor | None
+        self.register_buffer("running_mean", torch.zeros(num_features, **empty) if tracked else None)  # type: ignore[arg-type]
+        self.register_buffer("running_var", torch.ones(num_features, **empty) if tracked else None)  # type: ignore[arg-type]
+        self.register_buffer("num_batches_tracked", torch.tensor(0, device=device) if tracked else None)
+
+    def reset_parameters(self) -> None:
+        """Set weights and statistics to what they are at the start."""
+        with torch.no_grad():
+            for t, value in ((self.weight, 1.0), (self.bias, 0.0), (self.running_mean, 0.0), (self.running_var, 1.0)):
+                if t is not None:
+                    t.fill_(value)
+            if self.num_batches_tracked is not None:
+                self.num_batches_tracked.zero_()
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """act(norm(x) + residual)."""
+        use_batch = self.training or self.running_mean is None
+        self._check(x, residual, use_batch)
+        call = self._call(use_batch)
+        if _must_be_plain(x) or (x.numel() == 0 and call.group is None):
+            return self._plain(x, residual, call)
+        if is_rows(x) is None:
+            x = x.contiguous()
+        if residual is not None:
+            if residual.dtype != x.dtype:
+                residual = residual.to(x.dtype)
+            if residual.stride() != x.stride():
+                residual = torch.empty_like(x).copy_(residual)
+        self._prepare(x, residual, call)
+        z: Tensor = ABNFunction.apply(x, self.weight, self.bias, residual, call)
+        return z
+
+    def _prepare(self, x: Tensor, residual: Tensor | None, call: Call) -> None:
+        """Decide what this call keeps; here always the input."""
+
+    def _group(self) -> dist.ProcessGroup | None:
+        return None
+
+    def _call(self, use_batch: bool) -> Call:
+        factor = 0.0
+        if self.training and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            factor = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        running = (self.running_mean, self.running_var)
+        if use_batch and not self.training:
+            running = (None, None)
+        group = self._group() if use_batch else None
+        return Call(
+            self._known, self._function, self.eps, use_batch, *running, factor, self.absolute, False, False, group
+        )
+
+    def _check(self, x: Tensor, residual: Tensor | None, use_batch: bool) -> None:
+        if x.dim() < 2 or x.shape[1] != self.num_features:
+            raise ValueError(
+                f"expected an input of shape (N, {self.num_features}, ...) for num_features={self.num_features}, "
+                f"got {tuple(x.shape)}"
+            )
+        if residual is not None and residual.shape != x.shape:
+            raise ValueError(f"expected a residual of the input's shape {tuple(x.shape)}, got {tuple(residual.shape)}")
+        if use_batch and x.numel() == x.shape[1] and self._group() is None:
+            raise ValueError(
+                f"expected more than one value per channel in training, got an input of shape {tuple(x.shape)}; "
+                "use a larger batch, or eval()"
+            )
+
+    def _plain(self, x: Tensor, residual: Tensor | None, call: Call) -> Tensor:
+        """The same in plain PyTorch: under torch.compile, torch.func and forward mode."""
+        weight = self.weight if self.weight is None or not self.absolute else self.weight.abs() + self.eps
+        if call.group is not None:
+            raise RuntimeError("synchronized batch norm is not supported under torch.compile and torch.func")
+        y = F.batch_norm(
+            x, call.running_mean, call.running_var, weight, self.bias, call.training, call.momentum, self.eps
+        )
+        if residual is not None:
+            y = y + residual
+        return activate_(y.clone(), self._known) if self._function is None else self._function(y)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        key = prefix + "num_batches_tracked"
+        if self.num_batches_tracked is not None and key not in state_dict:
+            state_dict[key] = self.num_batches_tracked.clone()  # checkpoints of older batch norms do not count
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+    def extra_repr(self) -> str:
+        """Show the arguments."""
+        names = ("eps", "momentum", "affine", "track_running_stats", "activation", "activation_param")
+        extra = ", absolute=True" if self.absolute else ""
+        return ", ".join([str(self.num_features), *(f"{n}={getattr(self, n)!r}" for n in names)]) + extra
+
+
+class InPlaceABN(ABN):
+    """Batch norm with its activation, written over its input; keeps only its output, and inverts that in backward.
+
+    Equals `ABN`, and is used as in-place batch norms are: after a convolution or another op that does not need its own
+    output. leaky_relu, elu and identity are inverted; all other activations keep the input instead, as `ABN` does. The
+    input is overwritten only if autograd made it and it is no view, so data and parameters are never changed; who holds
+    that tensor sees the output in it, and an op that needs it in backward raises, as for `F.relu_`.
+
+    Args:
+        invert: True demands inversion, and raises ValueError for an activation without an inverse; False never
+            inverts; None, the default, inverts where that is accurate (elu only in float32 and float64).
+
+    All other arguments are those of `ABN`. Channels whose γ is too small to divide by also keep their input.
+
+    Keeps for backward: the output, which is also what the next convolution keeps, and 16 bytes per channel.
+
+    >>> block = nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), InPlaceABN(8), nn.Conv2d(8, 8, 3))
+    >>> block(torch.randn(2, 3, 8, 8)).shape
+    torch.Size([2, 8, 4, 4])
+    """
+
+    def __init__(self, *args: Any, invert: bool | None = None, **named: Any) -> None:
+        super().__init__(*args, **named)
+        if invert and (self._function is not None or not self._known.inverts):
+            raise ValueError(
+                f"expected an activation that can be inverted (leaky_relu and elu with a positive activation_param, "
+                f"identity), got {self.activation!r} with activation_param={self.activation_param}; "
+                "leave invert=None to keep the input instead"
+            )
+        self.invert = invert
+
+    def _prepare(self, x: Tensor, residual: Tensor | None, call: Call) -> None:
+        able = self._function is None and self._known.inverts and residual is None
+        coarse = self._known.name == "elu" and x.dtype.itemsize < 4
+        call.invert = able and (not coarse if self.invert is None else self.invert)
+        # Only what autograd made a moment ago: a leaf or a tensor without a history is the caller's own data.
+        call.in_place = call.invert and x.grad_fn is not None and torch.is_grad_enabled() and not is_view(x)
+
+
+class InPlaceABNSync(InPlaceABN):
+    """`InPlaceABN` whose statistics are those of the batches of all processes together, which may differ in size.
+
+    Equals `InPlaceABN` on the concatenated batch. The gradients of γ and β stay those of the local batch: data
+    parallelism averages them, as it does all others. Without an initialized process group it is `InPlaceABN`.
+
+    Args:
+        group: the process group; None is the default one. CPU tensors work over gloo.
+
+    >>> InPlaceABNSync(4).eval()(torch.randn(2, 4)).shape
+    torch.Size([2, 4])
+    """
+
+    def __init__(self, *args: Any, group: dist.ProcessGroup | None = None, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self.group = group
+
+    def set_group(self, group: dist.ProcessGroup | None) -> None:
+        """Synchronize over another group from now on."""
+        self.group = group
+
+    def _group(self) -> dist.ProcessGroup | None:
+        if not (self.training and dist.is_available() and dist.is_initialized()):
+            return None
+        group = self.group if self.group is not None else dist.group.WORLD
+        return group if dist.get_world_size(group) > 1 else None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> InPlaceABNSync:
+        """Copy all but the process group, which both then use."""
+        new = self.__class__.__new__(self.__class__)
+        memo[id(self)] = new
+        new.__dict__ = {k: v if k == "group" else copy.deepcopy(v, memo) for k, v in self.__dict__.items()}
+        return new
+
+
+def _resolve(
+    activation: str | Callable[[Tensor], Tensor], param: float
+) -> tuple[Activation, Callable[[Tensor], Tensor] | None]:
+    """The activation as the ops know it, or identity and a function."""
+    if isinstance(activation, str):
+        if activation not in Activation.NAMES:
+            raise ValueError(f"expected an activation of {Activation.NAMES} or a function, got {activation!r}")
+        return Activation(activation, param), None
+    if isinstance(activation, nn.Module):
+        if next(activation.parameters(), None) is not None:
+            raise ValueError(
+                f"expected an activation without parameters, got {type(activation).__name__}; "
+                "apply it after an ABN with activation='identity'"
+            )
+        if getattr(activation, "inplace", False):
+            activation = copy.copy(activation)
+            activation.inplace = False  # type: ignore[assignment]
+    return Activation("identity"), activation
+
+
+def _must_be_plain(x: Tensor) -> bool:
+    return torch.compiler.is_compiling() or transforms_active() or forward_mode_active() or type(x) is not Tensor

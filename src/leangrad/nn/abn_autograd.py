@@ -1,0 +1,331 @@
+"""The autograd side of activated batch norm: what a layer keeps, and how its output is rebuilt for others.
+
+A layer keeps one map. If its output can be inverted that is the output, which the next convolution keeps anyway, written
+over the input. Otherwise it is the input; the output is then what the next convolution would keep as a second map, and
+inside `rebuilding()` it keeps a recipe instead: this layer's input and vectors, one cheap pass away from the output.
+
+The backward writes dx over the incoming gradient if nobody else can see that, else into a new buffer. The kept map is
+never overwritten, so a second backward (`retain_graph=True`), a held output and a second consumer need no special care.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from leangrad._torch import saved_tensor_hooks_active, version
+from leangrad.errors import ChangedError, LeangradError
+from leangrad.ops import abn as ops
+from leangrad.own import owned
+
+__all__ = ["ABNFunction", "Call", "Recipe", "rebuilding"]
+
+# A recipe may rest on the recipe of its residual, and so on. ResNet-50's longest chain is 6; see Recipe.
+MAX_DEPTH = 8
+
+
+@dataclass
+class Call:
+    """One forward of one layer: all that is not a differentiable tensor."""
+
+    activation: ops.Activation
+    function: Callable[[Tensor], Tensor] | None  # an activation that the ops do not know; then `activation` is identity
+    eps: float
+    training: bool  # statistics of the batch, as opposed to given ones
+    running_mean: Tensor | None
+    running_var: Tensor | None
+    momentum: float
+    absolute: bool
+    invert: bool
+    in_place: bool
+    group: dist.ProcessGroup | None  # synchronize over it
+
+
+class ABNFunction(torch.autograd.Function):
+    """z = act(γ̂·x̂ + β + residual); `saved_tensors` are the vectors, the kept map, the residual, the spare channels."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, call: Call
+    ) -> Tensor:
+        """Take a dense x; write z over it if `call.in_place`."""
+        vectors, count = _vectors(x, weight, bias, call)
+        v = ops.Vectors(*vectors)
+        channels = spare = None
+        if call.invert:
+            channels, spare = _spare_channels(x, v, call.activation)
+        z = x if call.in_place else torch.empty_like(x)
+        if x.numel():
+            ops.normalize(x, v, call.activation, residual=residual, out=z)
+        if call.function is not None:
+            z = call.function(z)
+            if z.shape != x.shape:
+                raise ValueError(f"expected an activation that keeps the shape {tuple(x.shape)}, got {tuple(z.shape)}")
+        if call.in_place:
+            ctx.mark_dirty(x)
+        needs_residual = residual is not None and (call.activation.name != "identity" or call.function is not None)
+        ctx.save_for_backward(vectors, z if call.invert else x, residual if needs_residual else None, channels, spare)
+        ctx.call, ctx.count = call, count
+        ctx.weight_dtype = None if weight is None else weight.dtype
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.sign = weight.detach().sign() if call.absolute and weight is not None else None
+        ctx.recipe = None if call.invert or call.function is not None else Recipe.of(x, vectors, residual, z, call)
+        return z
+
+    @staticmethod
+    def backward(ctx: Any, dz: Tensor) -> tuple[Tensor | None, ...]:
+        """Write dx over dz where that is owned."""
+        mine = owned(dz)
+        ctx.recipe = None  # consumers hold it themselves; here it would keep the input alive until the graph dies
+        if not torch.is_grad_enabled():
+            return _backward(ctx, dz, mine)
+        with torch.no_grad():
+            gradients = _backward(ctx, dz, False)
+        return _Once.apply(torch.zeros((), requires_grad=True), *gradients)  # type: ignore[no-any-return]
+
+
+class _Once(torch.autograd.Function):
+    """The gradients of a backward with `create_graph=True`: right as they are, but not differentiable again."""
+
+    @staticmethod
+    def forward(ctx: Any, unused: Tensor, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        return tuple(None if g is None else g.clone() for g in gradients)
+
+    @staticmethod
+    def backward(ctx: Any, *unused: Tensor) -> None:
+        raise LeangradError(
+            "activated batch norm was differentiated twice, but its backward is not differentiable; "
+            "use torch.nn.BatchNorm2d and an activation where you need second derivatives"
+        )
+
+
+def _backward(ctx: Any, dz: Tensor, mine: bool) -> tuple[Tensor | None, ...]:
+    call: Call = ctx.call
+    vectors, kept_map, residual, channels, spare = ctx.saved_tensors
+    need_x, need_weight, need_bias, need_residual = ctx.needs_input_grad[:4]
+    v = ops.Vectors(*vectors)
+    kept = ops.Kept(kept_map, call.invert, residual, channels, spare)
+    act = call.activation
+    if dz.stride() != kept_map.stride() or dz.dtype != kept_map.dtype:
+        dz, mine = torch.empty_like(kept_map).copy_(dz), True
+    if call.function is not None:
+        dz, mine = _through_function(call.function, kept, dz, v), True
+        kept = ops.Kept(kept_map, False)
+    dy = None
+    if need_residual:
+        # dy is the residual's gradient: a buffer of its own, from which dx is then computed.
+        dy = dz if act.name == "identity" or mine else torch.empty_like(dz)
+    sums = None
+    if dz.numel() == 0:
+        sums = v.mean.new_zeros(2, v.mean.numel())
+    elif (need_x and call.training) or need_weight or need_bias or (dy is not None and act.name != "identity"):
+        sums = ops.backward_sums(kept, dz, v, act, dy_out=None if act.name == "identity" else dy)
+    dx = None
+    if need_x:
+        means, count = (sums, ctx.count) if call.training else (None, 1)
+        if means is not None and call.group is not None:
+            means, count = _mean_over_group(means, ctx.count, call.group), 1
+        if dy is not None:
+            dz, kept, act, mine = dy, ops.Kept(kept_map, call.invert), ops.Activation("identity"), False
+        out = dz if mine else torch.empty_like(dz)
+        dx = ops.backward_input(kept, dz, v, act, means, count, out=out) if dz.numel() else out
+    dweight = dbias = None
+    if need_weight and sums is not None:
+        dweight = (sums[1] if ctx.sign is None else sums[1] * ctx.sign).to(ctx.weight_dtype)
+    if need_bias and sums is not None:
+        dbias = sums[0].to(ctx.bias_dtype)
+    return dx, dweight, dbias, dy, None
+
+
+def _through_function(function: Callable[[Tensor], Tensor], kept: ops.Kept, dz: Tensor, v: ops.Vectors) -> Tensor:
+    """dy of an activation that is only known as a function: rebuilds y and differentiates there."""
+    y = ops.normalize(kept.map, v, ops.Activation("identity"), residual=kept.residual, out=torch.empty_like(kept.map))
+    with torch.enable_grad():
+        z = function(y.requires_grad_())
+    if _leaves(z.grad_fn) > 1:
+        raise LeangradError(
+            f"the activation {function!r} uses tensors that require grad, which would be left without a gradient; "
+            "apply such an activation after an ABN with activation='identity'"
+        )
+    (dy,) = torch.autograd.grad(z, y, dz)
+    return dy if dy.stride() == y.stride() else torch.empty_like(y).copy_(dy)
+
+
+def _leaves(root: Any) -> int:
+    """How many leaves a graph ends in."""
+    seen, todo, leaves = {root}, [root], 0
+    while todo:
+        parents = {node for node, _ in todo.pop().next_functions if node is not None} - seen
+        leaves += sum(node.name().endswith("AccumulateGrad") for node in parents)
+        seen |= parents
+        todo += parents
+    return leaves
+
+
+def _vectors(x: Tensor, weight: Tensor | None, bias: Tensor | None, call: Call) -> tuple[Tensor, Any]:
+    """(mean, invstd, γ̂, β) as one tensor, and the count of values behind the mean (a tensor if it is synchronized)."""
+    count: Any = x.numel() // x.shape[1]
+    dtype = ops.accumulation_dtype(x.dtype)
+    if call.training:
+        mean, var = ops.stats(x) if count else (x.new_zeros(x.shape[1], dtype=dtype) for _ in range(2))
+        if call.group is not None:
+            mean, var, count = _stats_over_group(mean, var, count, call.group)
+        if call.running_mean is not None and call.running_var is not None:
+            unbiased = var * (count / max(count - 1, 1))
+            call.running_mean.lerp_(mean.to(call.running_mean.dtype), call.momentum)
+            call.running_var.lerp_(unbiased.to(call.running_var.dtype), call.momentum)
+    else:
+        assert call.running_mean is not None
+        assert call.running_var is not None
+        mean, var = call.running_mean.to(dtype), call.running_var.to(dtype)
+    gamma = torch.ones_like(mean) if weight is None else weight.to(dtype)
+    if call.absolute and weight is not None:
+        gamma = gamma.abs() + call.eps
+    beta = torch.zeros_like(mean) if bias is None else bias.to(dtype)
+    return torch.stack((mean, (var + call.eps).rsqrt_(), gamma, beta)), count
+
+
+def _spare_channels(x: Tensor, v: ops.Vectors, act: ops.Activation) -> tuple[Tensor | None, Tensor | None]:
+    """The channels that cannot be inverted, and a copy of their input.
+
+    z is rounded to its dtype, so x̂ = (act⁻¹(z) − β)/γ̂ carries that rounding times (|x̂| + |β/γ̂|), for elu also times
+    e^−y: a channel inverts if this stays small, and if γ̂ is not so small that z is subnormal.
+    """
+    info = torch.finfo(x.dtype)
+    gamma, beta = v.weight.abs(), v.bias.abs()
+    slope = min(1.0, act.param) if act.name == "leaky_relu" else 1.0
+    # float32 may divide by a γ that is 1/1024 of β, the 16-bit types only by 1/4 of it.
+    fits = (gamma * slope >= info.smallest_normal) & (beta <= gamma * max(4.0, 2.0**-13 / info.eps))
+    if act.name == "elu":
+        fits &= 6 * gamma + beta <= -0.5 * math.log(info.eps)
+    channels = fits.logical_not_().nonzero().squeeze(1)
+    if channels.numel() == 0:
+        return None, None
+    return channels, x.index_select(1, channels).contiguous()
+
+
+def _stats_over_group(mean: Tensor, var: Tensor, count: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean, biased variance and count of the values of all processes, whose batches may differ in size, or be empty."""
+    mine = torch.cat((mean, var * count, mean.new_full((1,), count)))
+    all_flat = mine.new_empty(dist.get_world_size(group) * mine.numel())
+    dist.all_gather_into_tensor(all_flat, mine, group=group)
+    means, m2s, counts = all_flat.view(-1, mine.numel()).split((mean.numel(), mean.numel(), 1), dim=1)
+    total = counts.sum()
+    mean = (means * counts).sum(0) / total
+    m2 = (m2s + counts * (means - mean).square_()).sum(0)
+    return mean, m2 / total, total
+
+
+def _mean_over_group(sums: Tensor, total: Tensor, group: dist.ProcessGroup) -> Tensor:
+    everywhere = sums.clone()  # the local sums are dβ and dγ: data parallelism averages those itself
+    dist.all_reduce(everywhere, group=group)
+    return everywhere.div_(total)
+
+
+# ---- recipes --------------------------------------------------------------------------------------------------------
+
+
+class Recipe:
+    """How to make a layer's output again: its kept input, its vectors, and its residual (a tensor or another recipe).
+
+    The bits are those of the forward. A rebuilt map is held until its last reader has read it, so an output with two
+    consumers is rebuilt once. A recipe deeper than MAX_DEPTH is not made: that output is kept, and ends the chain.
+    """
+
+    def __init__(
+        self, x: Tensor, vectors: Tensor, residual: Tensor | Recipe | None, activation: ops.Activation
+    ) -> None:
+        self.x, self.x_version = x.detach(), version(x)
+        self.z_version = 0
+        self.vectors, self.activation = vectors, activation
+        self.residual = residual
+        self.residual_version = version(residual) if isinstance(residual, Tensor) else 0
+        self.depth: int = 1 + (residual.depth if isinstance(residual, Recipe) else 0)
+        self.readers = 0
+        self.value: Tensor | None = None
+
+    @staticmethod
+    def of(x: Tensor, vectors: Tensor, residual: Tensor | None, z: Tensor, call: Call) -> Recipe | None:
+        """A recipe for z, or None where the chain would become too deep."""
+        source: Tensor | Recipe | None = residual
+        if residual is not None:
+            source = recipe_of(residual) or residual.detach()
+        recipe = Recipe(x, vectors, source, call.activation)
+        recipe.z_version = version(z)
+        return recipe if recipe.depth <= MAX_DEPTH else None
+
+    def read(self) -> Tensor:
+        """The output, for one of the readers that packed it."""
+        z = self.rebuild() if self.value is None else self.value
+        self.readers -= 1
+        self.value = z if self.readers > 0 else None
+        return z
+
+    def rebuild(self) -> Tensor:
+        """The output, in a buffer of its own."""
+        if version(self.x) != self.x_version:
+            raise _changed(self.x, "the input of an activated batch norm")
+        residual, out = self.residual, None
+        if isinstance(residual, Recipe):
+            residual, out = (residual.value, None) if residual.value is not None else 2 * (residual.rebuild(),)
+        elif residual is not None and version(residual) != self.residual_version:
+            raise _changed(residual, "the residual of an activated batch norm")
+        out = torch.empty_like(self.x) if out is None else out
+        with torch.no_grad():
+            return ops.normalize(self.x, ops.Vectors(*self.vectors), self.activation, residual=residual, out=out)
+
+
+def recipe_of(t: Tensor) -> Recipe | None:
+    """The recipe of a tensor that is an unchanged output of ABNFunction."""
+    recipe = getattr(t.grad_fn, "recipe", None)
+    return recipe if isinstance(recipe, Recipe) and version(t) == recipe.z_version else None
+
+
+@contextmanager
+def rebuilding() -> Iterator[None]:
+    """Inside, whatever would keep the output of an activated batch norm keeps a recipe for it instead.
+
+    Stays out of the way where other saved-tensor hooks are in force (checkpointing, offloading) and under torch.compile.
+
+    >>> from leangrad.nn.abn import ABN
+    >>> abn, conv = ABN(4, activation="relu"), torch.nn.Conv2d(4, 4, 1)
+    >>> with rebuilding():
+    ...     y = conv(abn(torch.randn(2, 4, 8, 8, requires_grad=True)))
+    >>> y.sum().backward()  # the convolution's input is rebuilt here
+    """
+    if torch.compiler.is_compiling() or saved_tensor_hooks_active():
+        yield
+        return
+    with torch.autograd.graph.saved_tensors_hooks(_pack, _unpack):
+        yield
+
+
+def _pack(t: Tensor) -> Recipe | tuple[Tensor, int]:
+    recipe = recipe_of(t)
+    if recipe is None:
+        return t.detach(), version(t)  # detached: a node that keeps its own output must not keep itself alive
+    recipe.readers += 1
+    return recipe
+
+
+def _unpack(packed: Recipe | tuple[Tensor, int]) -> Tensor:
+    if isinstance(packed, Recipe):
+        return packed.read()
+    t, at_pack = packed
+    if version(t) != at_pack:
+        raise _changed(t, "a tensor that backward needs")
+    return t
+
+
+def _changed(t: Tensor, what: str) -> ChangedError:
+    return ChangedError(
+        f"{what}, of shape {tuple(t.shape)} and {t.dtype}, was changed in place after it was kept; "
+        "write the change out of place, or clone the tensor before it"
+    )

@@ -1,0 +1,311 @@
+"""Activated batch norm: statistics, forward, and a backward that reads one map and writes one buffer.
+
+    y  = γ·(x − μ)·s + β          s = 1/√(σ² + ε)
+    z  = act(y + residual)
+    dy = dz·act'(y + residual)    which is also the gradient of the residual
+    x̂  = (x − μ)·s                from a kept input, or
+    x̂  = (act⁻¹(z) − β)/γ         from a kept output
+    dγ = Σ x̂·dy,  dβ = Σ dy
+    dx = γ·s·(dy − mean(dy) − x̂·mean(x̂·dy))
+
+Nothing here knows of autograd. Low-precision maps are read and written as they are; vectors and sums are float32
+(float64 for float64 maps). On CUDA the work is done by `leangrad.kernels.abn`; the code below serves every other device,
+in chunks that stay in cache, so that the scratch it needs does not grow with the map.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from leangrad.kernels import serves
+
+__all__ = ["Activation", "Kept", "Vectors", "backward_input", "backward_sums", "normalize", "stats"]
+
+aten: Any = torch.ops.aten
+
+# Elements per scratch buffer: three float32 buffers of 64 Ki elements stay in a typical L2 cache.
+CHUNK = 1 << 16
+
+
+@dataclass(frozen=True)
+class Activation:
+    """One of the activations that both the eager code and the kernels know; `param` is the slope or alpha."""
+
+    name: str = "leaky_relu"
+    param: float = 0.01
+
+    NAMES = ("leaky_relu", "elu", "identity", "relu", "silu", "gelu", "gelu_tanh")
+
+    @property
+    def inverts(self) -> bool:
+        """Whether y can be computed from z alone."""
+        return self.name == "identity" or (self.name in ("leaky_relu", "elu") and self.param > 0)
+
+
+@dataclass(frozen=True)
+class Vectors:
+    """What a layer knows of each channel, in the accumulation dtype; `weight` is γ̂, in the form that is applied."""
+
+    mean: Tensor
+    invstd: Tensor
+    weight: Tensor
+    bias: Tensor
+
+    def all(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """In the order in which kernels take them."""
+        return self.mean, self.invstd, self.weight, self.bias
+
+    def take(self, channels: Tensor) -> Vectors:
+        """The same for some channels only."""
+        return Vectors(*(v.index_select(0, channels) for v in self.all()))
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The one map that a layer keeps: its output (`inverted`) or its input.
+
+    `spare_input` holds the input of the `spare_channels` only, those whose γ is too small to divide by.
+    """
+
+    map: Tensor
+    inverted: bool
+    residual: Tensor | None = None
+    spare_channels: Tensor | None = None
+    spare_input: Tensor | None = None
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float64 for float64 maps, float32 for all others."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def is_rows(t: Tensor) -> bool | None:
+    """True if channels are the fastest dimension, False if they are planes, None if the map is neither."""
+    if t.is_contiguous():
+        return t.shape[2:].numel() == 1
+    return True if t.movedim(1, -1).is_contiguous() else None
+
+
+def as_matrix(t: Tensor) -> Tensor:
+    """A view of a dense map: (rows, channels), or (samples, channels, positions)."""
+    if is_rows(t):
+        return t.movedim(1, -1).reshape(-1, t.shape[1])
+    return t.view(t.shape[0], t.shape[1], -1)
+
+
+def stats(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and biased variance of each channel; two passes over the deviations, so a large mean does not cancel.
+
+    >>> mean, var = stats(torch.tensor([[1.0, 2.0], [3.0, 6.0]]))
+    >>> mean.tolist(), var.tolist()
+    ([2.0, 4.0], [1.0, 4.0])
+    """
+    if serves(x):
+        mean, var = _kernels().stats(as_matrix(x))
+        return mean, var
+    unused = x.new_zeros(x.shape[1], dtype=accumulation_dtype(x.dtype))
+    # With running statistics in float32, ATen also returns float32 statistics of a low-precision map.
+    mean, var = torch.batch_norm_update_stats(x, unused, unused.clone(), 0.0)
+    return mean, var
+
+
+def normalize(x: Tensor, v: Vectors, act: Activation, *, residual: Tensor | None = None, out: Tensor) -> Tensor:
+    """out = act(γ·(x − μ)·s + β + residual); `out` may be `x` or `residual` itself."""
+    if serves(x):
+        _kernels().normalize(as_matrix(x), v.all(), act.name, act.param, _matrix(residual), as_matrix(out))
+        return out
+    if residual is not None and residual.data_ptr() == out.data_ptr():
+        residual = residual.clone()
+    unused = v.mean.new_empty(0)
+    one = torch.ones_like(v.mean)
+    # In eval mode ATen applies given statistics; a variance of 1 and an eps of 0 leave the scale to the weight.
+    torch.native_batch_norm(
+        x, v.weight * v.invstd, v.bias, v.mean, one, False, 0.0, 0.0, out=(out, unused, unused.clone())
+    )
+    if residual is not None:
+        out.add_(residual)
+    return activate_(out, act)
+
+
+def backward_sums(kept: Kept, dz: Tensor, v: Vectors, act: Activation, *, dy_out: Tensor | None = None) -> Tensor:
+    """(Σ dy, Σ x̂·dy) as one (2, channels) tensor; also writes dy into `dy_out` (which may be `dz` itself)."""
+    sums: Tensor
+    if kept.spare_channels is not None:
+        safe, (spare, spare_dz, spare_v) = _without_spare(kept, v), _spare(kept, dz, v)
+        sums = backward_sums(Kept(kept.map, True), dz, safe, act)
+        return sums.index_copy_(1, kept.spare_channels, backward_sums(spare, spare_dz, spare_v, act))
+    if serves(dz):
+        matrices = (*_matrices(kept, dz), _matrix(dy_out))
+        sums = _kernels().backward_sums(*matrices, v.all(), act.name, act.param, kept.inverted)
+        return sums
+    sums = v.mean.new_zeros(2, v.mean.numel())
+    for part, channels in _chunks(kept, dz, dy_out):
+        at, (source, dy) = _slice(v, channels), _prepare(part, v, act, kept.inverted, channels)
+        if dy_out is not None:
+            part[3].copy_(dy)
+        center, factor = _center_and_factor(at, kept.inverted)
+        # The ATen backward with only the sums asked for: one fused pass, accumulated in double.
+        _, dot, total = aten.native_batch_norm_backward(
+            dy, source, None, None, None, center, factor, True, 0.0, [False, True, True]
+        )
+        sums[0, channels] += total
+        sums[1, channels] += dot
+    return sums
+
+
+def backward_input(
+    kept: Kept, dz: Tensor, v: Vectors, act: Activation, sums: Tensor | None, count: int, *, out: Tensor
+) -> Tensor:
+    """Writes dx into `out`, which may be `dz` or `kept.map`; `sums / count` are the two means, None in eval mode."""
+    if kept.spare_channels is not None:
+        safe, (spare, spare_dz, spare_v) = _without_spare(kept, v), _spare(kept, dz, v)
+        spare_sums = None if sums is None else sums.index_select(1, kept.spare_channels)
+        backward_input(Kept(kept.map, True), dz, safe, act, sums, count, out=out)
+        backward_input(spare, spare_dz, spare_v, act, spare_sums, count, out=spare_dz)
+        return out.index_copy_(1, kept.spare_channels, spare_dz)
+    if serves(dz):
+        _kernels().backward_input(
+            *_matrices(kept, dz), sums, count, v.all(), act.name, act.param, kept.inverted, as_matrix(out)
+        )
+        return out
+    means = None if sums is None else sums / count
+    for part, channels in _chunks(kept, dz, out):
+        at, (source, dy) = _slice(v, channels), _prepare(part, v, act, kept.inverted, channels)
+        _input_gradient_(source, dy, at, None if means is None else means[:, channels], kept.inverted, dy.dim() == 3)
+        part[3].copy_(dy)
+    return out
+
+
+def _input_gradient_(
+    source: Tensor, dy: Tensor, v: Vectors, means: Tensor | None, inverted: bool, planes: bool
+) -> Tensor:
+    """dy ← γ·s·(dy − mean(dy) − x̂·mean(x̂·dy)); overwrites both maps."""
+
+    def spread(vector: Tensor) -> Tensor:
+        return vector[:, None] if planes else vector
+
+    if means is not None:
+        center, factor = _center_and_factor(v, inverted)
+        source.sub_(spread(center)).mul_(spread(factor * means[1])).add_(spread(means[0]))
+        dy.sub_(source)
+    return dy.mul_(spread(v.weight * v.invstd))
+
+
+def activate_(y: Tensor, act: Activation) -> Tensor:
+    """act(y), in place."""
+    match act.name:
+        case "leaky_relu":
+            return torch.nn.functional.leaky_relu_(y, act.param)
+        case "elu":
+            return torch.nn.functional.elu_(y, act.param)
+        case "relu":
+            return y.relu_()
+        case "silu":
+            return torch.nn.functional.silu(y, inplace=True)
+        case "gelu" | "gelu_tanh":
+            return aten.gelu_(y, approximate="tanh" if act.name == "gelu_tanh" else "none")  # type: ignore[no-any-return]
+        case "identity":
+            return y
+    raise ValueError(f"expected an activation of {Activation.NAMES}, got {act.name!r}")
+
+
+def _activation_backward_(dy: Tensor, y: Tensor, act: Activation, is_result: bool) -> None:
+    """dy ← dy·act'(y), in place; with `is_result` from z in the place of y."""
+    match act.name:
+        case "leaky_relu":
+            aten.leaky_relu_backward.grad_input(dy, y, act.param, is_result, grad_input=dy)
+        case "elu":
+            aten.elu_backward.grad_input(dy, act.param, 1.0, 1.0, is_result, y, grad_input=dy)
+        case "relu":
+            aten.threshold_backward.grad_input(dy, y, 0.0, grad_input=dy)
+        case "silu":
+            aten.silu_backward.grad_input(dy, y, grad_input=dy)
+        case "gelu" | "gelu_tanh":
+            approximate = "tanh" if act.name == "gelu_tanh" else "none"
+            aten.gelu_backward.grad_input(dy, y, approximate=approximate, grad_input=dy)
+
+
+def _invert_(z: Tensor, act: Activation) -> None:
+    """z ← act⁻¹(z), in place."""
+    if act.name == "leaky_relu":
+        torch.nn.functional.leaky_relu_(z, 1.0 / act.param)
+    elif act.name == "elu":
+        # z → −α means y → −∞: the clamp keeps it finite, at the y whose z is the last one above −α.
+        negative = (z / act.param).clamp_(-1.0 + torch.finfo(z.dtype).eps, 0.0).log1p_()
+        z.clamp_(min=0.0).add_(negative)
+
+
+def _center_and_factor(v: Vectors, inverted: bool) -> tuple[Tensor, Tensor]:
+    """x̂ = (source − center)·factor, where the source is act⁻¹(z) or x."""
+    return (v.bias, v.weight.reciprocal()) if inverted else (v.mean, v.invstd)
+
+
+def _prepare(part: list[Any], v: Vectors, act: Activation, inverted: bool, channels: slice) -> tuple[Tensor, Tensor]:
+    """Scratch copies of one chunk: the source of x̂, and dy."""
+    kept, dz, residual, _ = part
+    dtype = v.mean.dtype
+    source = kept.to(dtype, copy=True, memory_format=torch.contiguous_format)
+    dy = dz.to(dtype, copy=True, memory_format=torch.contiguous_format)
+    if inverted:
+        _activation_backward_(dy, source, act, is_result=True)
+        _invert_(source, act)
+    elif act.name != "identity":
+        at = _slice(v, channels)
+        wide = (slice(None), None) if dy.dim() == 3 else (slice(None),)
+        y = (source - at.mean[wide]).mul_((at.weight * at.invstd)[wide]).add_(at.bias[wide])
+        if residual is not None:
+            y.add_(residual)
+        _activation_backward_(dy, y, act, is_result=False)
+    return source, dy
+
+
+def _slice(v: Vectors, channels: slice) -> Vectors:
+    return Vectors(v.mean[channels], v.invstd[channels], v.weight[channels], v.bias[channels])
+
+
+def _chunks(kept: Kept, dz: Tensor, out: Tensor | None) -> Iterator[tuple[list[Any], slice]]:
+    """Views of (map, dz, residual, out), each chunk in turn, with its channels."""
+    maps = [None if t is None else as_matrix(t) for t in (kept.map, dz, kept.residual, out)]
+    shape = as_matrix(dz).shape
+    along = 0 if len(shape) == 2 else 1
+    step = max(1, CHUNK * shape[along] // max(1, shape.numel()))
+    for start in range(0, shape[along], step):
+        size = min(step, shape[along] - start)
+        channels = slice(start, start + size) if along == 1 else slice(None)
+        yield [None if t is None else t.narrow(along, start, size) for t in maps], channels
+
+
+@cache
+def _kernels() -> Any:
+    """Imported on first use: Triton is not everywhere."""
+    return importlib.import_module("leangrad.kernels.abn")
+
+
+def _matrix(t: Tensor | None) -> Tensor | None:
+    return None if t is None else as_matrix(t)
+
+
+def _matrices(kept: Kept, dz: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    return as_matrix(kept.map), as_matrix(dz), _matrix(kept.residual)
+
+
+def _spare(kept: Kept, dz: Tensor, v: Vectors) -> tuple[Kept, Tensor, Vectors]:
+    """The channels that were kept by their input, as a small layer of their own."""
+    assert kept.spare_channels is not None
+    assert kept.spare_input is not None
+    small = Kept(kept.spare_input, inverted=False)
+    spare_dz = dz.index_select(1, kept.spare_channels).contiguous()
+    return small, spare_dz, v.take(kept.spare_channels)
+
+
+def _without_spare(kept: Kept, v: Vectors) -> Vectors:
+    """Weights of 1 where dividing by the true ones would overflow; those channels are overwritten afterwards."""
+    assert kept.spare_channels is not None
+    return Vectors(v.mean, v.invstd, v.weight.index_fill(0, kept.spare_channels, 1.0), v.bias)
