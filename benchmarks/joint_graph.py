@@ -181,7 +181,9 @@ class Op:
 
     def random_state(self) -> tuple[int, ...]:
         """The state of the generator that the op draws from, if it draws."""
-        if torch.Tag.nondeterministic_seeded not in self.func.tags or self.given.get("dropout_p") == 0.0:
+        takes_dropout = any(one.name == "dropout_p" for one in self.func._schema.arguments)
+        is_sure = takes_dropout and self.given.get("dropout_p", 0.0) == 0.0
+        if torch.Tag.nondeterministic_seeded not in self.func.tags or is_sure:
             return ()
         if (generator := self.given.get("generator")) is not None:
             return tuple(generator.get_state().tolist())
@@ -273,7 +275,7 @@ class Recorder(TorchDispatchMode):
             return tree.layout, self._freeze(tensors_in(tree), is_read)
         if isinstance(tree, list | tuple):
             return tuple(self._freeze(one, is_read) for one in tree)
-        return type(tree), tree
+        return type(tree), tree.hex() if isinstance(tree, float) else tree  # 0.0 == -0.0
 
     # Storages
 

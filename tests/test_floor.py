@@ -1,23 +1,16 @@
-"""The floor is checked by hand counts, by brute force on small graphs, and by what its graph says about real steps."""
+"""The floor, equal to the byte to counts made by hand."""
 
 import math
 from collections.abc import Callable
-from itertools import chain, combinations
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks import floor as floor_module
-from benchmarks.floor import floor
-from benchmarks.joint_graph import SHAPE_ONLY, Op, Recorder
-from benchmarks.min_cut import min_cut
-from tests.zoo import SMALL, Case
+from benchmarks.floor import floor, main
 
 FLOAT = 4  # bytes
 
@@ -134,52 +127,6 @@ def test_gpt_with_dropout_and_written_out_gelu(layers: int) -> None:
     assert result.bytes == gpt_bytes(layers, B=2, T=16)
     assert [kept.shape for kept in result.tensors[:3]] == [(32, 96), (2, 4, 16, 8), (2, 4, 16)]
     assert result.tensors[0].module == "2.qkv"
-
-
-# The cut
-
-
-def brute_force(costs: list[int], inputs: list[list[int]], fixed: set[int], needed: set[int]) -> int:
-    """The cost of the cheapest set that is enough, of all sets."""
-
-    def suffices(kept: set[int]) -> bool:
-        at_hand = set()
-        for value, sources in enumerate(inputs):  # inputs come before what is made of them
-            if value in kept or (value not in fixed and at_hand.issuperset(sources)):
-                at_hand.add(value)
-        return needed <= at_hand
-
-    everything = range(len(costs))
-    sets = chain.from_iterable(combinations(everything, size) for size in range(len(costs) + 1))
-    return min(sum(costs[value] for value in kept) for kept in map(set, sets) if suffices(kept))
-
-
-@st.composite
-def graphs(draw: st.DrawFn) -> tuple[list[int], list[list[int]], set[int], set[int]]:
-    size = draw(st.integers(1, 9))
-    costs = draw(st.lists(st.integers(0, 12), min_size=size, max_size=size))
-    inputs = [draw(st.lists(st.integers(0, value - 1), max_size=3)) if value else [] for value in range(size)]
-    some = st.sets(st.integers(0, size - 1))
-    return costs, inputs, draw(some), draw(some)
-
-
-@given(graphs())
-def test_min_cut_is_the_cheapest_of_all_sets(graph: tuple[list[int], list[list[int]], set[int], set[int]]) -> None:
-    costs, inputs, fixed, needed = graph
-    kept = min_cut(costs, inputs, fixed, needed)
-    assert sum(costs[value] for value in kept) == brute_force(costs, inputs, fixed, needed)
-    # It is itself enough: with what is kept at no cost, nothing more is needed.
-    assert brute_force([0 if value in kept else 1 for value in range(len(costs))], inputs, fixed, needed) == 0
-
-
-def test_min_cut_of_a_deep_graph() -> None:
-    # A residual chain: value 2k + 1 is fixed, value 2k + 2 the sum so far. All are needed: keep every fixed value.
-    depth = 3000
-    inputs: list[list[int]] = [[]]
-    for step in range(depth):
-        inputs += [[2 * step], [2 * step, 2 * step + 1]]
-    fixed = set(range(1, 2 * depth, 2))
-    assert min_cut([1] * len(inputs), inputs, fixed, set(range(len(inputs)))) == fixed
 
 
 # Where the floor lies
@@ -376,50 +323,6 @@ def test_a_constant_of_the_forward_is_free() -> None:
     assert floor(net, torch.randn(3, 4), torch.mean).bytes == 0
 
 
-PRODUCTS = """
-    mm addmm addmm_ bmm baddbmm mv dot matmul linear mkldnn_linear _scaled_mm _grouped_mm _addmm_activation convolution
-    convolution_overrideable mkldnn_convolution cudnn_convolution_transpose _slow_conv2d_forward conv_depthwise3d
-    _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_efficient_attention _flash_attention_forward
-    _scaled_dot_product_cudnn_attention lstm gru mkldnn_rnn_layer _cudnn_rnn _thnn_fused_lstm_cell _thnn_fused_gru_cell
-"""
-
-OTHERS = """
-    mul addcmul add sum mean native_layer_norm native_batch_norm native_group_norm _fused_rms_norm _softmax gelu
-    native_dropout embedding index gather sort topk cumsum cat upsample_bilinear2d upsample_linear1d nonzero addr
-    upsample_trilinear3d max_pool2d_with_indices _convert_indices_from_csr_to_coo _to_copy remainder
-"""
-
-
-def test_which_ops_are_products() -> None:
-    assert [name for name in PRODUCTS.split() if not is_product(name)] == []
-    assert [name for name in OTHERS.split() if is_product(name)] == []
-
-
-def is_product(name: str) -> bool:
-    packet = getattr(torch.ops.aten, name)
-    return Op(getattr(packet, packet.overloads()[0]), (), {}).is_product
-
-
-@torch.library.custom_op("leangrad_tests::triple", mutates_args=())
-def triple(x: Tensor) -> Tensor:
-    return 3 * x
-
-
-def test_another_librarys_op_is_not_run_twice() -> None:
-    class Triple(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return triple(x)
-
-        @staticmethod
-        def backward(ctx: Any, *grads: Tensor) -> Tensor:
-            return 3 * grads[0]
-
-    net = Apply(lambda self, x: self.last(Triple.apply(self.first(x))), first=nn.Linear(4, 8), last=nn.Linear(8, 1))
-    result = floor(net, torch.randn(4, 4), torch.mean)
-    assert [(kept.op, kept.bytes) for kept in result.tensors] == [("triple", FLOAT * 4 * 8)]
-
-
 def test_a_kernel_past_the_dispatcher_is_an_error() -> None:
     def unseen(self: Any, x: Tensor) -> Tensor:
         out = torch.empty_like(x)
@@ -428,134 +331,6 @@ def test_a_kernel_past_the_dispatcher_is_an_error() -> None:
 
     with pytest.raises(RuntimeError, match="no op has written"):
         floor(Apply(unseen, first=nn.Linear(4, 4)), torch.randn(4, 4), torch.mean)
-
-
-# What the graph says is true
-
-
-class CheckedRecorder(Recorder):
-    """A value is bytes that never change: whatever is read as a value is equal to what was first read as it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.contents: dict[int, Tensor] = {}
-        self.checks = 0
-
-    def read(self, tensor: Tensor) -> Any:
-        value = super().read(tensor)
-        if value is self._gradient or value.unwritten or not tensor.numel():
-            return value
-        for dim, stride in enumerate(tensor.stride()):
-            if stride == 0:
-                tensor = tensor.narrow(dim, 0, 1)
-        order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
-        content = tensor.detach().permute(order).contiguous().view(-1).view(torch.uint8)
-        if value.index in self.contents:
-            self.checks += 1
-            assert torch.equal(content, self.contents[value.index]), value
-        else:
-            self.contents[value.index] = content.clone()
-        return value
-
-
-def eager_bytes(one: Case, model: nn.Module, batch: tuple[Any, ...]) -> int:
-    storages: dict[int, Tensor] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        storages[tensor.untyped_storage().data_ptr()] = tensor.detach()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        one.step(model, batch)
-    owned = {leaf.data_ptr() for leaf in (*model.parameters(), *model.buffers(), *floor_module.tensors_in(batch))}
-    return sum(tensor.untyped_storage().nbytes() for key, tensor in storages.items() if key not in owned)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("one", SMALL, ids=lambda one: one.name)
-def test_values_of_real_steps(one: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    recorders: list[CheckedRecorder] = []
-
-    def make() -> CheckedRecorder:
-        recorders.append(CheckedRecorder())
-        return recorders[-1]
-
-    monkeypatch.setattr(floor_module, "Recorder", make)
-    model, batch = one.make(), one.batch()
-    result = floor(model, batch, one.loss)
-    assert recorders[0].checks > 20
-    assert 0 < result.bytes < eager_bytes(one, model, batch)
-
-
-def backward_calls() -> dict[str, tuple[Any, tuple[Any, ...]]]:
-    """For each shape-only op: a call, whose second argument is `self`."""
-    aten, x, y, z = torch.ops.aten, torch.randn(2, 3, 8), torch.randn(2, 3, 8, 8), torch.randn(2, 3, 4, 8, 8)
-    rows, weight, pixels = torch.tensor([1, 0]), torch.tensor(2.0), torch.randint(3, (2, 8, 8))
-    maps = {1: x, 2: y, 3: z}
-    calls: dict[str, tuple[Any, tuple[Any, ...]]] = {
-        "nll_loss_backward": (aten.nll_loss_backward, (weight, y[:, :, 0, 0], rows, None, 1, -100, weight)),
-        "nll_loss2d_backward": (aten.nll_loss2d_backward, (weight, y, pixels, None, 1, -100, weight)),
-    }
-    for n in (2, 3):
-        calls |= {
-            f"avg_pool{n}d_backward": (
-                getattr(aten, f"avg_pool{n}d_backward"),
-                (getattr(F, f"avg_pool{n}d")(maps[n], 2), maps[n], [2] * n, [2] * n, [0] * n, False, True, None),
-            ),
-            f"_adaptive_avg_pool{n}d_backward": (
-                getattr(aten, f"_adaptive_avg_pool{n}d_backward"),
-                (getattr(F, f"adaptive_avg_pool{n}d")(maps[n], 2), maps[n]),
-            ),
-        }
-        pooled, indices = getattr(F, f"max_pool{n}d")(maps[n], 2, return_indices=True)
-        window = ([2] * n, [2] * n, [0] * n, [1] * n, False)
-        op = getattr(aten, f"max_pool{n}d_with_indices_backward")
-        calls[f"max_pool{n}d_with_indices_backward"] = (op, (pooled, maps[n], *window, indices))
-        pooled, indices = getattr(F, f"adaptive_max_pool{n}d")(maps[n], 2, return_indices=True)
-        calls[f"adaptive_max_pool{n}d_backward"] = (
-            getattr(aten, f"adaptive_max_pool{n}d_backward"),
-            (pooled, maps[n], indices),
-        )
-    for n, map_ in maps.items():
-        for kind, mode in (("reflection", "reflect"), ("replication", "replicate")):
-            name = f"{kind}_pad{n}d_backward"
-            calls[name] = (getattr(aten, name), (F.pad(map_, [1] * 2 * n, mode=mode), map_, [1] * 2 * n))
-    return calls
-
-
-def test_shape_only_ops_do_not_read_self() -> None:
-    calls = backward_calls()
-    assert calls.keys() == SHAPE_ONLY
-    for name, (op, (gradient, shaped, *rest)) in calls.items():
-        nowhere = torch.full_like(shaped, float("nan"))
-        assert torch.equal(op(gradient, shaped, *rest), op(gradient, nowhere, *rest)), name
-
-
-def test_masked_out_arguments_are_not_read() -> None:
-    x, weight, nowhere = torch.randn(2, 3, 8), torch.randn(5, 3, 1), torch.full((2, 3, 8), float("nan"))
-    convolution = torch.ops.aten.convolution_backward.default
-    shape = ([1], [0], [1], False, [0], 1)
-
-    def call(x: Tensor, weight: Tensor, mask: list[bool]) -> tuple[Any, ...]:
-        return (torch.ones(2, 5, 8), x, weight, [5], *shape, mask)
-
-    to_input, to_weight = [True, False, True], [False, True, True]
-    assert Op(convolution, call(x, weight, to_input), {}).unread == {"input"}
-    assert torch.equal(convolution(*call(x, weight, to_input))[0], convolution(*call(nowhere, weight, to_input))[0])
-    assert Op(convolution, call(x, weight, to_weight), {}).unread == {"weight"}
-    void = torch.full_like(weight, float("nan"))
-    assert torch.equal(convolution(*call(x, weight, to_weight))[1], convolution(*call(x, void, to_weight))[1])
-
-    norm = torch.ops.aten.native_batch_norm_backward.default
-    mean, var, gone = torch.randn(3), torch.rand(3) + 1, torch.full((3,), float("nan"))
-    fixed = (torch.ones(2, 3, 8), x, mean, mean, var, mean, var, False, 1e-5, to_input)
-    blank = (torch.ones(2, 3, 8), nowhere, mean, mean, var, gone, gone, False, 1e-5, to_input)
-    assert Op(norm, fixed, {}).unread == {"input", "save_mean", "save_invstd", "save_var"}
-    assert torch.equal(norm(*fixed)[0], norm(*blank)[0])
-    live = (torch.ones(2, 3, 8), x, mean, mean, var, mean, var, True, 1e-5, [True] * 3)
-    blank = (torch.ones(2, 3, 8), x, mean, gone, gone, mean, var, True, 1e-5, [True] * 3)
-    assert Op(norm, live, {}).unread == {"running_mean", "running_var"}
-    assert all(torch.equal(one, other) for one, other in zip(norm(*live), norm(*blank), strict=True))
 
 
 # The function
@@ -603,3 +378,11 @@ def test_prints_as_a_table() -> None:
     lines = str(floor(net, torch.randn(400, 8), torch.mean)).splitlines()
     assert lines[1].split() == ["51,200", "addmm", "float32", "400", "x", "32", "0"]
     assert lines[-1].split() == ["51,200", "the", "floor:", "1", "tensors"]
+
+
+def test_command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.argv", ["floor", "--case", "vit", "resnet"])
+    main()
+    lines = capsys.readouterr().out.splitlines()
+    assert {"vit", "resnet"} <= set(lines)
+    assert "the floor" in lines[-1]
