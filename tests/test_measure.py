@@ -1,21 +1,33 @@
 """`leangrad.measure` against bytes that are worked out by hand."""
 
+import contextlib
 import functools
+import gc
 import json
 import os
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn.modules import module as torch_module
 from torch.utils.checkpoint import checkpoint
 
 from leangrad import _torch
 from leangrad.errors import LeangradError
-from leangrad.measure import Allocation, Measurement, measure
+from leangrad.measure import Allocation, Measurement, instrument, measure
 from leangrad.measure.trace import read_trace
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _few_objects() -> Iterator[None]:
+    """Hide what was imported from the garbage collector: `measure` looks through all that it knows."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 def size_of(*tensors: torch.Tensor) -> int:
@@ -294,6 +306,39 @@ def test_what_is_alive_at_the_peak_adds_up() -> None:
     assert all(b.seconds >= a.seconds for a, b in zip(result.timeline, result.timeline[1:], strict=False))
 
 
+def test_cycles_count_until_the_step_is_over() -> None:
+    def step() -> None:
+        for _ in range(5000):  # enough objects for a collection, if it were on
+            cycle: list[object] = [torch.empty(1)]
+            cycle.append(cycle)
+
+    assert measure(step, timed_runs=0).peak_bytes == 5000 * 4
+    assert gc.isenabled()
+
+
+def test_tensors_of_every_kind_may_stand_by() -> None:
+    bystanders = [nn.LazyLinear(3).weight, torch.eye(3).to_sparse(), torch.empty(3, device="meta"), torch.empty(0)]
+    assert measure(lambda: torch.empty(3), timed_runs=0).peak_bytes == 12
+    del bystanders
+
+
+def test_what_is_released_around_the_step_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = [torch.empty(100), torch.empty(200), torch.empty(300)]
+    real = instrument._marking_modules
+
+    @contextlib.contextmanager
+    def releasing_around() -> Iterator[None]:
+        held.pop()
+        with real():
+            yield
+        held.pop()
+
+    monkeypatch.setattr(instrument, "_marking_modules", releasing_around)
+    result = measure(held.pop, timed_runs=0)
+    assert [event.bytes for event in result.timeline] == [-800]
+    assert not held
+
+
 def test_two_measurements_agree() -> None:
     mlp = TwoLayers(32, 8, 16, 4, torch.float32)
 
@@ -326,13 +371,17 @@ def test_text_and_json() -> None:
         result.live_bytes_after("forwards")  # type: ignore[arg-type]
 
 
+MODULE_CALL = nn.Module.__call__
+
+
 def instruments_left() -> list[str]:
-    hooks = [torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks]
-    return (
-        [str(h) for h in hooks if h]
-        + ["profiler"] * _torch.is_profiling()
-        + ["env"] * ("KINETO_LOG_LEVEL" in os.environ)
-    )
+    found = {
+        "marks": nn.Module.__call__ is not MODULE_CALL,
+        "profiler": _torch.is_profiling(),
+        "log level": "KINETO_LOG_LEVEL" in os.environ,
+        "collection off": not gc.isenabled(),
+    }
+    return [name for name, left in found.items() if left]
 
 
 @pytest.mark.parametrize("fails_in_run", [1, 2, 3])
@@ -422,6 +471,38 @@ def test_callables_of_every_kind_are_steps() -> None:
 
     for step in (Step(), Step().method, functools.partial(torch.empty, 3), dict):
         assert isinstance(measure(step, timed_runs=0), Measurement)
+
+
+def test_a_compiled_step_is_not_compiled_again() -> None:
+    compilations: list[None] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        compilations.append(None)
+        return graph.forward
+
+    mlp = TwoLayers(32, 8, 16, 4, torch.float32)
+    plain = measure(lambda: mlp.loss().backward(), timed_runs=1)
+    mlp.model = torch.compile(mlp.model, backend=backend, fullgraph=True)
+    compiled = measure(lambda: mlp.loss().backward(), timed_runs=1)
+    assert len(compilations) == 1
+    assert [event.bytes for event in compiled.timeline] == [event.bytes for event in plain.timeline]
+    torch.compiler.reset()
+    measure(lambda: mlp.loss().backward(), timed_runs=0)
+    assert len(compilations) == 2  # inside the instrumented run, with no graph break at the marks
+    torch.compiler.reset()
+
+
+def test_marks_do_not_look_like_hooks() -> None:
+    seen = []
+
+    class Model(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append(bool(_torch.has_global_hooks() or _torch.has_hooks(self)))
+            return super().forward(x)
+
+    model = Model(4, 2)
+    measure(lambda: model(torch.ones(1, 4)), timed_runs=1)
+    assert seen == [False, False]
 
 
 def test_a_trace_without_memory_is_refused(tmp_path: os.PathLike[str]) -> None:

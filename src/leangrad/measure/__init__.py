@@ -37,13 +37,16 @@ def measure(step: Callable[[], object], *, timed_runs: int = 3) -> Measurement:
     Memory that stood before the step is not counted. If the step releases some of it, such as old gradients in
     `zero_grad()`, the live bytes go below zero at that moment, for that memory is then free for others. (On the CPU
     a block is seen to be released if a Python tensor referred to it, or to the tensor whose gradient it is.)
+    Python's automatic garbage collection waits until the instrumented step is over: cycles count as alive. A step
+    that torch.compile compiles needs `timed_runs` of 1 or more, or what compiling takes is counted too.
 
     Phases: "backward" is what the autograd engine runs, and the gradient of ones that it starts from; "other" is what
     an optimizer does and what comes after the last backward outside any module; "forward" is all the rest.
 
-    Overhead: the untouched runs have none. The instrumented run took 1.2 to 1.5 times as long as an untouched one on
-    steps of 50 to 100 ms, and longer where ops are tiny: the profiler needs a few microseconds for each op and each
-    module call. It does not slow the runs that are timed, and its own memory is not in the bytes.
+    Overhead: the untouched runs have none. The instrumented run took 1.26 times as long as an untouched one for 4
+    transformer layers, 1.09 times for 6 convolutions with batch norm (medians of 9 on one busy ARM core, 1.0 to 1.4)
+    and 2.8 times for layers of 16 units: the profiler needs some microseconds for each op and each module. Finding
+    the older memory takes a fraction of a second. None of it is in `seconds`, and its memory is not in the bytes.
 
     Args:
         step: called with no arguments; usually forward, backward and optimizer. What it returns is dropped.
@@ -66,34 +69,37 @@ def measure(step: Callable[[], object], *, timed_runs: int = 3) -> Measurement:
     check_step(step)
     if not isinstance(timed_runs, int) or timed_runs < 0:
         raise ValueError(f"expected timed_runs to be 0 or a positive integer, got {timed_runs!r}")
-    return measure_prepared(step, timed_runs=timed_runs, prepare=lambda: None)
+    return measure_within(step, timed_runs=timed_runs, around=contextlib.nullcontext)
 
 
-def measure_prepared(step: Callable[[], object], *, timed_runs: int, prepare: Callable[[], object]) -> Measurement:
-    """`measure`, with `prepare` called before each run, outside what is timed and counted."""
-    with _one_at_a_time():
-        seconds = []
-        for _ in range(timed_runs):
-            prepare()
-            seconds.append(_timed(step))
-        prepare()
+def measure_within(
+    step: Callable[[], object], *, timed_runs: int, around: Callable[[], contextlib.AbstractContextManager[object]]
+) -> Measurement:
+    """`measure`, with each run inside `with around():`, which is neither timed nor counted."""
+    seconds: list[float] = []
+    cuda_peaks: dict[str, int] = {}
+
+    def watched_run() -> None:
         start = _cuda_allocated()
         for index in start:
             torch.cuda.reset_peak_memory_stats(index)
-        trace, freed = record(lambda: seconds.append(_timed(step)))
-        if timed_runs:
-            seconds.pop()
+        seconds.append(_timed(step))
+        for index in _cuda_allocated():
+            cuda_peaks[f"cuda:{index}"] = torch.cuda.max_memory_allocated(index) - start.get(index, 0)
+
+    with _one_at_a_time():
+        for _ in range(timed_runs):
+            with around():
+                seconds.append(_timed(step))
+        with around():
+            trace, freed = record(watched_run)
     device = trace.device()
     timeline, kept_bytes = trace.timeline(device, freed if device == "cpu" else ())
-    if device == "cpu":
-        peak_bytes = max((event.live_bytes for event in timeline), default=0)
-    else:
-        index = torch.device(device).index
-        peak_bytes = torch.cuda.max_memory_allocated(index) - start.get(index, 0)
+    peak_bytes = cuda_peaks.get(device, max((event.live_bytes for event in timeline), default=0))
     return Measurement(
         peak_bytes=max(0, peak_bytes),
         kept_bytes=kept_bytes,
-        seconds=statistics.median(seconds),
+        seconds=statistics.median(seconds[:timed_runs] or seconds),
         temporaries=temporaries_of(timeline),
         timeline=timeline,
         device=device,

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from leangrad import _torch
@@ -35,10 +34,8 @@ def record(run: Callable[[], object]) -> tuple[Trace, list[Change]]:
             "itself and there is one per process: call measure outside the profiled region"
         )
     with tempfile.TemporaryDirectory(prefix="leangrad-") as folder, _muted_kineto():
-        # Cycles of earlier work that are collected during the step would be seen as the step's own releases.
-        gc.collect()
         profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-        with _watching_older_storages() as freed, profiler:
+        with _no_automatic_collection(), _watching_older_storages() as freed, profiler:
             torch.empty(1)  # the reader looks for this allocation before the step to know that memory is reported
             with _marking_modules(), record_function(STEP_MARK):
                 run()
@@ -60,58 +57,61 @@ def _muted_kineto() -> Iterator[None]:
         del os.environ["KINETO_LOG_LEVEL"]
 
 
-class _ModuleMarks(threading.local):
-    """The modules that are running on this thread, outermost first, and the paths below each outermost one."""
+@contextlib.contextmanager
+def _no_automatic_collection() -> Iterator[None]:
+    """Keep cycles until the step ends: when Python would collect them depends on everything else in the process."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+class _Paths(threading.local):
+    """The modules that are running on this thread, outermost first, and the names below each outermost one."""
 
     def __init__(self) -> None:
-        self.running: list[tuple[nn.Module, str, record_function]] = []
-        self.paths: dict[nn.Module, dict[nn.Module, str]] = {}
+        self.running: list[tuple[nn.Module, str]] = []
+        self.names: dict[nn.Module, dict[nn.Module, str]] = {}
 
-    def enter(self, module: nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
-        path = self._path(module)
-        mark = record_function(MODULE_MARK + path)
-        mark.__enter__()
-        self.running.append((module, path, mark))
-
-    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if torch.compiler.is_compiling() or not any(running is module for running, _, _ in self.running):
-            return
-        while True:
-            running, _, mark = self.running.pop()
-            mark.__exit__(None, None, None)
-            if running is module:
-                return
-
-    def _path(self, module: nn.Module) -> str:
+    def path_of(self, module: nn.Module) -> str:
         if not self.running:
             return type(module).__name__
-        root, root_path, _ = self.running[0]
-        if root not in self.paths:
-            self.paths[root] = {below: name for name, below in root.named_modules() if name}
-        name = self.paths[root].get(module)
-        if name is not None:
-            return f"{root_path}.{name}"
-        _, parent_path, _ = self.running[-1]
-        return f"{parent_path}.{type(module).__name__}"
+        root, root_path = self.running[0]
+        if root not in self.names:
+            self.names[root] = {below: name for name, below in root.named_modules() if name}
+        name = self.names[root].get(module)
+        return f"{root_path}.{name}" if name is not None else f"{self.running[-1][1]}.{type(module).__name__}"
 
 
 @contextlib.contextmanager
 def _marking_modules() -> Iterator[None]:
-    marks = _ModuleMarks()
-    handles = [
-        register_module_forward_pre_hook(marks.enter),
-        register_module_forward_hook(marks.leave, always_call=True),
-    ]
+    """Put a mark into the trace around each call of a module.
+
+    Not by hooks: code that looks for them (torch.compile's guards, the fast paths of transformer layers and of
+    leangrad.nn) would then run otherwise than in the untouched runs.
+    """
+    paths = _Paths()
+    call = nn.Module.__call__
+
+    def marked_call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return call(self, *args, **kwargs)
+        path = paths.path_of(self)
+        paths.running.append((self, path))
+        try:
+            with record_function(MODULE_MARK + path):
+                return call(self, *args, **kwargs)
+        finally:
+            paths.running.pop()
+
+    nn.Module.__call__ = marked_call  # type: ignore[method-assign]
     try:
         yield
     finally:
-        for handle in handles:
-            handle.remove()
-        # A module that raised something which hooks do not see (KeyboardInterrupt) leaves its mark open.
-        while marks.running:
-            marks.running.pop()[2].__exit__(None, None, None)
+        nn.Module.__call__ = call  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
@@ -132,22 +132,21 @@ def _watching_older_storages() -> Iterator[list[Change]]:
         if size and storage.data_ptr() not in watched:
             watched[storage.data_ptr()] = weakref.ref(storage, note)
 
-    for found in gc.get_objects():
-        if issubclass(type(found), torch.Tensor):
-            # A subclass, or a tensor of a transform, may have no storage of its own.
-            with contextlib.suppress(RuntimeError, NotImplementedError, TypeError):
-                _watch_tensor(found, watch)
-    del found
+    _watch_tensors(watch)
     try:
         yield freed
     finally:
         watched.clear()
 
 
-def _watch_tensor(tensor: torch.Tensor, watch: Callable[[torch.UntypedStorage], None]) -> None:
-    if tensor.device.type != "cpu":
-        return
-    watch(tensor.untyped_storage())
-    # A gradient that Python has not asked for is known to its tensor only.
-    if tensor.is_leaf and tensor.grad is not None:
-        watch(tensor.grad.untyped_storage())
+def _watch_tensors(watch: Callable[[torch.UntypedStorage], None]) -> None:
+    # Not subclasses: their methods may be anything, and those that wrap tensors wrap some that are found here.
+    for tensor in [found for found in gc.get_objects() if type(found) in (torch.Tensor, nn.Parameter)]:
+        if tensor.device.type != "cpu":
+            continue
+        # A sparse tensor, or one of a transform, has no storage of its own.
+        with contextlib.suppress(RuntimeError, NotImplementedError):
+            watch(tensor.untyped_storage())
+            # A gradient that Python has not asked for is known to its tensor only.
+            if tensor.is_leaf and tensor.grad is not None:
+                watch(tensor.grad.untyped_storage())

@@ -83,6 +83,7 @@ class Trace:
     """The step's part of a trace, in order of time."""
 
     start_ns: int
+    end_ns: int
     spans: list[Span]
     changes: list[Change]
 
@@ -100,7 +101,8 @@ class Trace:
         `freed_before` are releases of blocks that stood before the step: the CPU's allocator does not report them.
         """
         changes = [change for change in self.changes if change.device == device]
-        changes = sorted([*changes, *freed_before], key=lambda change: change.time_ns)
+        changes += [change for change in freed_before if self.start_ns <= change.time_ns <= self.end_ns]
+        changes.sort(key=lambda change: change.time_ns)
         walk = _Walk.over(self.spans, changes)
         book = _Book(self.start_ns, walk.first_backward_ns)
         for change, place in zip(changes, walk.places, strict=True):
@@ -249,6 +251,7 @@ def read_trace(path: str) -> Trace:
 
     return Trace(
         step.start_ns,
+        step.end_ns,
         sorted((s for s in spans if s is not step and inside(s.start_ns)), key=lambda s: s.start_ns),
         sorted((c for c in changes if inside(c.time_ns)), key=lambda c: c.time_ns),
     )
