@@ -1,0 +1,351 @@
+"""Plain and lean side by side, on the user's own model and batch."""
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from leangrad.measure import Measurement, measure_within
+from leangrad.measure.measurement import format_bytes, format_seconds
+from leangrad.verify.comparison import Difference, Outcome, collect, differences, largest
+from leangrad.verify.memory import Memory
+
+__all__ = ["Difference", "Verification", "verify"]
+
+_TIMED_RUNS = 2  # and the instrumented one: three plain runs tell how far plain is from itself
+
+Region = contextlib.AbstractContextManager[object]
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What `leangrad.verify` found.
+
+    - `equal`: everything is the same bit for bit: the loss, all gradients, buffers, and the random state afterwards.
+    - `max_difference`: the largest relative difference, max|plain − lean| / max|plain| of one tensor; 0.0 if equal.
+    - `noise`: the same between plain's own runs: 0.0 where plain is bitwise equal to itself.
+    - `differences`: an entry for each thing that differs, largest first.
+    - `plain`, `lean`: the Measurements.
+
+    True in a condition only if `equal`.
+    """
+
+    equal: bool
+    max_difference: float
+    noise: float
+    differences: tuple[Difference, ...]
+    plain: Measurement
+    lean: Measurement
+
+    @property
+    def within_noise(self) -> bool:
+        """Whether lean is no further from plain than plain is from itself."""
+        return self.equal or self.max_difference <= self.noise < math.inf
+
+    def __bool__(self) -> bool:
+        return self.equal
+
+    def __str__(self) -> str:
+        rows = [("", "plain", "lean", "lean / plain")]
+        for name, field, form in (
+            ("peak", "peak_bytes", format_bytes),
+            ("kept for backward", "kept_bytes", format_bytes),
+            ("time", "seconds", format_seconds),
+        ):
+            plain, lean = getattr(self.plain, field), getattr(self.lean, field)
+            rows.append((name, form(plain), form(lean), f"{lean / plain:.2f}" if plain else ""))
+        lines = [f"{row[0]:<18}{row[1]:>12}{row[2]:>12}{row[3]:>14}".rstrip() for row in rows]
+        return "\n".join([*lines, self._verdict(), *(f"  {_line(entry)}" for entry in self.differences[:10])])
+
+    def _verdict(self) -> str:
+        if self.equal:
+            return "gradients and all else: equal, bit for bit"
+        judged = "no more than" if self.within_noise else "MORE than"
+        return (
+            f"{len(self.differences)} differ, by up to {self.max_difference:.2g}: "
+            f"{judged} plain differs from itself ({self.noise:.2g})"
+        )
+
+
+def verify(
+    model: nn.Module,
+    batch: Any,
+    loss: Callable[[Any], Tensor] | None = None,
+    *,
+    autocast: torch.dtype | None = None,
+) -> Verification:
+    """Train one step plain and lean from the same state, and compare every number.
+
+    The plain and the lean step::
+
+        value = loss(model(*batch))              with leangrad.lean.saving():
+        value.backward()                             value = loss(model(*batch))
+                                                 value.backward()
+
+    Each is run three times, all from the same parameters, buffers and random state, with `.grad` None. The loss, the
+    gradients of parameters and of inputs that require one, the buffers and the random state afterwards are compared
+    bit for bit. A model that is lean already is run plain first and then as it is.
+
+    Afterwards the model, the batch, `.grad` and the random state are as before, also if the model raises; see
+    [Note: What is put back] in `memory.py`, also for the Python state that cannot be. Hooks of the user's own run:
+    an optimizer inside a hook takes steps, of which the parameters are put back and the optimizer's state is not.
+
+    Args:
+        model: a module with at least one parameter that requires a gradient, in the mode it is to be checked in.
+        batch: a tensor; a tuple or list of positional arguments; or a mapping of keyword arguments.
+        loss: called with the model's output, gives a scalar. None means: the output itself if it is a scalar, its
+            `.loss` or `["loss"]` if it has one, else the sum, over all floating tensors in the output, of the mean
+            of their squares in float32.
+        autocast: run forward and loss under `torch.autocast` with this dtype.
+
+    Raises:
+        TypeError, ValueError: an argument is not what is said above; nothing was run, or all was put back.
+
+    >>> model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 2))
+    >>> verification = verify(model, torch.randn(3, 4))
+    >>> verification.equal
+    True
+    """
+    _check_arguments(model, loss, autocast)
+    subject = _Subject(model, _arguments(batch), loss or default_loss, autocast, _describe(batch))
+    memory = Memory(model, batch)
+    try:
+        plain, plain_outcomes = _run(subject, memory, plain_region(model), "the plain run")
+        reference, *repeats = plain_outcomes
+        _check_gradients(reference)
+        lean, lean_outcomes = _run(subject, memory, lean_region(model), "the lean run; the plain runs before it passed")
+    finally:
+        memory.restore()
+    noise = largest(entry for repeat in repeats for entry in differences(reference, repeat))
+    found: dict[tuple[str, str], Difference] = {}
+    for entry in (entry for outcome in lean_outcomes for entry in differences(reference, outcome)):
+        known = found.setdefault((entry.kind, entry.name), entry)
+        if entry.max_difference > known.max_difference:
+            found[entry.kind, entry.name] = entry
+    return Verification(
+        equal=not found,
+        max_difference=largest(found.values()),
+        noise=noise,
+        differences=tuple(sorted(found.values(), key=lambda entry: -entry.max_difference)),
+        plain=plain,
+        lean=lean,
+    )
+
+
+def plain_region(model: nn.Module) -> Callable[[], Region]:
+    """What makes the region in which `model` runs plain, also if it or a part of it is lean."""
+    from leangrad.lean import is_lean, plain  # here, for the front door stands above this file
+
+    @contextlib.contextmanager
+    def region() -> Iterator[None]:
+        forwards = {module: vars(module)["forward"] for module in model.modules() if is_lean(module)}
+        for module in forwards:
+            plain(module)
+        try:
+            yield
+        finally:
+            for module, forward in forwards.items():
+                vars(module)["forward"] = forward
+
+    return region
+
+
+def lean_region(model: nn.Module) -> Callable[[], Region]:
+    """What makes the region in which `model` runs lean: any, if it is lean by itself."""
+    from leangrad.lean import is_lean, saving
+
+    if any(is_lean(module) for module in model.modules()):
+        return contextlib.nullcontext
+    ledger = saving()  # one for all runs: the later ones use what the first has learned, as in training
+    return lambda: ledger
+
+
+def default_loss(output: Any) -> Tensor:
+    """The loss that `verify` takes if it is given none: see there."""
+    if isinstance(output, Tensor) and output.numel() == 1 and output.is_floating_point():
+        return output
+    own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(own, Tensor):
+        return own
+    tensors = [tensor for tensor in _tensors(output) if tensor.is_floating_point() and tensor.requires_grad]
+    if not tensors:
+        raise ValueError(
+            f"expected an output with a floating tensor that requires a gradient, got {_describe(output)}; pass "
+            "`loss=`, a function of the output that gives a scalar"
+        )
+    return torch.stack([tensor.float().square().mean() for tensor in tensors]).sum()
+
+
+@dataclass
+class _Subject:
+    """The model with its batch and loss: what a run is made of."""
+
+    model: nn.Module
+    arguments: tuple[tuple[Any, ...], dict[str, Any]]
+    loss: Callable[[Any], Tensor]
+    autocast: torch.dtype | None
+    batch: str
+
+    def forward(self, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> Tensor:
+        args, kwargs = arguments
+        try:
+            output = self.model(*args, **kwargs)
+        except Exception as error:
+            error.add_note(f"leangrad.verify called {type(self.model).__name__} with the batch {self.batch}")
+            raise
+        value = self.loss(output)
+        _check_loss(value)
+        return value
+
+    def under_autocast(self) -> Region:
+        if self.autocast is None:
+            return contextlib.nullcontext()
+        return torch.autocast(next(self.model.parameters()).device.type, dtype=self.autocast)
+
+
+def _run(
+    subject: _Subject, memory: Memory, region: Callable[[], Region], what: str
+) -> tuple[Measurement, list[Outcome]]:
+    """Measure the step in a region, each time from the remembered state; return also what each run gave."""
+    outcomes: list[Outcome] = []
+    arguments: tuple[tuple[Any, ...], dict[str, Any]]
+    inputs: dict[str, Tensor]
+    value: Tensor | None = None
+
+    @contextlib.contextmanager
+    def fresh() -> Iterator[None]:
+        nonlocal arguments, inputs, value
+        memory.restore()
+        memory.clear_gradients()
+        torch.clear_autocast_cache()
+        inputs = {}
+        args, kwargs = subject.arguments
+        arguments = tuple(_with_own_leaves(list(args), "", inputs)), _with_own_leaves(kwargs, "", inputs)
+        try:
+            yield
+        except Exception as error:
+            error.add_note(f"leangrad.verify: this was {what}")
+            raise
+        assert value is not None
+        outcomes.append(collect(subject.model, inputs, value))
+        value = None
+
+    def step() -> None:
+        nonlocal value
+        with torch.enable_grad(), region(), subject.under_autocast():
+            result = subject.forward(arguments)
+        result.backward()
+        value = result.detach()
+
+    return measure_within(step, timed_runs=_TIMED_RUNS, around=fresh), outcomes
+
+
+def _with_own_leaves(value: Any, path: str, inputs: dict[str, Tensor]) -> Any:
+    """`value` with each tensor that requires a gradient replaced by a leaf on the same memory, noted in `inputs`.
+
+    So backward neither reaches a graph behind the batch nor touches the `.grad` of the caller's tensors.
+    """
+    if isinstance(value, Tensor):
+        if not value.requires_grad:
+            return value
+        inputs[path] = value.detach().requires_grad_()
+        return inputs[path]
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_with_own_leaves(v, _below(path, i), inputs) for i, v in enumerate(value)))
+    if type(value) in (tuple, list):
+        return type(value)(_with_own_leaves(v, _below(path, i), inputs) for i, v in enumerate(value))
+    if type(value) is dict:
+        return {key: _with_own_leaves(v, _below(path, key), inputs) for key, v in value.items()}
+    return value
+
+
+def _below(path: str, key: object) -> str:
+    return f"{path}.{key}" if path else str(key)
+
+
+def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(batch, Tensor):
+        return (batch,), {}
+    if isinstance(batch, tuple | list):
+        return tuple(batch), {}
+    if isinstance(batch, Mapping) and all(isinstance(key, str) for key in batch):
+        return (), dict(batch)
+    raise TypeError(
+        "expected batch to be a tensor, a tuple or list of positional arguments, or a mapping from names to keyword "
+        f"arguments, got {_describe(batch)}"
+    )
+
+
+def _check_arguments(model: Any, loss: Any, autocast: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"expected model to be a torch.nn.Module, got {_describe(model)}")
+    if any(
+        isinstance(p, nn.UninitializedParameter | nn.UninitializedBuffer)
+        for p in [*model.parameters(), *model.buffers()]
+    ):
+        raise ValueError("expected a model whose parameters exist, got lazy ones; call the model once, then verify it")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError(
+            f"expected a model with a parameter that requires a gradient, got {type(model).__name__} with none; "
+            "unfreeze what is to be trained, such as with model.requires_grad_(True)"
+        )
+    if loss is not None and not callable(loss):
+        raise TypeError(f"expected loss to be a function of the model's output, or None, got {_describe(loss)}")
+    if autocast is not None and not isinstance(autocast, torch.dtype):
+        raise TypeError(f"expected autocast to be a dtype such as torch.bfloat16, or None, got {_describe(autocast)}")
+    if torch.is_inference_mode_enabled():
+        raise ValueError(
+            "expected to be outside torch.inference_mode(), in which nothing can be trained; leave it first"
+        )
+
+
+def _check_loss(value: Any) -> None:
+    mend = "pass `loss=`, a function of the model's output that gives a scalar tensor, such as `lambda out: out.mean()`"
+    if not isinstance(value, Tensor):
+        raise TypeError(f"expected the loss to be a scalar tensor, got {_describe(value)}; {mend}")
+    if value.numel() != 1:
+        raise ValueError(f"expected the loss to be a scalar, got {_describe(value)}; {mend}")
+    if not value.requires_grad:
+        raise ValueError(f"expected a loss that depends on a parameter, got one that requires no gradient; {mend}")
+
+
+def _check_gradients(outcome: Outcome) -> None:
+    if all(value is None for (kind, _), value in outcome.items() if kind == "gradient"):
+        raise ValueError(
+            "expected backward to leave a gradient in at least one parameter, got none: there is nothing to compare; "
+            "check that the loss depends on the parameters and that no hook sets .grad to None"
+        )
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for content in value.values():
+            yield from _tensors(content)
+    elif isinstance(value, tuple | list):
+        for content in value:
+            yield from _tensors(content)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from _tensors(getattr(value, field.name))
+
+
+def _describe(value: Any) -> str:
+    """A value in a few words: tensors by dtype and shape."""
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {_describe(content)}" for key, content in value.items()) + "}"
+    if isinstance(value, tuple | list):
+        return "(" + ", ".join(_describe(content) for content in value) + ")"
+    return type(value).__name__
+
+
+def _line(entry: Difference) -> str:
+    return f"{entry.kind} {entry.name}".rstrip() + f": {entry.max_difference:.2g}"

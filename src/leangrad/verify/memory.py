@@ -1,0 +1,137 @@
+"""Remember the state that a run may change, and put it back."""
+
+import random
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from leangrad.verify.comparison import difference
+
+__all__ = ["Memory"]
+
+_DICTS = (dict, OrderedDict, defaultdict, Counter)
+
+
+class Memory:
+    """The state of a model, a batch and the random generators, as it is now.
+
+    [Note: What is put back]
+    Remembered are all tensors (values, `requires_grad`, which object `.grad` is), `torch.Generator`s, and the
+    attributes of modules and what dicts, lists, sets and deques among them hold, however deep; so a step counter, a
+    cache or a running mean in a module are put back. The global generators are torch's for the CPU and for CUDA, and
+    Python's `random`. State in objects of other classes, in closures, in numpy's generator or in a file cannot be
+    known to be safe to copy and is left as the run leaves it; if it changes the numbers, plain's own runs differ too,
+    and `Verification.noise` says so. A value is written back only if it changed, so that a graph that the user
+    still holds sees no tensor change.
+    """
+
+    def __init__(self, *roots: object) -> None:
+        self._seen: dict[int, object] = {}  # holds what it has seen, so that no id is used twice
+        self._tensors: list[tuple[Tensor, Tensor, bool, Tensor | None]] = []
+        self._put_back: list[Callable[[], None]] = []
+        self._random = random.getstate()
+        self._torch_random = torch.get_rng_state()
+        self._cuda_random = torch.cuda.get_rng_state_all() if _cuda_in_use() else []
+        for root in roots:
+            self._remember(root)
+
+    def restore(self) -> None:
+        """Put everything back."""
+        for put_back in self._put_back:
+            put_back()
+        for tensor, value, requires_grad, grad in self._tensors:
+            _restore_tensor(tensor, value, requires_grad, grad)
+        random.setstate(self._random)
+        torch.set_rng_state(self._torch_random)
+        if self._cuda_random:
+            torch.cuda.set_rng_state_all(self._cuda_random)
+
+    def clear_gradients(self) -> None:
+        """Set `.grad` of all remembered tensors to None; `restore` brings them back."""
+        for tensor, _, _, _ in self._tensors:
+            if tensor.is_leaf and tensor.grad is not None:
+                tensor.grad = None
+
+    def _remember(self, root: object) -> None:
+        waiting = [root]  # a list, for a structure may be deeper than Python's stack
+        while waiting:
+            value = waiting.pop()
+            if id(value) in self._seen:
+                continue
+            self._seen[id(value)] = value
+            if isinstance(value, Tensor):
+                self._remember_tensor(value)
+            elif isinstance(value, torch.Generator):
+                self._put_back.append(_generator_restorer(value))
+            elif isinstance(value, nn.Module):
+                waiting += [vars(value), *value.parameters(recurse=False), *value.buffers(recurse=False)]
+            elif type(value) in _DICTS:
+                self._put_back.append(_dict_restorer(value))  # type: ignore[arg-type]
+                waiting += value.values()  # type: ignore[attr-defined]
+            elif type(value) in (list, deque, set):
+                self._put_back.append(_collection_restorer(value))
+                waiting += value  # type: ignore[arg-type]
+            elif isinstance(value, tuple):
+                waiting += value
+
+    def _remember_tensor(self, tensor: Tensor) -> None:
+        if tensor.is_meta:
+            return
+        grad = tensor.grad if tensor.is_leaf else None
+        # On the CPU, so that a model that fills its GPU can still be verified.
+        self._tensors.append((tensor, tensor.detach().to("cpu", copy=True), tensor.requires_grad, grad))
+
+
+def _restore_tensor(tensor: Tensor, value: Tensor, requires_grad: bool, grad: Tensor | None) -> None:
+    with torch.no_grad():
+        if tensor.shape != value.shape or tensor.dtype != value.dtype:
+            tensor.data = value.to(tensor.device, copy=True)
+        elif difference(value, tensor.detach().cpu()) is not None:
+            tensor.copy_(value)
+    if not tensor.is_leaf:
+        return
+    if tensor.requires_grad != requires_grad:
+        tensor.requires_grad_(requires_grad)
+    if tensor.grad is not grad:
+        tensor.grad = grad
+
+
+def _generator_restorer(generator: torch.Generator) -> Callable[[], None]:
+    state = generator.get_state()
+
+    def restore() -> None:
+        generator.set_state(state)
+
+    return restore
+
+
+def _dict_restorer(value: dict[Any, Any]) -> Callable[[], None]:
+    items = list(value.items())
+
+    def restore() -> None:
+        now = list(value.items())
+        if len(now) != len(items) or any(a[0] is not b[0] or a[1] is not b[1] for a, b in zip(now, items, strict=True)):
+            value.clear()
+            for key, content in items:  # not update(), which adds in a Counter
+                value[key] = content
+
+    return restore
+
+
+def _collection_restorer(value: Any) -> Callable[[], None]:
+    items = list(value)
+
+    def restore() -> None:
+        now = list(value)
+        if len(now) != len(items) or any(a is not b for a, b in zip(now, items, strict=True)):
+            value.clear()
+            (value.update if isinstance(value, set) else value.extend)(items)
+
+    return restore
+
+
+def _cuda_in_use() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_initialized()
