@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from leangrad._torch import forward_mode_active, is_view, transforms_active
 from leangrad.nn.abn_autograd import ABNFunction, Call
-from leangrad.ops.abn import Activation, activate_, is_rows
+from leangrad.ops.abn import Activation, is_rows
 
 __all__ = ["ABN", "InPlaceABN", "InPlaceABNSync"]
 
@@ -88,14 +88,14 @@ class ABN(nn.Module):
         self._check(x, residual, use_batch)
         call = self._call(use_batch)
         if _must_be_plain(x) or (x.numel() == 0 and call.group is None):
-            return self._plain(x, residual, call)
+            return self._activate(self._plain(x, call), residual)
         if is_rows(x) is None:
             x = x.contiguous()
-        if residual is not None:
-            if residual.dtype != x.dtype:
-                residual = residual.to(x.dtype)
-            if residual.stride() != x.stride():
-                residual = torch.empty_like(x).copy_(residual)
+        if residual is not None and residual.dtype != x.dtype:  # the sum has the wider dtype: add it in plain PyTorch
+            call.activation, call.function = Activation("identity"), None
+            return self._activate(ABNFunction.apply(x, self.weight, self.bias, None, call), residual)
+        if residual is not None and residual.stride() != x.stride():
+            residual = torch.empty_like(x).copy_(residual)
         self._prepare(x, residual, call)
         z: Tensor = ABNFunction.apply(x, self.weight, self.bias, residual, call)
         return z
@@ -125,7 +125,7 @@ class ABN(nn.Module):
                 f"expected an input of shape (N, {self.num_features}, ...) for num_features={self.num_features}, "
                 f"got {tuple(x.shape)}"
             )
-        if residual is not None and residual.shape != x.shape:
+        if residual is not None and torch.broadcast_shapes(residual.shape, x.shape) != x.shape:
             raise ValueError(f"expected a residual of the input's shape {tuple(x.shape)}, got {tuple(residual.shape)}")
         if use_batch and x.numel() == x.shape[1] and self._group() is None:
             raise ValueError(
@@ -133,17 +133,29 @@ class ABN(nn.Module):
                 "use a larger batch, or eval()"
             )
 
-    def _plain(self, x: Tensor, residual: Tensor | None, call: Call) -> Tensor:
-        """The same in plain PyTorch: under torch.compile, torch.func and forward mode."""
-        weight = self.weight if self.weight is None or not self.absolute else self.weight.abs() + self.eps
+    def _plain(self, x: Tensor, call: Call) -> Tensor:
+        """The norm in plain PyTorch: under torch.compile, torch.func and forward mode, and for empty batches."""
         if call.group is not None:
             raise RuntimeError("synchronized batch norm is not supported under torch.compile and torch.func")
-        y = F.batch_norm(
-            x, call.running_mean, call.running_var, weight, self.bias, call.training, call.momentum, self.eps
-        )
-        if residual is not None:
-            y = y + residual
-        return activate_(y.clone(), self._known) if self._function is None else self._function(y)
+        weight = self.weight if self.weight is None or not self.absolute else self.weight.abs() + self.eps
+        mean, var = call.running_mean, call.running_var
+        return F.batch_norm(x, mean, var, weight, self.bias, call.training, call.momentum, self.eps)
+
+    def _activate(self, y: Tensor, residual: Tensor | None) -> Tensor:
+        """The activation in plain PyTorch."""
+        y = y if residual is None else y + residual
+        if self._function is not None:
+            return self._function(y)
+        match self._known.name:
+            case "leaky_relu":
+                return F.leaky_relu(y, self._known.param)
+            case "elu":
+                return F.elu(y, self._known.param)
+            case "gelu" | "gelu_tanh":
+                return F.gelu(y, approximate="tanh" if self._known.name == "gelu_tanh" else "none")
+            case "identity":
+                return y
+        return F.relu(y) if self._known.name == "relu" else F.silu(y)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         key = prefix + "num_batches_tracked"

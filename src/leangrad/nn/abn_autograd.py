@@ -1,6 +1,6 @@
 """The autograd side of activated batch norm: what a layer keeps, and how its output is rebuilt for others.
 
-A layer keeps one map. If its output can be inverted that is the output, which the next convolution keeps anyway, written
+A layer keeps one map. If its output can be inverted that is the output, which the next convolution keeps anyway, made
 over the input. Otherwise it is the input; the output is then what the next convolution would keep as a second map, and
 inside `rebuilding()` it keeps a recipe instead: this layer's input and vectors, one cheap pass away from the output.
 
@@ -292,7 +292,7 @@ def recipe_of(t: Tensor) -> Recipe | None:
 def rebuilding() -> Iterator[None]:
     """Inside, whatever would keep the output of an activated batch norm keeps a recipe for it instead.
 
-    Stays out of the way where other saved-tensor hooks are in force (checkpointing, offloading) and under torch.compile.
+    Does nothing where other saved-tensor hooks are in force (checkpointing, offloading) and under torch.compile.
 
     >>> from leangrad.nn.abn import ABN
     >>> abn, conv = ABN(4, activation="relu"), torch.nn.Conv2d(4, 4, 1)

@@ -9,8 +9,8 @@
     dx = γ·s·(dy − mean(dy) − x̂·mean(x̂·dy))
 
 Nothing here knows of autograd. Low-precision maps are read and written as they are; vectors and sums are float32
-(float64 for float64 maps). On CUDA the work is done by `leangrad.kernels.abn`; the code below serves every other device,
-in chunks that stay in cache, so that the scratch it needs does not grow with the map.
+(float64 for float64 maps). On CUDA `leangrad.kernels.abn` does the work; the code below serves all else, in chunks
+that stay in cache, so that the scratch it needs does not grow with the map.
 """
 
 from __future__ import annotations
