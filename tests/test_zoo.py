@@ -4,6 +4,7 @@ import copy
 import doctest
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -36,17 +37,19 @@ def saved_bytes(one: Case) -> tuple[dict[int, int], int]:
     """Bytes of each storage that autograd keeps, parameters aside, and the bytes of the parameters."""
     model, batch = seeded(one)
     parameters = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
-    kept: dict[int, int] = {}
+    packed: list[weakref.ref[Tensor]] = []
 
     def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in parameters:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor.detach()  # held by the graph, so that no address is used twice
+        held = tensor.detach()
+        packed.append(weakref.ref(held))
+        return held
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         loss = one.step(model, batch)
-    assert loss.grad_fn is not None  # the graph, and with it what was packed, has lived until here
+    # What a branch without a gradient had saved is gone by now (t5 detaches a maximum); the graph holds the rest.
+    storages = [tensor.untyped_storage() for ref in packed if (tensor := ref()) is not None]
+    kept = {storage.data_ptr(): storage.nbytes() for storage in storages if storage.data_ptr() not in parameters}
+    assert loss.grad_fn is not None
     return kept, sum(parameters.values())
 
 
