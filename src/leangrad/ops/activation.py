@@ -45,6 +45,7 @@ class Activation:
     in_place: bool = True  # forward may be given its input as `out`
     gated: bool = False  # x is (..., 2N): a gate and a value; y is (..., N)
     float32_in_autocast: bool = False  # CUDA autocast runs it in float32
+    zero_where_masked: bool = False  # dx is g, with 0 where y <= 0: backward needs no more of y than that
 
     def __repr__(self) -> str:
         return f"{self.name}({self.parameter_name}={self.parameter})" if self.parameter_name else self.name
@@ -279,7 +280,7 @@ def _geglu_backward(g: Tensor, x: Tensor, parameter: float, into: Tensor | None)
 ACTIVATIONS: dict[str, Activation] = {
     record.name: record
     for record in (
-        Activation("relu", _relu, _relu_backward, "output"),
+        Activation("relu", _relu, _relu_backward, "output", zero_where_masked=True),
         Activation("leaky_relu", _leaky_relu, _leaky_relu_backward, "output", 0.01, "negative_slope", 0.0),
         Activation("elu", _elu, _elu_backward, "input", 1.0, "alpha"),
         Activation("gelu", _gelu, _gelu_backward, "input"),

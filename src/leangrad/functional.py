@@ -1,0 +1,71 @@
+"""Autograd Functions over `ops/`: each overwrites its gradient where nobody else can see it, and copies where not.
+
+The saved tensors are never overwritten, so `retain_graph=True` works as usual; with `create_graph=True` the same
+formulas run on autograd's own ops and can be differentiated again.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from leangrad._torch import transforms_active
+from leangrad.ops.activation import Activation, resolve
+from leangrad.own import owned
+
+__all__ = ["activate", "runs_plain"]
+
+
+def activate(x: Tensor, activation: str | Activation, parameter: float | None = None) -> Tensor:
+    """Apply an activation whose backward writes into the gradient it owns.
+
+    Equals `F.relu(x)`, `F.gelu(x)`, `torch.softmax(x, -1)`, ... bit for bit, and for the gated ones, on x of (..., 2N),
+    `a, b = x.chunk(2, -1); F.silu(a) * b` (swiglu) and `F.gelu(a) * b` (geglu). Every name is in
+    `leangrad.ops.activation.ACTIVATIONS`; `parameter` is the slope, alpha or beta of those that have one.
+
+    Keeps one map for backward: the output (relu, leaky_relu, sigmoid, tanh, softmax) or the input (all others). Plain
+    swiglu and geglu keep three times the output, this keeps twice.
+
+    >>> x = torch.tensor([-1.0, 2.0], requires_grad=True)
+    >>> activate(x, "leaky_relu", 0.5).square().sum().backward()
+    >>> x.grad
+    tensor([-0.5000,  4.0000])
+    """
+    record = resolve(activation, parameter)
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x: expected a tensor, got {type(x).__name__}")
+    if not x.is_floating_point():
+        raise TypeError(f"x: expected a floating dtype, got {x.dtype}; convert it with x.float()")
+    if record.gated and (x.dim() == 0 or x.shape[-1] % 2):
+        raise ValueError(f"x: {record.name} needs an even last dimension (gate and value), got {tuple(x.shape)}")
+    plain = runs_plain(x) or (record.float32_in_autocast and torch.is_autocast_enabled(x.device.type))
+    if plain or not (torch.is_grad_enabled() and x.requires_grad):
+        return record.forward(x, record.parameter, None)
+    y: Tensor = _Activate.apply(x, record)
+    return y
+
+
+def runs_plain(*tensors: Tensor | None) -> bool:
+    """Whether these tensors belong to somebody who must see torch's own ops: a compiler, a tracer, a subclass."""
+    tracing = torch.jit.is_tracing()  # type: ignore[attr-defined]
+    if tracing or torch.compiler.is_compiling() or transforms_active():
+        return True
+    return any(type(t) not in (Tensor, torch.nn.Parameter) for t in tensors if t is not None)
+
+
+class _Activate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, record: Activation) -> Tensor:
+        y = record.forward(x, record.parameter, None)
+        ctx.record = record
+        ctx.save_for_backward(x if record.keeps == "input" else y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        into = g if owned(g) else None
+        record: Activation = ctx.record
+        (kept,) = ctx.saved_tensors
+        if record.gated and not torch.is_grad_enabled():
+            into = torch.empty_like(kept)
+        return record.backward(g, kept, record.parameter, into), None

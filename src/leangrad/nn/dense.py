@@ -1,0 +1,213 @@
+"""Dense layers whose activations are kept once and moved out by backward: `Dense`, `MLP`.
+
+A chain of layers is one autograd node (`leangrad.node`). It keeps the caller's own input, and one map a
+layer: the output where the activation can run backward from it (relu, tanh, ...), else the input of the activation.
+Whatever the chain cannot serve (hooks on a child, a child that was replaced, a tensor subclass, `torch.compile`,
+`torch.func`) runs as the plain `nn.Sequential` that an `MLP` also is.
+"""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from leangrad._torch import has_global_hooks, has_hooks
+from leangrad.functional import activate, runs_plain
+from leangrad.node import run
+from leangrad.ops.activation import Activation, resolve
+from leangrad.tape import Tape, Var
+
+__all__ = ["MLP", "Activate", "Dense"]
+
+Layer = tuple[nn.Linear, Activation | None]
+
+
+class Activate(nn.Module):
+    """An activation by name, as a module. Equals `nn.ReLU()`, `nn.GELU()`, ...; see `leangrad.functional.activate`.
+
+    >>> Activate("leaky_relu", 0.2)
+    Activate(leaky_relu(negative_slope=0.2))
+    """
+
+    def __init__(self, activation: str | Activation, parameter: float | None = None):
+        super().__init__()
+        self.record = resolve(activation, parameter)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply it."""
+        return activate(x, self.record)
+
+    def extra_repr(self) -> str:
+        """The name and the parameter."""
+        return repr(self.record)
+
+
+class Dense(nn.Linear):
+    """A linear layer and its activation, which keep one map between them.
+
+    Equals `nn.Sequential(nn.Linear(in_features, out_features, bias), act)`, with the parameters of the `nn.Linear`.
+    For swiglu and geglu the weight has 2 · out_features rows: the gates, then the values. Keeps for backward the
+    caller's own x, and (..., out_features) once; a second backward without `retain_graph=True` is a ConsumedError.
+
+    >>> layer = Dense(3, 4, activation="gelu")
+    >>> layer(torch.ones(2, 3)).shape
+    torch.Size([2, 4])
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        activation: str | Activation | None = None,
+        *,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ):
+        record = None if activation is None else resolve(activation)
+        rows = 2 * out_features if record is not None and record.gated else out_features
+        super().__init__(in_features, rows, bias, device=device, dtype=dtype)
+        self.record = record
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., in_features) to (..., out_features)."""
+        return _forward(x, [(self, self.record)])
+
+    def extra_repr(self) -> str:
+        """As nn.Linear, and the activation."""
+        return f"{super().extra_repr()}, activation={self.record}"
+
+
+class MLP(nn.Sequential):
+    """Dense layers in a row, as one autograd node.
+
+    Equals `nn.Sequential(nn.Linear(s0, s1), act, nn.Linear(s1, s2), act, ..., nn.Linear(.., sn))`, bit for bit, and its
+    state_dict is that one's. Keeps for backward the caller's own x and one map for each hidden layer; its backward
+    holds two gradient maps at any time. `output_activation` is applied to the last layer. With swiglu or geglu
+    each hidden `nn.Linear` is twice as wide as its size. One size means no layers: the input itself is returned.
+
+    >>> mlp = MLP([2, 8, 1], "tanh", output_activation="sigmoid")
+    >>> mlp(torch.zeros(5, 2)).shape, list(mlp.state_dict())
+    (torch.Size([5, 1]), ['0.weight', '0.bias', '2.weight', '2.bias'])
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        activation: str | Activation = "relu",
+        *,
+        output_activation: str | Activation | None = None,
+        bias: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ):
+        sizes = list(sizes)
+        if not sizes or not all(isinstance(size, int) and size > 0 for size in sizes):
+            raise ValueError(f"sizes: expected at least one positive int, got {sizes}")
+        hidden, last = resolve(activation), None if output_activation is None else resolve(output_activation)
+        records = [*[hidden] * (len(sizes) - 2), last]
+        children: list[nn.Module] = []
+        for in_features, out_features, record in zip(sizes, sizes[1:], records, strict=False):
+            rows = 2 * out_features if record is not None and record.gated else out_features
+            children.append(nn.Linear(in_features, rows, bias, device=device, dtype=dtype))
+            if record is not None:
+                children.append(Activate(record))
+        super().__init__(*children)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., sizes[0]) to (..., sizes[-1])."""
+        layers = None if torch.compiler.is_compiling() else self._layers()
+        if layers is None:
+            y: Tensor = super().forward(x)
+            return y
+        return _forward(x, layers) if layers else x
+
+    def _layers(self) -> list[Layer] | None:
+        """The children as layers, or None if one of them is not what this class made, or has hooks."""
+        layers: list[Layer] = []
+        for child in self:
+            if has_hooks(child):
+                return None
+            if type(child) is nn.Linear:
+                layers.append((child, None))
+            elif type(child) is Activate and layers and layers[-1][1] is None:
+                layers[-1] = (layers[-1][0], child.record)
+            else:
+                return None
+        return None if has_global_hooks() else layers
+
+
+class _Chain:
+    """The program of a chain on a tape, and the same on autograd's own ops."""
+
+    def __init__(self, records: tuple[Activation | None, ...]):
+        self.records = records
+
+    def __call__(self, tape: Tape, x: Var, *parameters: Var | None) -> Var:
+        for record, weight, bias in zip(self.records, parameters[::2], parameters[1::2], strict=True):
+            assert weight is not None
+            x = tape.linear(x, weight, bias)
+            if record is not None:
+                x = tape.activate(x, record)
+        return x
+
+    def plain(self, x: Tensor, *parameters: Tensor | None) -> Tensor:
+        for record, weight, bias in zip(self.records, parameters[::2], parameters[1::2], strict=True):
+            assert weight is not None
+            x = F.linear(x, weight, bias)
+            if record is not None:
+                x = record.forward(x, record.parameter, None)
+        return x
+
+
+def _forward(x: Tensor, layers: list[Layer]) -> Tensor:
+    """Run the layers as one node, or plainly where that is all that is asked for or all that can be done."""
+    parameters: list[Tensor | None] = []
+    for layer, _ in layers:
+        parameters += (layer.weight, layer.bias)
+    chain = _Chain(tuple(record for _, record in layers))
+    device_type = x.device.type
+    autocast = torch.is_autocast_enabled(device_type)
+    if runs_plain(x, *parameters) or (autocast and any(r is not None and r.float32_in_autocast for r in chain.records)):
+        return chain.plain(x, *parameters)
+    if autocast:
+        dtype = torch.get_autocast_dtype(device_type)
+        x, *parameters = (_autocast(t, dtype) for t in (x, *parameters))  # type: ignore[assignment]
+    _check(x, layers[0][0].in_features, parameters[0])
+    rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    with torch.autocast(device_type, enabled=False) if autocast else nullcontext():
+        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *parameters)):
+            y = run(chain, chain.plain, rows, *parameters)
+        else:
+            y = _infer(chain, rows, parameters)
+    return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
+
+
+def _infer(chain: _Chain, x: Tensor, parameters: list[Tensor | None]) -> Tensor:
+    """The plain chain, with activations written over the map that nobody else has seen."""
+    for record, weight, bias in zip(chain.records, parameters[::2], parameters[1::2], strict=True):
+        assert weight is not None
+        x = F.linear(x, weight, bias)
+        if record is not None:
+            x = record.forward(x, record.parameter, x if record.in_place else None)
+    return x
+
+
+def _autocast(t: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """What autocast does to an argument of `F.linear`: every floating dtype but float64 becomes its own."""
+    return t if t is None or not t.is_floating_point() or t.dtype == torch.float64 else t.to(dtype)
+
+
+def _check(x: Tensor, in_features: int, weight: Tensor | None) -> None:
+    if x.dim() == 0 or x.shape[-1] != in_features:
+        raise ValueError(f"x: expected (..., {in_features}), got {tuple(x.shape)}")
+    if weight is None or x.dtype != weight.dtype:
+        expected = None if weight is None else weight.dtype
+        raise TypeError(f"x: expected the dtype of the weights, {expected}, got {x.dtype}; convert x or the module")
+    if x.device != weight.device:
+        raise ValueError(
+            f"x: expected the device of the weights, {weight.device}, got {x.device}; move x or the module"
+        )

@@ -1,0 +1,349 @@
+"""A Wengert list whose backward moves gradients: taken, lent, added in place; never cloned.
+
+A gradient is a lease on memory that counts its claims (`leangrad.lease`); whoever has the only one may overwrite it:
+
+    take         a step takes the gradient out of its output's slot; the slot is empty afterwards
+    lend         an op that hands one gradient to two inputs (add, reshape) gives both a claim on the same memory
+    accumulate   a second arrival is added in place into whichever of the two is owned, else out of place
+    release      the last claim returns the memory to the tape, and the next gradient is written there
+
+[Note: two buffers] A linear step reads the gradient of its output and writes that of its input, and nothing else of
+that size is alive: two buffers, for any depth. On a private tape an activation that keeps its input is not stored at
+all: its value is rebuilt into scratch whenever it is read, and in backward the gradient of that value is written over
+it. The kept input is dead after that, and becomes the buffer for the next layer. A kept output of relu must outlive the
+gradient that is written first; where no dead memory is at hand (at the top of a chain) its zeros are noted, one byte
+each, and the gradient is written over it.
+
+`Tape` can be used on its own; `leangrad.node.run` runs a program on a private one as a single autograd node.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from leangrad.errors import ConsumedError
+from leangrad.lease import Lease, Pool, borrowed
+from leangrad.ops.activation import Activation, resolve
+from leangrad.ops.linear import linear, linear_backward_bias, linear_backward_input, linear_backward_weight
+
+__all__ = ["Tape", "Var"]
+
+
+class Var:
+    """One value on a tape, and the slot for its gradient.
+
+    The value is a tensor, or it is `rebuilt` by an activation from another value whenever it is read. `fixed` memory is
+    never overwritten: it belongs to the caller, or a view shares it.
+    """
+
+    __slots__ = ("fixed", "gradient", "maskable", "needs_grad", "readers", "rebuilt", "shape", "tensor", "zeros")
+
+    def __init__(self, tensor: Tensor | None, shape: torch.Size, needs_grad: bool, fixed: bool = False):
+        self.tensor, self.shape, self.needs_grad, self.fixed = tensor, shape, needs_grad, fixed
+        self.rebuilt: tuple[Activation, Var] | None = None
+        self.gradient: Lease | None = None
+        self.readers = 0  # steps that will read the value in backward
+        self.maskable = False  # the activation that made it needs only its zeros
+        self.zeros: Tensor | None = None
+
+    @property
+    def value(self) -> Tensor:
+        """The value, where the tape still has it."""
+        if self.tensor is not None:
+            return self.tensor
+        if self.rebuilt is None:
+            raise ConsumedError(
+                "this value was overwritten or released by its tape; a Tape that is not private keeps it"
+            )
+        activation, source = self.rebuilt
+        return activation.forward(source.value, activation.parameter, None)
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The gradient, where backward has left one: on inputs, and with `Tape(keep=True)` on every value."""
+        return None if self.gradient is None else self.gradient.tensor
+
+
+class Tape:
+    """A list of steps, each of which knows how to move its output's gradient on to its inputs.
+
+    `keep=True` leaves every intermediate gradient readable and lets backward run again, each time with fresh gradients.
+    A `private` tape, whose values nobody reads from outside, overwrites and rebuilds them; see [Note: two buffers].
+
+    >>> tape = Tape()
+    >>> x = tape.watch(torch.tensor([2.0]))
+    >>> y = tape.add(tape.mul(x, x), x)
+    >>> tape.backward(y)
+    >>> x.grad
+    tensor([5.])
+    """
+
+    def __init__(self, *, keep: bool = False, private: bool = False):
+        self.keep, self.private = keep, private
+        self.consumed = False
+        self.pool = Pool()
+        self._inputs: list[Var] = []
+        self._steps: list[tuple[Callable[..., None], Var, tuple[Any, ...]]] = []
+
+    def watch(self, tensor: Tensor, *, needs_grad: bool = True) -> Var:
+        """An input. Its memory is the caller's and is only read."""
+        if tensor.requires_grad and torch.is_grad_enabled():
+            tensor = tensor.detach()
+        var = Var(tensor, tensor.shape, needs_grad, fixed=True)
+        self._inputs.append(var)
+        return var
+
+    def add(self, a: Var, b: Var) -> Var:
+        """A + b, of one shape. Keeps nothing."""
+        return self._push(_add_backward, _pair(torch.add, a, b), (a, b), a.needs_grad or b.needs_grad)
+
+    def mul(self, a: Var, b: Var) -> Var:
+        """A · b, elementwise, of one shape. Keeps both."""
+        return self._push(_mul_backward, _pair(torch.mul, a, b), (a, b), a.needs_grad or b.needs_grad, (a, b))
+
+    def reshape(self, a: Var, shape: tuple[int, ...]) -> Var:
+        """The same numbers in another shape. Keeps nothing."""
+        out = self._push(_reshape_backward, a.value.reshape(shape), (a,), a.needs_grad)
+        a.fixed = out.fixed = True
+        return out
+
+    def linear(self, x: Var, weight: Var, bias: Var | None = None) -> Var:
+        """X Wᵀ + b, with x of (N, in). Keeps x where the weight needs a gradient; the weight is the caller's own."""
+        value, scratch = self.read(x)
+        y = linear(value, weight.value, None if bias is None else bias.value)
+        if scratch is not None:
+            self.pool.release(scratch)
+        needs_grad = x.needs_grad or weight.needs_grad or (bias is not None and bias.needs_grad)
+        reads = (x,) if weight.needs_grad else ()
+        if x.needs_grad and not weight.fixed:
+            reads = (*reads, weight)
+        return self._push(_linear_backward, y, (x, weight, bias), needs_grad, reads)
+
+    def activate(self, x: Var, activation: str | Activation) -> Var:
+        """An activation. Keeps its input or its output, as the activation says; see [Note: two buffers]."""
+        record = resolve(activation)
+        value, needs_grad = x.tensor, x.needs_grad
+        if record.keeps == "input" and needs_grad and self.private and value is not None and _pays_to_rebuild(value):
+            y = self._push(_activate_backward, None, (x, record, x), True, (x,))
+            y.shape = torch.Size((*x.shape[:-1], x.shape[-1] // 2)) if record.gated else x.shape
+            y.rebuilt = (record, x)
+            return y
+        # Where no step reads x in backward, write over it.
+        over = self.private and record.in_place and not x.fixed and x.readers == 0 and value is not None
+        if record.keeps == "input":
+            over = over and not needs_grad
+            reads: tuple[Var, ...] = (x,)
+        else:
+            reads = ()
+        out = record.forward(x.value, record.parameter, value if over else None)
+        if over:
+            x.tensor = None
+        y = self._push(_activate_backward, out, (x, record, x if reads else None), needs_grad, reads)
+        y.readers += needs_grad and not reads
+        y.maskable = record.zero_where_masked
+        return y
+
+    def backward(self, output: Var, grad: Tensor | None = None, *, ours: bool = False, again: bool = False) -> None:
+        """Walk the list in reverse, from the gradient of `output` (ones where none is given) to those of the inputs.
+
+        `ours` says that `grad` may be overwritten; `again` that the values must survive for another backward.
+        """
+        if self.consumed:
+            raise ConsumedError(
+                "this tape was consumed by an earlier backward; record it with Tape(keep=True) to run backward again"
+            )
+        if grad is None:
+            grad, ours = torch.ones_like(output.value), True
+        if grad.shape != output.shape:
+            raise ValueError(f"grad: expected the output's shape {tuple(output.shape)}, got {tuple(grad.shape)}")
+        again = again or self.keep
+        self.consumed = not again
+        if again:
+            for var in (*self._inputs, *(out for _, out, _ in self._steps)):
+                var.gradient = None
+        self.receive(output, Lease(grad) if ours else borrowed(grad))
+        steps = self._steps
+        for i in range(len(steps) - 1, -1, -1):
+            step, out, arguments = steps[i] if again else steps.pop()
+            gradient = out.gradient
+            if gradient is not None:
+                out.gradient = gradient.lend() if self.keep else None
+                step(self, gradient, out, again, *arguments)
+        for var in self._inputs:
+            self._settle(var)
+        self.pool.close()
+
+    def read(self, x: Var) -> tuple[Tensor, Lease | None]:
+        """The value of x; where it had to be rebuilt, also the lease on the scratch that it is in."""
+        if x.rebuilt is None:
+            return x.value, None
+        activation, source = x.rebuilt
+        lease = self.pool.borrow(x.shape, source.value)
+        activation.forward(source.value, activation.parameter, lease.tensor)
+        return lease.tensor, lease
+
+    def done(self, x: Var, again: bool) -> None:
+        """One reader of the value of x is done; after the last one a private tape writes there."""
+        if again:
+            return
+        x.readers -= 1
+        if x.readers == 0 and self.private and not x.fixed and x.tensor is not None:
+            self.pool.bury(x.tensor)
+            x.tensor = None
+
+    def receive(self, x: Var, arriving: Lease) -> None:
+        """Store the first gradient that arrives, as it is; add the next in place into whichever is owned."""
+        held = x.gradient
+        if held is None:
+            x.gradient = arriving
+        elif held.owned:
+            held.tensor.add_(arriving.tensor)
+            self.pool.release(arriving)
+        elif arriving.owned:
+            arriving.tensor.add_(held.tensor)
+            self.pool.release(held)
+            x.gradient = arriving
+        else:
+            x.gradient = Lease(held.tensor + arriving.tensor)
+            self.pool.release(held)
+            self.pool.release(arriving)
+
+    def forget_values(self, output: Var) -> None:
+        """Drop what no step will read in backward, and what autograd saves: the inputs and the output."""
+        output.tensor = None
+        for var in self._inputs:
+            var.tensor = None
+        for _, out, _ in self._steps:
+            if out.readers == 0:
+                out.tensor = None
+
+    def _settle(self, x: Var) -> None:
+        """Leave the gradient of an input in memory that nobody else uses, and that is no larger than it."""
+        lease = x.gradient
+        if lease is None or (lease.owned and (lease.memory is lease.tensor or lease.memory.numel() == x.shape.numel())):
+            return
+        x.gradient = Lease(lease.tensor.clone())
+        self.pool.release(lease)
+
+    def _push(
+        self,
+        backward: Callable[..., None],
+        value: Tensor | None,
+        arguments: tuple[Any, ...],
+        needs_grad: bool,
+        reads: tuple[Var, ...] = (),
+    ) -> Var:
+        """Note a step, where one of its inputs needs a gradient, and return its output."""
+        out = Var(value, _NO_SHAPE if value is None else value.shape, needs_grad)
+        if needs_grad:
+            for x in reads:
+                x.readers += 1
+            self._steps.append((backward, out, arguments))
+        return out
+
+
+_NO_SHAPE = torch.Size()
+
+# Below this a map is stored, as plain PyTorch stores it: launching a kernel again costs more than the bytes are worth.
+_REBUILD_MIN_BYTES = 1 << 20
+
+
+def _pays_to_rebuild(value: Tensor) -> bool:
+    return value.numel() * value.element_size() >= _REBUILD_MIN_BYTES
+
+
+def _pair(op: Callable[[Tensor, Tensor], Tensor], a: Var, b: Var) -> Tensor:
+    if a.shape != b.shape:
+        raise ValueError(f"a and b: expected one shape, got {tuple(a.shape)} and {tuple(b.shape)}; expand one first")
+    return op(a.value, b.value)
+
+
+def _room(tape: Tape, x: Var, like: Tensor) -> Lease:
+    """Memory for the gradient of x: the caller's to keep where x is an input, else scratch or dead memory."""
+    return tape.pool.give(x.shape, like) if x.fixed else tape.pool.borrow(x.shape, like)
+
+
+def _add_backward(tape: Tape, g: Lease, out: Var, again: bool, a: Var, b: Var) -> None:
+    if a.needs_grad and b.needs_grad:
+        tape.receive(a, g.lend())
+    tape.receive(b if b.needs_grad else a, g)
+
+
+def _reshape_backward(tape: Tape, g: Lease, out: Var, again: bool, a: Var) -> None:
+    view = g.tensor.reshape(a.shape)
+    if view.data_ptr() == g.tensor.data_ptr():
+        tape.receive(a, g.viewed_as(view))
+    else:
+        tape.receive(a, Lease(view))
+        tape.pool.release(g)
+
+
+def _mul_backward(tape: Tape, g: Lease, out: Var, again: bool, a: Var, b: Var) -> None:
+    if a.needs_grad and b.needs_grad:
+        into = _room(tape, a, g.tensor)
+        torch.mul(g.tensor, b.value, out=into.tensor)
+        tape.receive(a, into)
+    x, other = (b, a) if b.needs_grad else (a, b)
+    into = g if g.owned else _room(tape, x, g.tensor)
+    torch.mul(g.tensor, other.value, out=into.tensor)
+    if into is not g:
+        tape.pool.release(g)
+    tape.receive(x, into)
+    tape.done(a, again)
+    tape.done(b, again)
+
+
+def _linear_backward(tape: Tape, g: Lease, out: Var, again: bool, x: Var, weight: Var, bias: Var | None) -> None:
+    into = None
+    if weight.needs_grad:
+        value, into = tape.read(x)
+        tape.receive(weight, Lease(linear_backward_weight(g.tensor, value)))
+    if bias is not None and bias.needs_grad:
+        tape.receive(bias, Lease(linear_backward_bias(g.tensor)))
+    if x.needs_grad:
+        if into is None:
+            into = _write_over(tape, x, again, readers=1 + weight.needs_grad) or _room(tape, x, g.tensor)
+        linear_backward_input(g.tensor, weight.value, into=into.tensor)
+        tape.receive(x, into)
+    elif into is not None:
+        tape.pool.release(into)
+    tape.pool.release(g)
+    if weight.needs_grad:
+        tape.done(x, again)
+    if x.needs_grad and not weight.fixed:
+        tape.done(weight, again)
+
+
+def _write_over(tape: Tape, x: Var, again: bool, readers: int) -> Lease | None:
+    """The memory of a kept output of relu, whose zeros are noted first; None where there is better or it is needed."""
+    if not x.maskable or again or x.fixed or not tape.private or x.readers != readers or not tape.pool.is_empty:
+        return None
+    memory = x.value
+    x.zeros, x.tensor = memory <= 0, None
+    return Lease(memory)
+
+
+def _activate_backward(
+    tape: Tape, g: Lease, out: Var, again: bool, x: Var, record: Activation, kept: Var | None
+) -> None:
+    if out.zeros is not None:  # `_write_over` has put g where `out` was, for this tape alone
+        assert g.owned
+        g.tensor.masked_fill_(out.zeros, 0)
+        out.zeros = None
+        tape.receive(x, g)
+        return
+    kept = out if kept is None else kept
+    value = kept.value
+    if not record.gated and g.owned:
+        into = g
+    elif record.gated and tape.private and not again and kept.readers == 1 and not kept.fixed:
+        into, kept.tensor = Lease(value), None  # the gradient is as large as the kept input: write it there
+    else:
+        into = _room(tape, x, value)
+    record.backward(g.tensor, value, record.parameter, into.tensor)
+    if into is not g:
+        tape.pool.release(g)
+    tape.receive(x, into)
+    tape.done(kept, again)
