@@ -331,6 +331,17 @@ def test_a_replaced_gradient_is_added_to_copied_in_and_reported() -> None:
     assert_packed(mine, packed)
 
 
+def test_the_data_of_a_gradient_is_replaced() -> None:
+    plain, mine, packed = twins(mlp)
+    for model in (plain, mine):
+        loss_of(model).backward()
+        for parameter in model.parameters():
+            parameter.grad.data = parameter.grad.data * 3  # the same tensor, other memory
+        loss_of(model, 1).backward()
+    assert_same_gradients(mine, plain)
+    assert_packed(mine, packed)
+
+
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_checkpoint(use_reentrant: bool) -> None:
     plain, mine, packed = twins(mlp)

@@ -13,8 +13,8 @@ from leangrad.errors import ChangedError, LeangradError
 
 from . import slots as slots_module
 from .layout import check_packable, has_plain_weight, lay_out, reasons_for_adding
+from .modules import teach, unteach
 from .passes import is_finite, norm_of, whole
-from .products import teach, unteach
 from .reduction import Reduction
 from .report import Report, Row
 from .slots import SLOTS, Slot
@@ -245,6 +245,14 @@ def pack_gradients(
 
     `dtype` accumulates in a wider dtype, such as float32 for bfloat16 parameters. `.grad` then has that dtype; call
     `packed.cast_()` before the step of an optimizer that wants its parameter's dtype (all of torch's but plain SGD).
+
+    Parameters on several devices have ranges on each. Under DistributedDataParallel pack before or after wrapping; with
+    `gradient_as_bucket_view=True` the gradients end in its buckets and are copied back for `clip_norm_` and the like,
+    so `packed.reducing()` in place of the wrapper saves a buffer. Parameters that `fully_shard` has sharded stay plain:
+    their gradients are packed by FSDP2 itself; pack after sharding, and `norm` and `clip_norm_` serve them too.
+
+    Tensor hooks, post-accumulate hooks, retain_graph, create_graph and `torch.autograd.grad` work as in plain. The
+    one thing that does not see a written gradient is a prehook on a parameter's AccumulateGrad node.
 
     Raises ValueError for a model that has no trainable parameter, is packed already, or has sparse embeddings.
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .slots import Range, Slot
+from .streams import order, stream_of
 
 
 class Reduction:
@@ -24,6 +25,7 @@ class Reduction:
         self._size = dist.get_world_size(group)
         self._queue: list[Range] = list(dict.fromkeys(slot.range for _, slot in reversed(pairs)))
         self._missing = {range_: set(range_.slots) for range_ in self._queue}
+        self._streams: dict[Range, set[torch.cuda.Stream | None]] = {range_: set() for range_ in self._queue}
         self._sent: dict[Range, Tensor] = {}
         self._works: list[dist.Work] = []
 
@@ -40,6 +42,7 @@ class Reduction:
     def arrived(self, slot: Slot) -> None:
         """The gradient of `slot` is complete: send every range that is complete and whose turn it is."""
         self._missing[slot.range].discard(slot)
+        self._streams[slot.range].add(stream_of(slot.range.device))
         while self._queue and not self._missing[self._queue[0]]:
             self._send(self._queue.pop(0))
 
@@ -73,6 +76,8 @@ class Reduction:
         flat = range_.flat()
         assert flat is not None, "a range is complete only while its gradients stand"
         self._sent[range_] = flat
+        for stream in self._streams[range_]:
+            order(stream, stream_of(range_.device), flat)
         # Divided first, as DistributedDataParallel does: the sum of many processes may overflow, their mean may not.
         flat.mul_(1.0 / self._size)
         work = dist.all_reduce(flat, group=self._group, async_op=True)

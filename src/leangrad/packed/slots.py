@@ -27,6 +27,8 @@ from torch.utils.weak import TensorWeakRef
 from leangrad import _torch
 from leangrad.errors import ChangedError, LeangradError
 
+from .streams import KNOWN, is_default, order, stream_of
+
 #: Gradients start at multiples of this, the coarsest alignment that a vectorised kernel asks for.
 ALIGNMENT_BYTES = 256
 
@@ -55,6 +57,7 @@ class Range:
         self.slots: list[Slot] = []
         self.numel = 0
         self.watcher: Watcher | None = None
+        self.stream: torch.cuda.Stream | None = None  # where the buffer was allocated
         self._base: TensorWeakRef | None = None
         self._lock = threading.Lock()
         self._pads: list[int] = []
@@ -92,7 +95,7 @@ class Range:
                 # A stand-in (see `Slot.attach`) has to be a view of its base in the parameter's own dtype.
                 dtype = self.dtype if HAS_GRAD_DTYPE else self.parameter_dtype
                 base = torch.empty(self.bytes // dtype.itemsize, dtype=dtype, device=self.device)
-                self._base = TensorWeakRef(base)
+                self._base, self.stream = TensorWeakRef(base), stream_of(self.device)
                 self.forget_zeros()
             return base
 
@@ -137,6 +140,10 @@ class Slot:
         self.counts: Counter[str] = Counter()
         self.how, self.why = "none", "no gradient has arrived"
         self.why_added = why_added
+        self._attached: TensorWeakRef | None = None
+        self._pointer = 0
+        self._home: torch.cuda.Stream | None = None  # where autograd accumulates; known after the first arrival
+        self._written_on: torch.cuda.Stream | None = None
         self._why_now: str | None = None
         self._was_written = False
         self._was_replaced = False
@@ -154,6 +161,10 @@ class Slot:
 
     def holds(self, grad: Tensor) -> bool:
         """Whether `grad` is this slot's memory. Sound because the range's buffer is alive while it is compared."""
+        if self._attached is not None and grad is self._attached():
+            # The usual case, told at a tenth of the cost. `.data` of the very tensor may still have been replaced.
+            same_form = grad.dtype == self.range.dtype and grad.stride() == self.stride
+            return bool(same_form and grad.data_ptr() == self._pointer)
         flat = self.range.flat()
         if flat is None or grad.layout is not torch.strided or grad.device != flat.device:
             return False
@@ -166,12 +177,14 @@ class Slot:
         """Make `view` the parameter's `.grad`."""
         if view.dtype == parameter.dtype or HAS_GRAD_DTYPE:
             parameter.grad = view
-            return
-        # Older torch lets `.grad` have the parameter's dtype only when it is set. `.data` of a tensor that is already
-        # set may be replaced by one of another dtype, and autograd adds into that in place.
-        stand_in = self.range.standing().as_strided(self.shape, self.stride, 0)
-        parameter.grad = stand_in
-        stand_in.data = view
+        else:
+            # Older torch lets `.grad` have the parameter's dtype only when it is set. `.data` of a tensor that is
+            # already set may be replaced by one of another dtype, and autograd adds into that in place.
+            stand_in = self.range.standing().as_strided(self.shape, self.stride, 0)
+            parameter.grad = stand_in
+            stand_in.data = view
+            view = stand_in
+        self._attached, self._pointer = TensorWeakRef(view), view.data_ptr()
 
     def check(self, parameter: nn.Parameter) -> None:
         """Raise if the parameter is no longer what was packed."""
@@ -196,13 +209,15 @@ class Slot:
                 return False
             self.check(parameter)
             self._refuse_if_sent()
-            grad = parameter.grad
+            grad, stream = parameter.grad, stream_of(self.range.device)
+            view = self.view() if grad is None else grad
+            order(self.range.stream, stream, view)
+            order(self._written_on, stream)
+            compute(view, grad is not None)
+            order(stream, self._home)
+            self._written_on = stream
             if grad is None:
-                view = self.view()
-                compute(view, False)
                 self.attach(parameter, view)
-            else:
-                compute(grad, True)
             self._was_written, self._why_now, self.is_zero = True, how, False
             return True
 
@@ -211,6 +226,11 @@ class Slot:
             return "unpacked since the forward pass"
         if torch.is_grad_enabled():
             return "create_graph=True: the gradient carries a graph of its own"
+        if self.range.device.type not in KNOWN:
+            return f"nothing is known of the order of work on {self.range.device.type}"
+        stream = stream_of(self.range.device)
+        if stream is not None and self._home is None and not is_default(stream):
+            return "the first backward on a side stream: where autograd accumulates is not known yet"
         if _torch.has_tensor_hooks(parameter):
             return "a tensor hook on the parameter has to see the gradient"
         if parameter.grad is not None and not self.holds(parameter.grad):
@@ -220,6 +240,8 @@ class Slot:
 
     def arrived(self, parameter: nn.Parameter) -> None:
         """What autograd calls once per backward, when the parameter's gradient is complete."""
+        self._home = stream_of(self.range.device)
+        order(self._written_on, self._home)
         grad = parameter.grad
         if grad is None:
             return  # nothing arrived, or an earlier hook has used it up
@@ -244,6 +266,7 @@ class Slot:
     def move_in(self, parameter: nn.Parameter, grad: Tensor) -> None:
         """Copy a gradient that stands elsewhere into the slot; what it stood in is released at once."""
         view = self.view()
+        order(self.range.stream, stream_of(self.range.device), view)
         with torch.no_grad():
             view.copy_(grad)
         self.attach(parameter, view)

@@ -1,0 +1,239 @@
+"""Packed gradients against plain ones: accumulation of four micro-batches, clipping, and an AdamW step.
+
+    python -m benchmarks.packed                  # wide MLP and a small Llama, on the CPU
+    python -m benchmarks.packed --device cuda    # the same MLP larger, and the Llama of 1B shape, in bfloat16
+
+One process serves all forms of a case: their steps are timed in turns, and a ratio is the median of the ratios of
+neighbours. Peaks are above parameters and optimizer state, gradients included. Temporaries are what the backward of a
+later micro-batch allocates in blocks of a matrix's size. Each case appends a row to `benchmarks/results/packed.jsonl`
+(`--out` names another file).
+"""
+
+import argparse
+import copy
+import gc
+import json
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from leangrad.measure import measure
+from leangrad.packed import PackedGradients, pack_gradients
+
+RESULTS = Path(__file__).parent / "results" / "packed.jsonl"
+MICRO_BATCHES = 4
+ODD = 23
+
+#: The loss of one micro-batch, or of one of odd size.
+Loss = Callable[..., Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    kind: str
+    width: int
+    layers: int
+    rows: int
+    length: int = 1
+    dtype: str = "float32"
+    vocabulary: int = 0
+
+
+CASES = {
+    "cpu": [
+        Case("wide-mlp", "mlp", 1024, 6, 32),
+        Case("llama-small", "llama", 256, 4, 2, 128, vocabulary=4096),
+    ],
+    "cuda": [
+        Case("wide-mlp", "mlp", 8192, 8, 1024, dtype="bfloat16"),
+        Case("llama-1b", "llama", 2048, 16, 4, 2048, "bfloat16", 128256),
+    ],
+}
+
+
+def build(case: Case, device: str) -> tuple[nn.Module, Loss]:
+    """A model, and the loss of one micro-batch on it."""
+    torch.manual_seed(0)
+    dtype = getattr(torch, case.dtype)
+    if case.kind == "mlp":
+        layers: list[nn.Module] = []
+        for _ in range(case.layers):
+            layers += [nn.Linear(case.width, case.width), nn.GELU()]
+        x = torch.randn(case.rows, case.width, device=device, dtype=dtype)
+
+        def square(model: nn.Module, odd: bool = False) -> Tensor:
+            y: Tensor = model(x[:ODD] if odd else x)
+            return y.square().mean()
+
+        return nn.Sequential(*layers).to(device, dtype), square
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=case.vocabulary,
+        hidden_size=case.width,
+        intermediate_size=4 * case.width,
+        num_hidden_layers=case.layers,
+        num_attention_heads=case.width // 64,
+        num_key_value_heads=max(1, case.width // 256),
+        tie_word_embeddings=True,
+        use_cache=False,
+    )
+    with torch.device(device):
+        model = LlamaForCausalLM(config).to(dtype)
+    tokens = torch.randint(case.vocabulary, (case.rows, case.length + 1), device=device)
+
+    def loss(model: nn.Module, odd: bool = False) -> Tensor:
+        used = tokens[:1, : ODD + 1] if odd else tokens
+        logits = model(used[:, :-1]).logits
+        return F.cross_entropy(logits.flatten(0, 1).float(), used[:, 1:].flatten())
+
+    return model, loss
+
+
+class Form:
+    """One way to train the model: plain, packed, or packed with gradients accumulated in float32."""
+
+    def __init__(self, model: nn.Module, loss: Loss, packing: str | None) -> None:
+        self.model, self.loss = model, loss
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        self.packed: PackedGradients | None = None
+        self.casts = packing == "float32"
+        if packing is not None:
+            self.packed = pack_gradients(model, torch.float32 if self.casts else None)
+
+    def accumulate(self) -> None:
+        for _ in range(MICRO_BATCHES):
+            self.loss(self.model).backward()
+
+    def clip_and_step(self) -> None:
+        if self.packed is None:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0, foreach=True)
+        else:
+            self.packed.clip_norm_(1.0)
+            if self.casts:
+                self.packed.cast_()
+        self.optimizer.step()
+
+    def step(self) -> None:
+        self.accumulate()
+        self.clip_and_step()
+        self.optimizer.zero_grad()
+
+
+def seconds_of(call: Callable[[], object], device: str) -> float:
+    if device == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    call()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def time_in_turns(forms: dict[str, Form], device: str, repeats: int) -> dict[str, dict[str, list[float]]]:
+    """Seconds of each phase of each form, one entry a round; the forms take turns within a round."""
+    seconds: dict[str, dict[str, list[float]]] = {name: {"accumulate": [], "clip and step": []} for name in forms}
+    for _ in range(repeats):
+        for name, form in forms.items():
+            seconds[name]["accumulate"].append(seconds_of(form.accumulate, device))
+            seconds[name]["clip and step"].append(seconds_of(form.clip_and_step, device))
+            form.optimizer.zero_grad()
+    return seconds
+
+
+def temporaries(form: Form) -> int:
+    """Bytes that the backward of a later micro-batch allocates in blocks of exactly a matrix's size.
+
+    With a batch of odd size, so that no activation is as large as a matrix of the model.
+    """
+    sizes = {p.numel() * p.element_size() for p in form.model.parameters() if p.dim() == 2}
+    form.loss(form.model, True).backward()
+    found = measure(lambda: form.loss(form.model, True).backward(), timed_runs=0)
+    form.optimizer.zero_grad()
+    return sum(event.bytes for event in found.timeline if event.phase == "backward" and event.bytes in sizes)
+
+
+def run(case: Case, device: str, repeats: int) -> dict[str, Any]:
+    model, loss = build(case, device)
+    packings = {"plain": None, "packed": "own"} | ({"packed float32": "float32"} if case.dtype != "float32" else {})
+    forms = {name: Form(copy.deepcopy(model), loss, packing) for name, packing in packings.items()}
+    del model
+    for form in forms.values():  # optimizer state, and whatever the first steps allocate for good
+        form.step()
+        form.step()
+    seconds = time_in_turns(forms, device, repeats)
+    rows: dict[str, Any] = {}
+    for name, form in forms.items():
+        gc.collect()
+        entry: dict[str, Any] = {"peak_bytes": measure(form.step, timed_runs=0).peak_bytes}
+        entry["temporary_bytes"] = temporaries(form)
+        for phase, values in seconds[name].items():
+            entry[phase] = {
+                "seconds": statistics.median(values),
+                "ratio": statistics.median(a / b for a, b in zip(values, seconds["plain"][phase], strict=True)),
+            }
+        rows[name] = entry
+    return {"case": asdict(case), "micro_batches": MICRO_BATCHES, "repeats": repeats, "forms": rows} | where(device)
+
+
+def where(device: str) -> dict[str, Any]:
+    """Hardware, versions and commit."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    name = (
+        torch.cuda.get_device_name() if device == "cuda" else f"{platform.machine()}, {torch.get_num_threads()} threads"
+    )
+    return {
+        "device": name,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "commit": commit.stdout.strip() or "unknown",
+    }
+
+
+def table(row: dict[str, Any]) -> str:
+    lines = [f"{row['case']['name']} on {row['device']}, {MICRO_BATCHES} micro-batches, torch {row['torch']}"]
+    lines.append(
+        f"{'':<16}{'peak MB':>10}{'temporary MB':>14}{'accumulate ms':>15}{'ratio':>8}{'clip+step ms':>14}{'ratio':>8}"
+    )
+    for name, entry in row["forms"].items():
+        first, second = entry["accumulate"], entry["clip and step"]
+        values = (
+            f"{entry['peak_bytes'] / 1e6:.1f}",
+            f"{entry['temporary_bytes'] / 1e6:.1f}",
+            f"{first['seconds'] * 1e3:.1f}",
+            f"{first['ratio']:.3f}",
+            f"{second['seconds'] * 1e3:.2f}",
+            f"{second['ratio']:.3f}",
+        )
+        lines.append(f"{name:<16}" + "".join(f"{value:>15}" for value in values))
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu", choices=sorted(CASES))
+    parser.add_argument("--case", help="one case of that name only")
+    parser.add_argument("--repeats", type=int, default=12)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    for case in CASES[options.device]:
+        if options.case in (None, case.name):
+            row = run(case, options.device, options.repeats)
+            print(table(row), flush=True)
+            options.out.parent.mkdir(parents=True, exist_ok=True)
+            with options.out.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+
+
+if __name__ == "__main__":
+    main()
