@@ -4,6 +4,7 @@ Nothing outside this file may touch a name of torch that starts with an undersco
 a torch release drops makes leangrad plainer, never wrong: the fallback is always the answer that promises less.
 """
 
+import functools
 import sys
 import weakref
 from typing import Any
@@ -211,3 +212,9 @@ def is_view(tensor: Tensor) -> bool:
     """Whether autograd knows `tensor` as a view of another one; True where torch does not tell."""
     ask = getattr(tensor, "_is_view", None)
     return True if ask is None else bool(ask())
+
+
+@functools.cache
+def keeps_output(kind: type) -> bool:
+    """Whether autograd nodes of this type keep the tensor that they made: overwriting it would break their backward."""
+    return any(name.startswith(("_saved_result", "_saved_output")) for name in dir(kind))

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from leangrad._torch import forward_mode_active, is_view, transforms_active
+from leangrad._torch import forward_mode_active, is_view, keeps_output, transforms_active
 from leangrad.nn.abn_autograd import ABNFunction, Call
 from leangrad.ops.abn import Activation, is_rows
 
@@ -175,8 +175,8 @@ class InPlaceABN(ABN):
 
     Equals `ABN`, and is used as in-place batch norms are: after a convolution or another op that does not need its own
     output. leaky_relu, elu and identity are inverted; all other activations keep the input instead, as `ABN` does. The
-    input is overwritten only if autograd made it and it is no view, so data and parameters are never changed; who holds
-    that tensor sees the output in it, and an op that needs it in backward raises, as for `F.relu_`.
+    input is overwritten only if an op made it that does not need it again, and it is no view, so data and parameters
+    are never changed. Who holds that tensor sees the output in it; another op that kept it raises, as for `F.relu_`.
 
     Args:
         invert: True demands inversion, and raises ValueError for an activation without an inverse; False never
@@ -205,8 +205,7 @@ class InPlaceABN(ABN):
         able = self._function is None and self._known.inverts and residual is None
         coarse = self._known.name == "elu" and x.dtype.itemsize < 4
         call.invert = able and (not coarse if self.invert is None else self.invert)
-        # Only what autograd made a moment ago: a leaf or a tensor without a history is the caller's own data.
-        call.in_place = call.invert and x.grad_fn is not None and torch.is_grad_enabled() and not is_view(x)
+        call.in_place = call.invert and torch.is_grad_enabled() and _may_be_overwritten(x)
 
 
 class InPlaceABNSync(InPlaceABN):
@@ -262,6 +261,14 @@ def _resolve(
             activation = copy.copy(activation)
             activation.inplace = False  # type: ignore[assignment]
     return Activation("identity"), activation
+
+
+def _may_be_overwritten(x: Tensor) -> bool:
+    """Only what an op made that does not need it again: a tensor without a history is the caller's own data."""
+    maker = x.grad_fn
+    if maker is None or is_view(x) or keeps_output(type(maker)):
+        return False
+    return not isinstance(getattr(maker, "call", None), Call)  # another in-place norm, which keeps its output
 
 
 def _must_be_plain(x: Tensor) -> bool:

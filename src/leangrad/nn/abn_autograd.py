@@ -201,8 +201,7 @@ def _spare_channels(x: Tensor, v: ops.Vectors, act: ops.Activation) -> tuple[Ten
     info = torch.finfo(x.dtype)
     gamma, beta = v.weight.abs(), v.bias.abs()
     slope = min(1.0, act.param) if act.name == "leaky_relu" else 1.0
-    # float32 may divide by a γ that is 1/1024 of β, the 16-bit types only by 1/4 of it.
-    fits = (gamma * slope >= info.smallest_normal) & (beta <= gamma * max(4.0, 2.0**-13 / info.eps))
+    fits = (gamma * slope >= info.smallest_normal) & (beta <= 4 * gamma)
     if act.name == "elu":
         fits &= 6 * gamma + beta <= -0.5 * math.log(info.eps)
     channels = fits.logical_not_().nonzero().squeeze(1)

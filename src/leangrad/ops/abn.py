@@ -30,8 +30,8 @@ __all__ = ["Activation", "Kept", "Vectors", "backward_input", "backward_sums", "
 
 aten: Any = torch.ops.aten
 
-# Elements per scratch buffer: three float32 buffers of 64 Ki elements stay in a typical L2 cache.
-CHUNK = 1 << 16
+# Elements per scratch buffer: large enough that a chunk costs more than the Python around it, small enough for a cache.
+CHUNK = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,10 @@ class Vectors:
     def all(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """In the order in which kernels take them."""
         return self.mean, self.invstd, self.weight, self.bias
+
+    def at(self, channels: slice) -> Vectors:
+        """The same for a range of channels."""
+        return self if channels == slice(None) else Vectors(*(v[channels] for v in self.all()))
 
     def take(self, channels: Tensor) -> Vectors:
         """The same for some channels only."""
@@ -121,16 +125,11 @@ def normalize(x: Tensor, v: Vectors, act: Activation, *, residual: Tensor | None
     if serves(x):
         _kernels().normalize(as_matrix(x), v.all(), act.name, act.param, _matrix(residual), as_matrix(out))
         return out
-    if residual is not None and residual.data_ptr() == out.data_ptr():
-        residual = residual.clone()
-    unused = v.mean.new_empty(0)
-    one = torch.ones_like(v.mean)
-    # In eval mode ATen applies given statistics; a variance of 1 and an eps of 0 leave the scale to the weight.
-    torch.native_batch_norm(
-        x, v.weight * v.invstd, v.bias, v.mean, one, False, 0.0, 0.0, out=(out, unused, unused.clone())
-    )
-    if residual is not None:
-        out.add_(residual)
+    if residual is None:
+        return activate_(_affine(x, v, out=out), act)
+    step = max(1, CHUNK * x.shape[0] // max(1, x.numel()))
+    for x_part, r_part, out_part in zip(x.split(step), residual.split(step), out.split(step), strict=True):
+        torch.add(_affine(x_part, v), r_part, out=out_part)
     return activate_(out, act)
 
 
@@ -147,7 +146,8 @@ def backward_sums(kept: Kept, dz: Tensor, v: Vectors, act: Activation, *, dy_out
         return sums
     sums = v.mean.new_zeros(2, v.mean.numel())
     for part, channels in _chunks(kept, dz, dy_out):
-        at, (source, dy) = _slice(v, channels), _prepare(part, v, act, kept.inverted, channels)
+        at = v.at(channels)
+        source, dy = _prepare(part, at, act, kept.inverted)
         if dy_out is not None:
             part[3].copy_(dy)
         center, factor = _center_and_factor(at, kept.inverted)
@@ -177,25 +177,17 @@ def backward_input(
         return out
     means = None if sums is None else sums / count
     for part, channels in _chunks(kept, dz, out):
-        at, (source, dy) = _slice(v, channels), _prepare(part, v, act, kept.inverted, channels)
-        _input_gradient_(source, dy, at, None if means is None else means[:, channels], kept.inverted, dy.dim() == 3)
-        part[3].copy_(dy)
+        at = v.at(channels)
+        source, dy = _prepare(part, at, act, kept.inverted)
+        scale = at.weight * at.invstd
+        dx = dy * _spread(scale, dy)
+        if means is not None:
+            center, factor = _center_and_factor(at, kept.inverted)
+            slope = scale * factor * means[1, channels]
+            line = (source * _spread(slope, dy)).add_(_spread(scale * means[0, channels] - slope * center, dy))
+            dx.sub_(line)
+        part[3].copy_(dx)
     return out
-
-
-def _input_gradient_(
-    source: Tensor, dy: Tensor, v: Vectors, means: Tensor | None, inverted: bool, planes: bool
-) -> Tensor:
-    """dy ← γ·s·(dy − mean(dy) − x̂·mean(x̂·dy)); overwrites both maps."""
-
-    def spread(vector: Tensor) -> Tensor:
-        return vector[:, None] if planes else vector
-
-    if means is not None:
-        center, factor = _center_and_factor(v, inverted)
-        source.sub_(spread(center)).mul_(spread(factor * means[1])).add_(spread(means[0]))
-        dy.sub_(source)
-    return dy.mul_(spread(v.weight * v.invstd))
 
 
 def activate_(y: Tensor, act: Activation) -> Tensor:
@@ -216,30 +208,32 @@ def activate_(y: Tensor, act: Activation) -> Tensor:
     raise ValueError(f"expected an activation of {Activation.NAMES}, got {act.name!r}")
 
 
-def _activation_backward_(dy: Tensor, y: Tensor, act: Activation, is_result: bool) -> None:
-    """dy ← dy·act'(y), in place; with `is_result` from z in the place of y."""
+def _activation_backward(dz: Tensor, y: Tensor, act: Activation, is_result: bool) -> Tensor:
+    """dz·act'(y); with `is_result` from z in the place of y."""
+    dy: Tensor = dz
     match act.name:
         case "leaky_relu":
-            aten.leaky_relu_backward.grad_input(dy, y, act.param, is_result, grad_input=dy)
+            dy = aten.leaky_relu_backward(dz, y, act.param, is_result)
         case "elu":
-            aten.elu_backward.grad_input(dy, act.param, 1.0, 1.0, is_result, y, grad_input=dy)
+            dy = aten.elu_backward(dz, act.param, 1.0, 1.0, is_result, y)
         case "relu":
-            aten.threshold_backward.grad_input(dy, y, 0.0, grad_input=dy)
+            dy = aten.threshold_backward(dz, y, 0.0)
         case "silu":
-            aten.silu_backward.grad_input(dy, y, grad_input=dy)
+            dy = aten.silu_backward(dz, y)
         case "gelu" | "gelu_tanh":
-            approximate = "tanh" if act.name == "gelu_tanh" else "none"
-            aten.gelu_backward.grad_input(dy, y, approximate=approximate, grad_input=dy)
+            dy = aten.gelu_backward(dz, y, approximate="tanh" if act.name == "gelu_tanh" else "none")
+    return dy
 
 
-def _invert_(z: Tensor, act: Activation) -> None:
-    """z ← act⁻¹(z), in place."""
+def _invert(z: Tensor, act: Activation) -> Tensor:
+    """act⁻¹(z)."""
     if act.name == "leaky_relu":
-        torch.nn.functional.leaky_relu_(z, 1.0 / act.param)
-    elif act.name == "elu":
+        return torch.nn.functional.leaky_relu(z, 1.0 / act.param)
+    if act.name == "elu":
         # z → −α means y → −∞: the clamp keeps it finite, at the y whose z is the last one above −α.
         negative = (z / act.param).clamp_(-1.0 + torch.finfo(z.dtype).eps, 0.0).log1p_()
-        z.clamp_(min=0.0).add_(negative)
+        return negative.add_(z.clamp(min=0.0))
+    return z
 
 
 def _center_and_factor(v: Vectors, inverted: bool) -> tuple[Tensor, Tensor]:
@@ -247,35 +241,41 @@ def _center_and_factor(v: Vectors, inverted: bool) -> tuple[Tensor, Tensor]:
     return (v.bias, v.weight.reciprocal()) if inverted else (v.mean, v.invstd)
 
 
-def _prepare(part: list[Any], v: Vectors, act: Activation, inverted: bool, channels: slice) -> tuple[Tensor, Tensor]:
-    """Scratch copies of one chunk: the source of x̂, and dy."""
-    kept, dz, residual, _ = part
-    dtype = v.mean.dtype
-    source = kept.to(dtype, copy=True, memory_format=torch.contiguous_format)
-    dy = dz.to(dtype, copy=True, memory_format=torch.contiguous_format)
+def _affine(x: Tensor, v: Vectors, out: Tensor | None = None) -> Tensor:
+    """γ·(x − μ)·s + β."""
+    # In eval mode ATen applies given statistics; a variance of 1 and an eps of 0 leave the scale to the weight.
+    arguments = (x, v.weight * v.invstd, v.bias, v.mean, torch.ones_like(v.mean), False, 0.0, 0.0)
+    if out is None:
+        return torch.native_batch_norm(*arguments)[0]
+    unused = v.mean.new_empty(0)
+    torch.native_batch_norm(*arguments, out=(out, unused, unused.clone()))
+    return out
+
+
+def _prepare(part: list[Any], v: Vectors, act: Activation, inverted: bool) -> tuple[Tensor, Tensor]:
+    """The source of x̂, and dy, of one chunk; either may be the very map, so never write to them."""
+    kept, dz, residual = (None if t is None else t.to(v.mean.dtype).contiguous() for t in part[:3])
     if inverted:
-        _activation_backward_(dy, source, act, is_result=True)
-        _invert_(source, act)
-    elif act.name != "identity":
-        at = _slice(v, channels)
-        wide = (slice(None), None) if dy.dim() == 3 else (slice(None),)
-        y = (source - at.mean[wide]).mul_((at.weight * at.invstd)[wide]).add_(at.bias[wide])
-        if residual is not None:
-            y.add_(residual)
-        _activation_backward_(dy, y, act, is_result=False)
-    return source, dy
+        return _invert(kept, act), _activation_backward(dz, kept, act, is_result=True)
+    if act.name == "identity":
+        return kept, dz
+    y = _affine(kept, v)
+    if residual is not None:
+        y.add_(residual)
+    return kept, _activation_backward(dz, y, act, is_result=False)
 
 
-def _slice(v: Vectors, channels: slice) -> Vectors:
-    return Vectors(v.mean[channels], v.invstd[channels], v.weight[channels], v.bias[channels])
+def _spread(vector: Tensor, like: Tensor) -> Tensor:
+    return vector[:, None] if like.dim() == 3 else vector
 
 
 def _chunks(kept: Kept, dz: Tensor, out: Tensor | None) -> Iterator[tuple[list[Any], slice]]:
     """Views of (map, dz, residual, out), each chunk in turn, with its channels."""
-    maps = [None if t is None else as_matrix(t) for t in (kept.map, dz, kept.residual, out)]
+    maps = [_matrix(t) for t in (kept.map, dz, kept.residual, out)]
     shape = as_matrix(dz).shape
-    along = 0 if len(shape) == 2 else 1
-    step = max(1, CHUNK * shape[along] // max(1, shape.numel()))
+    # Whole rows or samples are contiguous; a sample that is too large by itself is cut by channels instead.
+    along = 0 if shape[1:].numel() <= CHUNK else 1
+    step = max(1, CHUNK * shape[along] // shape.numel())
     for start in range(0, shape[along], step):
         size = min(step, shape[along] - start)
         channels = slice(start, start + size) if along == 1 else slice(None)

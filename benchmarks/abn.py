@@ -1,0 +1,192 @@
+"""Activated batch norm against BatchNorm2d + activation, in one process, interleaved.
+
+    python -m benchmarks.abn                 # CPU: a residual net
+    python -m benchmarks.abn --device cuda   # each layer shape of ResNet-50, and its whole training step
+
+Each row goes as one JSON line into benchmarks/results/abn-<device>.jsonl. Ratios are lean / plain, the median over
+rounds in which both run right after each other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from leangrad.measure import measure
+from leangrad.nn.abn import ABN, InPlaceABN
+from leangrad.nn.convert import convert_abn
+
+RESULTS = Path(__file__).parent / "results"
+# (channels, height) of the maps of ResNet-50 at 224 x 224.
+LAYERS = ((64, 112), (64, 56), (256, 56), (128, 28), (512, 28), (256, 14), (1024, 14), (512, 7), (2048, 7))
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width)
+        self.conv2, self.bn2 = nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width)
+        self.act = nn.LeakyReLU(0.01, inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.act(self.bn1(self.conv1(x)))
+        out = self.bn2(self.conv2(out))
+        out += x
+        y: Tensor = self.act(out)
+        return y
+
+
+def residual_net(width: int, depth: int) -> nn.Module:
+    stem = (nn.Conv2d(3, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.LeakyReLU(0.01, inplace=True))
+    head = (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 10))
+    return nn.Sequential(*stem, *(Block(width) for _ in range(depth)), *head)
+
+
+def seconds(step: Callable[[], object], device: str) -> float:
+    if device == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    step()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def interleave(plain: Callable[[], object], lean: Callable[[], object], device: str, rounds: int) -> dict[str, float]:
+    for _ in range(3):
+        plain(), lean()
+    pairs = [(seconds(plain, device), seconds(lean, device)) for _ in range(rounds)]
+    return {
+        "plain_ms": 1e3 * statistics.median(p for p, _ in pairs),
+        "lean_ms": 1e3 * statistics.median(q for _, q in pairs),
+        "time_ratio": statistics.median(q / p for p, q in pairs),
+    }
+
+
+def training_step(model: nn.Module, x: Tensor, target: Tensor, optimizer: Any, autocast: bool) -> Callable[[], None]:
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=autocast):
+            loss = F.cross_entropy(model(x), target)
+        loss.backward()
+        optimizer.step()
+
+    return step
+
+
+def cpu_row(width: int, depth: int, size: int, batch: int, rounds: int) -> dict[str, Any]:
+    plain = residual_net(width, depth)
+    lean = convert_abn(copy.deepcopy(plain))
+    x, target = torch.randn(batch, 3, size, size), torch.randint(10, (batch,))
+    steps = [training_step(m, x, target, torch.optim.SGD(m.parameters(), 1e-3), False) for m in (plain, lean)]
+    times = interleave(steps[0], steps[1], "cpu", rounds)
+    memory = [measure(step, timed_runs=1) for step in steps]
+    return {
+        "case": f"residual net, width {width}, {depth} blocks, {batch} x {size} x {size}, float32",
+        **times,
+        "plain_peak_bytes": memory[0].peak_bytes,
+        "lean_peak_bytes": memory[1].peak_bytes,
+        "plain_kept_bytes": memory[0].kept_bytes,
+        "lean_kept_bytes": memory[1].kept_bytes,
+        "peak_ratio": memory[1].peak_bytes / memory[0].peak_bytes,
+    }
+
+
+def layer_row(channels: int, height: int, batch: int, rounds: int, kind: type[ABN]) -> dict[str, Any]:
+    plain = nn.Sequential(nn.BatchNorm2d(channels), nn.LeakyReLU(0.01, inplace=True)).cuda()
+    lean = kind(channels).cuda()
+    shape = (batch, channels, height, height)
+    x, dz = (torch.randn(shape, device="cuda").bfloat16().to(memory_format=torch.channels_last) for _ in range(2))
+    x.requires_grad_()
+
+    def step(layer: nn.Module) -> Callable[[], None]:
+        inputs = (x, *layer.parameters())
+
+        def run() -> None:
+            for _ in range(10):
+                torch.autograd.grad(layer(x), inputs, dz)
+
+        return run
+
+    times = interleave(step(plain), step(lean), "cuda", rounds)
+    return {"case": f"{kind.__name__} forward+backward x 10, {shape}, bfloat16, channels_last", **times}
+
+
+def resnet50_row(batch: int, rounds: int) -> dict[str, Any]:
+    import torchvision
+
+    plain = torchvision.models.resnet50().cuda().to(memory_format=torch.channels_last)
+    lean = convert_abn(copy.deepcopy(plain))
+    x = torch.randn(batch, 3, 224, 224, device="cuda").to(memory_format=torch.channels_last)
+    target = torch.randint(1000, (batch,), device="cuda")
+    models = (plain, lean)
+    steps = [training_step(m, x, target, torch.optim.AdamW(m.parameters(), fused=True), True) for m in models]
+    row: dict[str, Any] = {"case": f"ResNet-50 training step, {batch} x 224 x 224, bfloat16 autocast, channels_last"}
+    row |= interleave(steps[0], steps[1], "cuda", rounds)
+    for name, model, step in zip(("plain", "lean"), models, steps, strict=True):
+        model.zero_grad(set_to_none=True)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        step()
+        row[f"{name}_peak_gib"] = (torch.cuda.max_memory_allocated() - before) / 2**30
+        model.zero_grad(set_to_none=True)
+    return {**row, "peak_ratio": row["lean_peak_gib"] / row["plain_peak_gib"]}
+
+
+def surroundings(device: str) -> dict[str, Any]:
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return {
+        "hardware": torch.cuda.get_device_name() if device == "cuda" else platform.machine(),
+        "threads": torch.get_num_threads(),
+        "load": round(os.getloadavg()[0], 1),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "commit": commit.stdout.strip(),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--batch", type=int, default=None, help="images; 8 on the CPU, 192 on CUDA")
+    parser.add_argument("--only", choices=("layers", "model"), help="CUDA: one part only")
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    rows: list[Callable[[], dict[str, Any]]] = []
+    batch = options.batch or (8 if options.device == "cpu" else 192)
+    if options.device == "cpu":
+        rows.append(lambda: cpu_row(width=64, depth=10, size=32, batch=batch, rounds=options.rounds))
+    else:
+        if options.only != "model":
+            for kind in (InPlaceABN, ABN):
+                rows += [partial(layer_row, c, h, batch, options.rounds, kind) for c, h in LAYERS]
+        if options.only != "layers":
+            rows.append(lambda: resnet50_row(batch, options.rounds))
+    where = surroundings(options.device)
+    RESULTS.mkdir(exist_ok=True)
+    with (RESULTS / f"abn-{options.device}.jsonl").open("a") as file:
+        for make in rows:
+            row = json.dumps({**make(), **where})
+            print(row, flush=True)
+            file.write(row + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""The kernels of activated batch norm against the eager ops in float64; run by test_abn_kernels.py, also as a script.
+
+As a script, under `TRITON_INTERPRET=1`, the kernels take CPU tensors. Shapes are tiny: the interpreter is slow.
+"""
+
+import sys
+
+import torch
+from torch import Tensor
+
+from leangrad.kernels import abn as kernels
+from leangrad.kernels import serves
+from leangrad.nn.abn import ABN, InPlaceABN
+from leangrad.ops import abn as ops
+
+SHAPES = {
+    "rows": (37, 3),
+    "planes": (3, 3, 13),
+    "channels_last": (2, 5, 3, 4),
+    "wide rows": (5, 67),
+    "many tiles": (4, 2, 40, 30),
+}
+
+
+def case(layout: str, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    maps = [torch.randn(SHAPES[layout]) for _ in range(3)]
+    maps[0] = maps[0] * 2 + 5
+    if layout == "channels_last":
+        maps = [t.contiguous(memory_format=torch.channels_last) for t in maps]
+    x, dz, residual = (t.to(device=device, dtype=dtype) for t in maps)
+    assert serves(x)
+    return x, dz, residual
+
+
+def close(what: str, ours: Tensor, truth: Tensor, dtype: torch.dtype) -> None:
+    """Within a few roundings of the largest value."""
+    error = (ours.double().cpu() - truth.double().cpu()).abs().max().item()
+    allowed = 8 * max(torch.finfo(dtype).eps, 2e-6) * max(1.0, truth.abs().max().item())
+    assert error <= allowed, f"{what}: {error:.2e} > {allowed:.2e}"
+
+
+def check_stats(layout: str, device: str) -> None:
+    x, _, _ = case(layout, torch.float32, device)
+    x = x + 1000
+    mean, var = ops.stats(x)
+    dims = [d for d in range(x.dim()) if d != 1]
+    truth = x.double()
+    close("mean", mean, truth.mean(dims), torch.float32)
+    close("var", var, truth.var(dims, correction=0), torch.float32)
+
+
+def check_passes(
+    layout: str, act: ops.Activation, dtype: torch.dtype, device: str, inverted: bool, added: bool
+) -> None:
+    """Kernels on these maps, eager ops on the same maps in float64, which the kernels do not serve."""
+    x, dz, residual = case(layout, dtype, device)
+    C = x.shape[1]
+    mean, var = ops.stats(x)
+    weight = torch.linspace(-1.2, 1.3, C, device=device)
+    v = ops.Vectors(mean, (var + 1e-5).rsqrt(), weight, torch.linspace(0.3, -0.2, C, device=device))
+    exact_v = ops.Vectors(*(t.double() for t in v.all()))
+    r, exact_r = (residual, residual.double()) if added else (None, None)
+    z = ops.normalize(x, v, act, residual=r, out=torch.empty_like(x))
+    exact_z = ops.normalize(x.double(), exact_v, act, residual=exact_r, out=torch.empty_like(x, dtype=torch.float64))
+    close("z", z, exact_z, dtype)
+    kept = ops.Kept(z if inverted else x, inverted, r)
+    # From the very z that was stored: the rounding of z is not the kernel's error.
+    exact = ops.Kept(kept.map.double(), inverted, exact_r)
+    dy, exact_dy = torch.empty_like(dz), torch.empty_like(dz, dtype=torch.float64)
+    sums = ops.backward_sums(kept, dz, v, act, dy_out=dy)
+    exact_sums = ops.backward_sums(exact, dz.double(), exact_v, act, dy_out=exact_dy)
+    close("dy", dy, exact_dy, dtype)
+    close("sums", sums, exact_sums, torch.float32)
+    count = x.numel() // C
+    for used, exact_used in ((sums, exact_sums), (None, None)):
+        dx = ops.backward_input(kept, dz, v, act, used, count, out=torch.empty_like(dz))
+        exact_dx = ops.backward_input(exact, dz.double(), exact_v, act, exact_used, count, out=exact_dy)
+        close("dx", dx, exact_dx, dtype)
+
+
+def check_module(device: str) -> None:
+    """The whole layer, in place, owned gradient, spare channel, and a held output."""
+    for kind, name in ((InPlaceABN, "leaky_relu"), (ABN, "relu")):
+        layer = kind(3, activation=name).to(device)
+        with torch.no_grad():
+            layer.weight.copy_(torch.tensor([0.0, -0.9, 1.1]))
+        exact = kind(3, activation=name).to(device, torch.float64)
+        exact.load_state_dict(layer.state_dict())
+        x, dz, _ = case("planes", torch.float32, device)
+        x.requires_grad_()
+        xd = x.detach().double().requires_grad_()
+        z, zd = layer(x * 1), exact(xd * 1)
+        held = z.detach().clone()
+        (z * 2).backward(dz)
+        (zd * 2).backward(dz.double())
+        assert torch.equal(z, held)
+        pairs = [(z, zd), (x.grad, xd.grad), (layer.weight.grad, exact.weight.grad), (layer.bias.grad, exact.bias.grad)]
+        pairs += list(zip(layer.buffers(), exact.buffers(), strict=True))
+        for ours, truth in pairs:
+            close(f"{kind.__name__} {name}", ours.detach(), truth.detach(), torch.float32)
+
+
+def check_all(device: str) -> None:
+    for layout in SHAPES:
+        check_stats(layout, device)
+    for name in ops.Activation.NAMES:
+        act = ops.Activation(name, 0.3)
+        check_passes("rows", act, torch.float32, device, inverted=False, added=name == "relu")
+        if act.inverts:
+            check_passes("planes", act, torch.float32, device, inverted=True, added=False)
+    for dtype in (torch.bfloat16, torch.float16):
+        check_passes("channels_last", ops.Activation("leaky_relu", 0.3), dtype, device, inverted=True, added=False)
+        check_passes("planes", ops.Activation("relu"), dtype, device, inverted=False, added=True)
+    check_passes("many tiles", ops.Activation("leaky_relu", 0.3), torch.float32, device, inverted=True, added=False)
+    check_passes("wide rows", ops.Activation("silu"), torch.float32, device, inverted=False, added=True)
+    check_module(device)
+
+
+def check_wide_offsets() -> None:
+    """The 64-bit path of the offsets, on a small map."""
+    plan = kernels.plan
+    kernels.plan = lambda x: plan(x)._replace(wide=True)
+    try:
+        for layout in ("rows", "planes"):
+            check_passes(layout, ops.Activation("relu"), torch.float32, "cpu", inverted=False, added=False)
+    finally:
+        kernels.plan = plan
+
+
+if __name__ == "__main__":
+    check_all("cpu")
+    check_wide_offsets()
+    print("all kernels agree", file=sys.stdout)
