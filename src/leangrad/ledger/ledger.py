@@ -17,7 +17,7 @@ from leangrad.ledger.origins import OPAQUE, VALUES, NoRecipeError, Walk, enter
 from leangrad.ledger.plan import best_cut
 from leangrad.ledger.record import Recorder, tensor_signature
 from leangrad.ledger.summary import summarize
-from leangrad.ledger.value import Value, leaf_value, wait
+from leangrad.ledger.value import VIEWS, Value, leaf_value, released, wait
 
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 MIN_BYTES = 16 * 1024  # below this a tensor costs more to look into than to keep
@@ -109,6 +109,14 @@ class Ledger:
         return self._decisions
 
     @property
+    def catches(self) -> bool:
+        """Whether outputs of products are held for a while, to be kept in the stead of a larger tensor.
+
+        That takes memory in forward; a model whose recorded step caught none runs without it.
+        """
+        return self._decisions is None or self._recorder is None or self._recorder.caught > 0
+
+    @property
     def cap(self) -> int:
         """How deep a recipe may be where nothing was learned."""
         return DEEPEST if self.residual_depth == "auto" else self.residual_depth
@@ -144,7 +152,7 @@ class Region:
         self._decisions = ledger.decisions
         self._decided = 0
         self._recorder = recorder
-        self._notes = Notes(self)
+        self._notes = Notes(self, hold_sources=ledger.catches)
         self._hooks = saved_tensors_hooks(self.pack, unpack if recorder is None else _recorded_unpack(recorder))
 
     def __enter__(self) -> Region:
@@ -182,7 +190,7 @@ class Region:
         if node is None:
             if tensor.requires_grad:
                 return leaf_value(tensor)
-            return self._kept(tensor, "input")
+            return self._kept(tensor, "input", free=True)
         metadata = node.metadata
         key = VALUES[tensor.output_nr]
         ref = metadata.get(key)
@@ -196,23 +204,23 @@ class Region:
             elif fresh and value.function is not None and not value.blocked:
                 self._share(value)
                 return value
-            elif fresh and value.function is None:  # absent until now
-                value.keep(tensor)
-                return value
+            elif fresh and type(tensor) in PLAIN_TYPES:  # absent until now, or its recipe waits for what is absent
+                return self._choose(tensor, node, waiting=value)
         if not fresh or type(tensor) not in PLAIN_TYPES:
             return self._kept(tensor, node.name())
         if tensor._is_view():
             value = self._view(tensor)
         elif tensor.nbytes < self.min_bytes:
-            value = self._kept(tensor, type(node).__name__)
+            value = self._kept(tensor, type(node).__name__, free=True)
         else:
             value = self._choose(tensor, node)
         metadata[key] = weakref.ref(value)
         return value
 
-    def _kept(self, tensor: Tensor, op: str) -> Value:
+    def _kept(self, tensor: Tensor, op: str, *, free: bool = False) -> Value:
         value = Value(op)
         value.keep(tensor)
+        value.free = free
         return value
 
     def _view(self, tensor: Tensor) -> Value:
@@ -221,7 +229,7 @@ class Region:
         assert base is not None
         if base.grad_fn is None or base.dtype != tensor.dtype or tensor.is_conj() or tensor.is_neg():
             value = self._kept(tensor, type(tensor.grad_fn).__name__)
-            value.leaf = base.grad_fn is None
+            value.free = base.grad_fn is None
             return value
         value = Value("view")
         value.function = _see
@@ -234,25 +242,34 @@ class Region:
         if self._recorder is not None:
             self._recorder.shared(value, value.nbytes)
 
-    def _choose(self, tensor: Tensor, node: Any) -> Value:
+    def _choose(self, tensor: Tensor, node: Any, waiting: Value | None = None) -> Value:
+        """Keep ``tensor`` or store a recipe; ``waiting`` is its value if a recipe downstream has asked for it before."""
         cap = self.cap
         if self._decisions is not None:
             learned = self._learned(tensor)
             if learned is not None:
                 if learned:
-                    return self._kept(tensor, type(node).__name__)
+                    value = waiting or Value(type(node).__name__)
+                    value.keep(tensor)
+                    return value
                 cap = DEEPEST
         why = ""
         try:
-            value = Walk(self.fence).origin(node, tensor.output_nr)
+            value = waiting or Walk(self.fence).origin(node, tensor.output_nr)
+            if value.function is None:
+                raise NoRecipeError(f"{value.op} is never computed twice")
         except NoRecipeError as reason:
-            value, why = self._kept(tensor, type(node).__name__), str(reason)
+            value, why = waiting or Value(type(node).__name__), str(reason)
+            value.keep(tensor)
         else:
             if value.tensor is None and value.layout is None:
                 why = self._settle_new(value, tensor, cap)
+        self._record(value, tensor, why)
+        return value
+
+    def _record(self, value: Value, tensor: Tensor, why: str) -> None:
         if self._recorder is not None:
             self._recorder.decided(value, tensor_signature(tensor), why)
-        return value
 
     def _learned(self, tensor: Tensor) -> bool | None:
         """Whether the plan says to simply keep ``tensor``; None, and an end to the plan, if this step is another one."""
@@ -293,13 +310,15 @@ class Region:
         cost = sum(t.nbytes for t in tensors if t is not None)
         gain = value.nbytes
         if cost >= gain:
-            gain += _released(value.blocked)
+            gain += released(value.blocked)
             if cost >= gain:
                 return False
         for b, t in zip(value.blocked, tensors, strict=True):
             assert t is not None
             b.caught = True
             b.keep(t)
+            if self._recorder is not None:
+                self._recorder.caught += 1
         value.blocked = ()
         value.settle_lineage()
         return True
@@ -322,17 +341,6 @@ class Region:
         enter(node, nr, value)
 
 
-def _released(blocked: tuple[Value, ...]) -> int:
-    """The bytes of kept tensors that need nothing but ``blocked`` to be rebuilt."""
-    seen: list[Value] = []
-    for b in blocked:
-        for ref in b.waiters or ():
-            w = ref()
-            if w is not None and w.tensor is not None and w not in seen and all(x in blocked for x in w.blocked):
-                seen.append(w)
-    return sum(w.nbytes for w in seen)
-
-
 class _Stride(tuple[int, ...]):
     """A stride, handed to a recipe as it is."""
 
@@ -341,6 +349,9 @@ class _Stride(tuple[int, ...]):
 
 def _see(base: Tensor, shape: torch.Size, stride: tuple[int, ...], offset: int) -> Tensor:
     return base.as_strided(shape, stride, base.storage_offset() + offset)
+
+
+VIEWS.add(_see)
 
 
 def _recorded_unpack(recorder: Recorder) -> Any:

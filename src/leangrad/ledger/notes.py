@@ -14,6 +14,7 @@ mutated   a change in place that autograd did not record would make every recipe
 from __future__ import annotations
 
 import inspect
+import math
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -46,9 +47,10 @@ class Book(Protocol):
 class Notes(TorchFunctionMode):
     """The function override of one region."""
 
-    def __init__(self, book: Book) -> None:
+    def __init__(self, book: Book, *, hold_sources: bool) -> None:
         super().__init__()
         self.book = book
+        self.hold_sources = hold_sources
         self.recent: deque[Tensor] = deque(maxlen=RECENT)
 
     def __torch_function__(
@@ -127,6 +129,16 @@ def _copied(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
     return out
 
 
+def _instance_norm(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    out = func(*args, **kwargs)
+    node = out.grad_fn
+    if node is not None and type(node).__name__ == "ViewBackward0":
+        node = node.next_functions[0][0]
+    if type(node).__name__.endswith("BatchNormBackward0") and _bind(func, args, kwargs)["bias"] is None:
+        node.metadata[NOTE] = {"bias": None}
+    return out
+
+
 # --------------------------------------------------------------------------------------------------------------- sources
 
 
@@ -136,26 +148,55 @@ def _source(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
         made = out._base if out._is_view() else out
         node = made.grad_fn if made is not None else None
         if node is not None and made is not None:
-            held = made.detach()
-            node.metadata[LIVE] = (weakref.ref(held), held._version)
-            notes.recent.append(held)
+            node.metadata[LIVE] = None
+            if notes.hold_sources:
+                held = made.detach()
+                node.metadata[LIVE] = (weakref.ref(held), held._version)
+                notes.recent.append(held)
     return out
 
 
 # ---------------------------------------------------------------------------------------------------------------- random
 
 
-def _draw_noise(shape: Any, stride: Any, dtype: torch.dtype, device: torch.device, keep: float, state: Any) -> Tensor:
-    """The factor that a CPU's dropout multiplies by, drawn again."""
-    noise = torch.empty_strided(shape, stride, dtype=dtype, device=device)
-    rng.with_state(state, device, noise.bernoulli_, keep)
-    return noise.div_(keep)
+class Draw:
+    """The random factor of a dropout that is written out in ATen: it is drawn again from the state before the op.
+
+    ATen multiplies by ``empty_like(x).bernoulli_(1 - p).div_(1 - p)``; alpha dropout by ``bernoulli_(1 - p).mul_(a)`` and adds
+    ``bernoulli - 1`` times a factor, plus a constant.
+    """
+
+    __slots__ = ("device", "dtype", "p", "shape", "state", "stride")
+
+    def __init__(self, noise: Tensor, p: float, state: rng.State) -> None:
+        self.shape, self.stride, self.dtype, self.device = noise.shape, noise.stride(), noise.dtype, noise.device
+        self.p, self.state = p, state
+
+    def bernoulli(self) -> Tensor:
+        drawn = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+        rng.with_state(self.state, self.device, drawn.bernoulli_, 1 - self.p)
+        return drawn
+
+    def factor(self) -> Tensor:
+        return self.bernoulli().div_(1 - self.p)
+
+    def alpha_factor(self) -> Tensor:
+        return self.bernoulli().mul_(self._alpha())
+
+    def alpha_shift(self) -> Tensor:
+        scale = ALPHA * self._alpha()
+        return self.bernoulli().add(-1).mul_(scale).add_(scale * self.p)
+
+    def _alpha(self) -> float:
+        return float(1.0 / math.sqrt((ALPHA * ALPHA * self.p + 1) * (1 - self.p)))
+
+
+ALPHA = 1.7580993408473766  # of self-normalizing networks; ATen's own constant
 
 
 def _dropout(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     bound = _bind(func, args, kwargs)
-    x, p, training = bound["input"], bound["p"], bound["training"]
-    inplace = bool(bound.get("inplace"))
+    x, p, training, inplace = bound["input"], bound["p"], bound["training"], bool(bound.get("inplace"))
     if inplace:
         _before_change(x)
     recorded = torch.is_grad_enabled() and isinstance(x, Tensor) and x.requires_grad
@@ -171,28 +212,81 @@ def _dropout(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str, A
     if state is None or node is None:
         return out
     if kind == "NativeDropoutBackward0":
-        device = x.device
-
-        def redraw(t: Tensor) -> tuple[Tensor, Tensor]:
-            return rng.with_state(state, device, torch.native_dropout, t, p, True)  # type: ignore[no-any-return]
-
-        node.metadata[NOTE] = {"redraw": redraw}
-        notes.book.settle(node, 1, "result1")
+        _note_native_dropout(notes, node, x.device, p, state)
     elif kind == "MulBackward0":
-        noise = _torch.packed(node._raw_saved_other)
-        if type(noise) is Value and noise.tensor is not None and noise.nbytes >= notes.book.min_bytes:
-            t = noise.tensor
-            noise.op, noise.function = "dropout", _draw_noise
-            noise.args = (t.shape, _Strides(t.stride()), t.dtype, t.device, 1 - p, state)
-            noise.tensor = None
-            noise.leaf = True  # it costs nothing and joins no lineages
+        noise = _noise(notes, node)
+        if noise is not None:
+            _redraw(noise, Draw(noise.tensor, p, state).factor)  # type: ignore[arg-type]
+    elif kind == "AddBackward0":
+        before = node.next_functions[0][0]
+        noise = _noise(notes, before, smallest=0) if type(before).__name__ == "MulBackward0" else None
+        if noise is not None:
+            draw = Draw(noise.tensor, p, state)  # type: ignore[arg-type]
+            if noise.nbytes >= notes.book.min_bytes:
+                _redraw(noise, draw.alpha_factor)
+            shift = Value("dropout")
+            _redraw(shift, draw.alpha_shift)
+            node.metadata[NOTE] = {"other": shift}
     return out
 
 
-class _Strides(tuple[int, ...]):
-    """Strides that a value passes on as they are."""
+def _note_native_dropout(notes: Notes, node: Any, device: torch.device, p: float, state: rng.State) -> None:
+    def redraw(t: Tensor) -> tuple[Tensor, Tensor]:
+        return rng.with_state(state, device, torch.native_dropout, t, p, True)  # type: ignore[no-any-return]
 
-    __slots__ = ()
+    node.metadata[NOTE] = {"redraw": redraw}
+    notes.book.settle(node, 1, "result1")
+
+
+def _dropout_inside(name: str) -> Handler:
+    """A composite function that draws once, for the dropout of its attention weights."""
+
+    def handler(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        p = kwargs.get(name)
+        if p is None:
+            p = _bind(func, args, kwargs).get(name, 0.0) if func is F.multi_head_attention_forward else 0.0
+            if func is not F.multi_head_attention_forward and len(args) > 4:
+                p = args[4]
+        device = args[0].device if args and isinstance(args[0], Tensor) else None
+        if not 0 < p < 1 or device is None or device.type != "cpu" or not torch.is_grad_enabled():
+            return _source(notes, func, args, kwargs)
+        state = rng.state_of(device)
+        out = _source(notes, func, args, kwargs)
+        node = (out[0] if type(out) is tuple else out).grad_fn
+        noise = _find_noise(notes, node)
+        if noise is not None and state is not None and noise.tensor is not None:
+            draw = Draw(noise.tensor, p, state)
+            # ATen decides how often and when it draws; the proof is the drawing itself.
+            if torch.equal(draw.factor(), noise.tensor):
+                _redraw(noise, draw.factor)
+        return out
+
+    return handler
+
+
+def _find_noise(notes: Notes, node: Any) -> Value | None:
+    """The factor of the dropout on the way from the output of an attention back to its scores."""
+    for _ in range(16):
+        if node is None:
+            return None
+        if type(node).__name__ == "MulBackward0":
+            return _noise(notes, node)
+        node = node.next_functions[1 if type(node).__name__ == "AddmmBackward0" else 0][0]
+    return None
+
+
+def _noise(notes: Notes, node: Any, smallest: int | None = None) -> Value | None:
+    """The value that was kept for the random factor of a product."""
+    noise = _torch.packed(node._raw_saved_other)
+    if type(noise) is not Value or noise.tensor is None or noise.op != "input":
+        return None
+    return noise if noise.nbytes >= (notes.book.min_bytes if smallest is None else smallest) else None
+
+
+def _redraw(noise: Value, draw: Callable[[], Tensor]) -> None:
+    noise.op, noise.function = "dropout", draw
+    noise.tensor = None
+    noise.free = True  # it costs nothing and joins no lineages
 
 
 def _pooled(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -201,7 +295,7 @@ def _pooled(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
     node = pooled.grad_fn
     while node is not None and type(node).__name__ in ("SqueezeBackward1", "ViewBackward0"):
         node = node.next_functions[0][0]
-    if node is not None and type(node).__name__.startswith("MaxPool"):
+    if node is not None and type(node).__name__.startswith(("MaxPool", "AdaptiveMaxPool2D")):
         notes.book.settle(node, 1, "result1")
     return out
 
@@ -304,6 +398,8 @@ def _fill_tables() -> None:
     for add in (T.add_, T.__iadd__, T.sub_, T.__isub__, T.subtract_):
         _enter(_mutating("self other"), add)
     _enter(_mutating("self mask value"), T.masked_fill_)
+    _enter(_mutating("self dim index source"), T.index_add_)
+    _enter(_noted("self dim index source"), T.index_add, torch.index_add)
 
     _enter(_noted("self other"), T.add, torch.add, T.__add__, T.__radd__, T.sub, torch.sub, T.__sub__, T.__rsub__)
     _enter(_noted("self other"), torch.rsub, T.subtract, torch.subtract)
@@ -325,12 +421,14 @@ def _fill_tables() -> None:
     _enter(_copied, T.to)
 
     _enter(_source, F.linear, F.bilinear, torch.matmul, T.matmul, T.__matmul__, torch.mm, T.mm, torch.bmm, T.bmm)
-    _enter(_source, torch.addmm, T.addmm, torch.baddbmm, T.baddbmm, torch.einsum, F.scaled_dot_product_attention)
+    _enter(_source, torch.addmm, T.addmm, torch.baddbmm, T.baddbmm, torch.einsum)
     for name in ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"):
         _enter(_source, getattr(torch, name), getattr(F, name))
 
-    _enter(_dropout, F.dropout)
-    _enter(_pooled, F.max_pool1d, F.max_pool2d, F.max_pool3d)
+    _enter(_dropout, F.dropout, F.alpha_dropout, F.feature_alpha_dropout)
+    _enter(_dropout_inside("dropout_p"), F.scaled_dot_product_attention, F.multi_head_attention_forward)
+    _enter(_instance_norm, F.instance_norm)
+    _enter(_pooled, F.max_pool1d, F.max_pool2d, F.max_pool3d, F.adaptive_max_pool2d)
 
 
 _fill_tables()

@@ -22,7 +22,7 @@ Node = Any  # torch.autograd.graph.Node, whose saved attributes differ from clas
 # What we write into a node's metadata. Weak references only, and plain constants: see [Note: what a value may hold].
 VALUES = [("leangrad", i) for i in range(256)]
 NOTE = "leangrad.note"  # constants that the node forgets: {name: constant or Operand}
-LIVE = "leangrad.live"  # the output of an op that is never computed twice: (weak reference, version)
+LIVE = "leangrad.live"  # this op is never computed twice; (weak reference to its output, version) while that is held
 OPAQUE = "leangrad.opaque"  # the output was changed behind autograd's back: it cannot be replayed
 
 MAX_WALK = 64  # nodes between a tensor and its anchors; beyond that the tensor is kept
@@ -48,6 +48,7 @@ class Operand:
             raise NoRecipeError("an operand that needs no gradient is gone")
         value = Value("operand")
         value.keep(tensor)
+        value.free = True
         return value
 
 
@@ -77,9 +78,9 @@ class Walk:
     def origin(self, node: Node, nr: int) -> Value:
         """A new value for output ``nr`` of ``node`` with a recipe; NoRecipeError where there is none."""
         rule = rule_for(node, nr)
-        if rule is None:
-            raise NoRecipeError(f"no rule for {type(node).__name__}")
         metadata = node.metadata
+        if rule is None or LIVE in metadata:
+            raise NoRecipeError(f"{type(node).__name__} is never computed twice")
         if OPAQUE in metadata or node._sequence_nr() < self.fence:
             raise NoRecipeError(f"the output of {type(node).__name__} was changed behind autograd's back")
         self.steps += 1
@@ -109,7 +110,7 @@ class Walk:
             if type(variable) is not torch.nn.Parameter and type(variable) is not Tensor:
                 raise NoRecipeError(f"a parameter of class {type(variable).__name__}")
             return leaf_value(variable)
-        if rule_for(node, nr) is None:
+        if LIVE in node.metadata or rule_for(node, nr) is None:
             value = Value(type(node).__name__)
             value.live = node.metadata.get(LIVE)
         else:

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 
 MAX_DEPTH = 12  # the deepest constant cut that is tried
 SLACKS = (0, 1, 2, 3, 4, 6, 8, 12, 16)  # in units of the largest tensor
-NEAR = 1.002  # peaks within this factor of the lowest count as equal: then the least rebuilding wins
+NEAR = 1.002  # peaks within this factor of the lowest count as equal
+LEAN = 1.02  # among those, kept bytes within this factor of the fewest count as equal: then the least rebuilding wins
 
 
 @dataclass(frozen=True)
@@ -43,14 +44,16 @@ class Outcome:
 
 
 def best_cut(record: Record) -> frozenset[int]:
-    """The choices to keep so that the peak of backward is lowest; among equal peaks, with the least rebuilding."""
+    """The choices to keep so that the peak of backward is lowest; then the fewest kept bytes; then the least rebuilding."""
     tried: dict[frozenset[int], Outcome] = {}
     for cut in _candidates(record):
         if cut not in tried:
             tried[cut] = play(record, cut)
     lowest = min(o.peak_bytes for o in tried.values())
-    near = [(o.rebuilt_bytes, o.kept_bytes, cut) for cut, o in tried.items() if o.peak_bytes <= lowest * NEAR]
-    return min(near, key=lambda n: n[:2])[2]
+    near = [(o, cut) for cut, o in tried.items() if o.peak_bytes <= lowest * NEAR]
+    fewest = min(o.kept_bytes for o, _ in near)
+    lean = [(o.rebuilt_bytes, cut) for o, cut in near if o.kept_bytes <= fewest * LEAN]
+    return min(lean, key=lambda pair: pair[0])[1]
 
 
 def _candidates(record: Record) -> Iterable[frozenset[int]]:
@@ -119,9 +122,10 @@ def play(record: Record, cut: frozenset[int]) -> Outcome:
         change[first] += items[n].nbytes
         change[last + 1] -= items[n].nbytes
     live = peak = kept
-    for tick in range(len(reads)):
+    for tick, read in enumerate(reads):
         live += change[tick]
-        peak = max(peak, live)
+        # The op that asked holds the gradient it reads and the one it writes, each about the size of what it asked for.
+        peak = max(peak, live + 2 * items[read].nbytes)
     return Outcome(peak, kept, run.rebuilt_bytes)
 
 

@@ -32,6 +32,7 @@ class Recorder:
         self.entries: list[Entry] = []
         self.items: list[Item] = []
         self.reads: list[int] = []
+        self.caught = 0  # tensors kept although autograd did not ask for them
         self.signatures: list[tuple[str, int]] = []  # of every decision, in order
         self._decided: list[tuple[Value, str, str]] = []  # value, module, why it was kept
         self._decisions: list[int] = []  # the item of every decision
@@ -93,7 +94,7 @@ class Recorder:
     def _number(self, value: Value) -> int:
         if value.ordinal < 0:
             sources = tuple(sorted(self._sources(value))) if value.function is not None and not value.blocked else ()
-            joins = len({id(v.root or v) for v in value.values() if not v.leaf}) > 1 if sources else False
+            joins = len({id(v.root or v) for v in value.values() if not v.free}) > 1 if sources else False
             value.ordinal = len(self.items)
             self.items.append(Item(value.nbytes, sources, choice=joins or value.depth > 0))
         return value.ordinal
@@ -103,7 +104,7 @@ class Recorder:
         for v in value.values():
             if v.ordinal >= 0:
                 found.add(v.ordinal)
-            elif v.leaf or v.nbytes < self.min_bytes and v.tensor is not None:
+            elif v.free or v.nbytes < self.min_bytes and v.tensor is not None:
                 continue
             elif v.tensor is not None:
                 found.add(self._number(v))

@@ -23,6 +23,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from leangrad._torch import output_fact
+from leangrad.ledger.value import COMMUTES, IN_PLACE, VIEWS
+
 aten = torch.ops.aten
 
 
@@ -71,7 +74,12 @@ for _name in """abs acos acosh asin asinh atan atanh ceil cos cosh erf erfc erfi
     _node = {"Log1pBackward0": "Log1PBackward0", "Expm1Backward0": "Expm1Backward0"}.get(_node, _node)
     _function = {"log_sigmoid": F.logsigmoid}.get(_name) or getattr(torch, _name, None) or getattr(F, _name)
     rule(_node, "self", _function)
+    if _name not in ("silu", "mish", "hardswish", "hardsigmoid", "log_sigmoid"):
+        IN_PLACE[_function] = getattr(Tensor, _name + "_")
 
+IN_PLACE |= {F.silu: aten.silu_.default, F.hardswish: aten.hardswish_.default, F.gelu: aten.gelu_.default}
+IN_PLACE |= {torch.add: Tensor.add_, torch.sub: Tensor.sub_, torch.mul: Tensor.mul_, torch.div: Tensor.div_}
+COMMUTES |= {torch.add, torch.mul}
 
 def _elu(x: Tensor, alpha: float, scale: float, input_scale: float) -> Tensor:
     return aten.elu(x, alpha, scale, input_scale)  # type: ignore[no-any-return]
@@ -79,18 +87,24 @@ def _elu(x: Tensor, alpha: float, scale: float, input_scale: float) -> Tensor:
 
 rule("GeluBackward0", "self", F.gelu, approximate="approximate")
 rule("LeakyReluBackward0", "self", F.leaky_relu, "negative_slope")
+rule("LeakyReluBackward1", "self", F.leaky_relu, "negative_slope")
 rule("EluBackward0", "self", _elu, "alpha", "scale", "input_scale")
+rule("EluBackward1", "self", _elu, "alpha", "scale", "input_scale")
 rule("CeluBackward0", "self", F.celu, "alpha")
 rule("SoftplusBackward0", "self", F.softplus, "beta", "threshold")
 rule("SoftshrinkBackward0", "self", F.softshrink, "lambd")
 rule("HardshrinkBackward0", "self", F.hardshrink, "lambd")
 rule("HardtanhBackward0", "self", F.hardtanh, "min_val", "max_val")
 rule("ThresholdBackward0", "self", F.threshold, "threshold", "?value")
+rule("ThresholdBackward1", "self", F.threshold, "threshold", "?value")
 rule("PreluKernelBackward0", "self weight", aten._prelu_kernel.default)
 rule("GluBackward0", "self", F.glu, "dim")
 rule("ClampBackward1", "self", torch.clamp, "min", "max")
+rule("ClampBackward0", "self min max", torch.clamp)
 rule("ClampMinBackward0", "self", torch.clamp_min, "min")
+rule("ClampMinBackward1", "self min", torch.clamp_min)
 rule("ClampMaxBackward0", "self", torch.clamp_max, "max")
+rule("ClampMaxBackward1", "self max", torch.clamp_max)
 rule("NanToNumBackward0", "self", torch.nan_to_num, "?nan", "?posinf", "?neginf")
 rule("PowBackward0", "self", torch.pow, "exponent")
 rule("PowBackward1", "self exponent", torch.pow)
@@ -98,8 +112,22 @@ rule("PowBackward2", "exponent", lambda exponent, base: torch.pow(base, exponent
 rule("AddBackward0", "self other", torch.add, alpha="alpha")
 rule("SubBackward0", "self other", torch.sub, alpha="alpha")
 rule("RsubBackward1", "self", lambda x, other, alpha: torch.rsub(x, other, alpha=alpha), "?other", "alpha")
+rule("RsubBackward0", "self other", torch.rsub, alpha="alpha")
 rule("MulBackward0", "self other", torch.mul)
+rule("MulBackward1", "self", torch.mul, "other")
 rule("DivBackward0", "self other", torch.div)
+rule("DivBackward1", "self", torch.div, "other")
+rule("DivBackward2", "self other", torch.div, rounding_mode="rounding_mode")
+rule("DivBackward3", "self", torch.div, "other", rounding_mode="rounding_mode")
+rule("FmodBackward1", "self other", torch.fmod)
+rule("RemainderBackward1", "self other", torch.remainder)
+rule("HypotBackward0", "self other", torch.hypot)
+rule("LogaddexpBackward0", "self other", torch.logaddexp)
+rule("Logaddexp2Backward0", "self other", torch.logaddexp2)
+rule("XlogyBackward0", "self other", torch.xlogy)
+rule("LogitBackward0", "self", torch.logit, "eps")
+rule("Deg2RadBackward0", "self", torch.deg2rad)
+rule("Rad2DegBackward0", "self", torch.rad2deg)
 rule("Atan2Backward0", "self other", torch.atan2)
 rule("MaximumBackward0", "self other", torch.maximum)
 rule("MinimumBackward0", "self other", torch.minimum)
@@ -111,6 +139,7 @@ rule("AddcmulBackward0", "self tensor1 tensor2", torch.addcmul, value="value")
 rule("AddcdivBackward0", "self tensor1 tensor2", torch.addcdiv, value="value")
 rule("WhereBackward0", "self other", lambda x, other, condition: torch.where(condition, x, other), "condition")
 rule("MaskedFillBackward0", "self", lambda x, mask, value: x.masked_fill(mask, value), "mask", "?value")
+rule("MaskedFillBackward1", "self value", lambda x, value, mask: x.masked_fill(mask, value), "mask")
 rule("TrilBackward0", "self", torch.tril, "diagonal")
 rule("TriuBackward0", "self", torch.triu, "diagonal")
 rule("ComplexBackward0", "real imag", torch.complex)
@@ -123,6 +152,7 @@ rule("CloneBackward0", "self", lambda x, memory_format: x.clone(memory_format=me
 
 # ----------------------------------------------------------------------------------------------------------------- views
 
+_BEFORE_VIEWS = set(RULES)
 rule("ViewBackward0", "self", Tensor.view, "@shape")
 rule("UnsafeViewBackward0", "self", Tensor.view, "@shape")
 rule("ReshapeAliasBackward0", "self", Tensor.reshape, "@shape")
@@ -139,11 +169,27 @@ rule("SliceBackward0", "self", aten.slice, "dim", "start", "end", "step")
 rule("DiagonalBackward0", "self", Tensor.diagonal, "offset", "dim1", "dim2")
 rule("UnfoldBackward0", "self", Tensor.unfold, "dim", "size", "step")
 rule("AliasBackward0", "self", Tensor.view, "@shape")
+rule("ViewAsRealBackward0", "self", torch.view_as_real)
+rule("ViewAsComplexBackward0", "self", torch.view_as_complex)
+rule("UnsafeSplitBackward0", "self", lambda x, size, dim, n: x.split(size, dim)[n], "split_size", "dim", numbered=True)
 rule("SplitBackward0", "self", lambda x, size, dim, n: x.split(size, dim)[n], "split_size", "dim", numbered=True)
 rule("SplitWithSizesBackward0", "self", lambda x, s, dim, n: x.split(s, dim)[n], "split_sizes", "dim", numbered=True)
 rule("UnbindBackward0", "self", lambda x, dim, n: x.unbind(dim)[n], "dim", numbered=True)
 
+VIEWS |= {r.function for name in RULES.keys() - _BEFORE_VIEWS for r in RULES[name]}
+
 # -------------------------------------------------------------------------------------------------- gathering and joining
+
+
+def _on_cpu(node: Any) -> bool:
+    # A scan on CUDA may add in another order the next time.
+    return bool(output_fact(node, "device").type == "cpu")
+
+
+
+def _index_add(x: Tensor, source: Tensor, dim: int, index: Tensor, alpha: float) -> Tensor:
+    return torch.index_add(x, dim, index, source, alpha=alpha)
+
 
 rule("CatBackward0", "*", torch.cat, "dim")
 rule("StackBackward0", "*", torch.stack, "dim")
@@ -151,12 +197,18 @@ rule("RepeatBackward0", "self", Tensor.repeat, "repeats")
 rule("RollBackward0", "self", torch.roll, "shifts", "dims")
 rule("FlipBackward0", "self", torch.flip, "dims")
 rule("ConstantPadNdBackward0", "self", lambda x, pad, value: F.pad(x, pad, value=value), "pad", "?value")
-rule("ReflectionPad2DBackward0", "self", aten.reflection_pad2d, "padding")
-rule("ReplicationPad2DBackward0", "self", aten.replication_pad2d, "padding")
+for _d in "123":
+    rule(f"ReflectionPad{_d}DBackward0", "self", getattr(aten, f"reflection_pad{_d}d"), "padding")
+    rule(f"ReplicationPad{_d}DBackward0", "self", getattr(aten, f"replication_pad{_d}d"), "padding")
 rule("IndexSelectBackward0", "self", lambda x, dim, index: torch.index_select(x, dim, index), "dim", "index")
 rule("GatherBackward0", "self", lambda x, dim, index: torch.gather(x, dim, index), "dim", "index")
 rule("IndexBackward0", "self", aten.index, "indices")
+rule("DiagEmbedBackward0", "self", torch.diag_embed, "offset", "dim1", "dim2")
+rule("ChannelShuffleBackward0", "self", torch.channel_shuffle, "groups")
+rule("CumsumBackward0", "self", lambda x, dim, dtype: torch.cumsum(x, dim, dtype=dtype), "dim", "@dtype", when=_on_cpu)
+rule("CumprodBackward0", "self", lambda x, dim, dtype: torch.cumprod(x, dim, dtype=dtype), "dim", "@dtype", when=_on_cpu)
 rule("EmbeddingBackward0", "weight", lambda weight, indices: F.embedding(indices, weight), "indices")
+rule("IndexAddBackward0", "self source", _index_add, "dim", "index", "alpha", when=_on_cpu)
 rule("PixelShuffleBackward0", "self", F.pixel_shuffle, "upscale_factor")
 rule("PixelUnshuffleBackward0", "self", F.pixel_unshuffle, "downscale_factor")
 rule("Im2ColBackward0", "self", F.unfold, "kernel_size", "dilation", "padding", "stride")
@@ -253,6 +305,7 @@ def _max_pool3d(
 _POOL = ("kernel_size", "stride", "padding", "dilation", "ceil_mode")
 rule("MaxPool2DWithIndicesBackward0", "self", _max_pool2d, *_POOL, output=None, numbered=True)
 rule("MaxPool3DWithIndicesBackward0", "self", _max_pool3d, *_POOL, output=None, numbered=True)
+rule("AdaptiveMaxPool2DBackward0", "self", lambda x, s, n: aten.adaptive_max_pool2d(x, s)[n], "@shape[-2:]", numbered=True)
 _AVERAGE = ("kernel_size", "stride", "padding", "ceil_mode", "count_include_pad", "divisor_override")
 rule("AvgPool2DBackward0", "self", aten.avg_pool2d, *_AVERAGE)
 rule("AvgPool3DBackward0", "self", aten.avg_pool3d, *_AVERAGE)
@@ -261,6 +314,9 @@ rule("AdaptiveAvgPool3DBackward0", "self", aten._adaptive_avg_pool3d, "@shape[-3
 rule("UpsampleNearest1DBackward0", "self", aten.upsample_nearest1d, "output_size", "scales")
 rule("UpsampleNearest2DBackward0", "self", aten.upsample_nearest2d, "output_size", "scales_h", "scales_w")
 rule("UpsampleNearest3DBackward0", "self", aten.upsample_nearest3d, "output_size", "scales_d", "scales_h", "scales_w")
+rule("UpsampleNearestExact1DBackward0", "self", aten._upsample_nearest_exact1d, "output_size", "scales")
+rule("UpsampleNearestExact2DBackward0", "self", aten._upsample_nearest_exact2d, "output_size", "scales_h", "scales_w")
+rule("UpsampleLinear1DBackward0", "self", aten.upsample_linear1d, "output_size", "align_corners", "scales")
 _RESAMPLE = ("output_size", "align_corners", "scales_h", "scales_w")
 rule("UpsampleBilinear2DBackward0", "self", aten.upsample_bilinear2d, *_RESAMPLE)
 rule("UpsampleBicubic2DBackward0", "self", aten.upsample_bicubic2d, *_RESAMPLE)

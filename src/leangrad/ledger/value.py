@@ -43,7 +43,7 @@ class Value:
         "function",
         "kwargs",
         "layout",
-        "leaf",
+        "free",
         "live",
         "memo",
         "memo_stream",
@@ -76,7 +76,7 @@ class Value:
         self.root: Value | None = None  # the one anchor it descends from; None: itself
         self.nbytes = 0
         self.ordinal = -1  # its place in the step, while the ledger learns
-        self.leaf = False  # a tensor that the caller owns anyhow: it costs nothing
+        self.free = False  # it costs nothing worth counting: a parameter, an input, or too small to look into
         self.live: tuple[weakref.ref[Tensor], int] | None = None  # an absent value that may yet be caught, and its version
         self.caught = False  # kept by us although autograd did not ask for it
         self.cap = 0  # the depth at which it is kept rather than rebuilt
@@ -92,22 +92,28 @@ class Value:
         self.version = tensor._version
         self.nbytes = tensor.nbytes
         self.depth, self.root = 0, None
-        waiters, self.waiters = self.waiters, None
-        if waiters:
-            for ref in waiters:
-                waiter = ref()
-                if waiter is not None:
-                    waiter.unblock(self)
+        self._notify()
 
-    def unblock(self, anchor: Value) -> None:
-        """``anchor`` is kept now: if nothing else is missing, this value needs no tensor of its own any more."""
-        self.blocked = tuple(v for v in self.blocked if v is not anchor)
-        if not self.blocked and self.tensor is not None and self.function is not None:
-            self.settle_lineage()
+    def _notify(self) -> None:
+        """This value can be had now: look again at every recipe that waited for it."""
+        waiters, self.waiters = self.waiters, None
+        for ref in waiters or ():
+            waiter = ref()
+            if waiter is not None and waiter.blocked:
+                waiter.blocked = blocking(waiter.values())
+                if not waiter.blocked:
+                    waiter._unblocked()
+
+    def _unblocked(self) -> None:
+        """Nothing is missing any more: this value needs no tensor of its own, unless its chain is too long."""
+        depth, root = self.depth, self.root
+        self.settle_lineage()
+        if self.tensor is not None:
             if self.depth <= self.cap:
                 self.tensor = None
             else:
-                self.depth, self.root = 0, None
+                self.depth, self.root = depth, root
+        self._notify()
 
     def forget_recipe(self) -> None:
         """A kept value lets go of a recipe that still waits, and so of what that recipe holds."""
@@ -119,7 +125,7 @@ class Value:
         roots: list[Value] = []
         depth = 0
         for v in self.values():
-            if v.leaf:
+            if v.free:
                 continue
             if v.depth > depth:
                 depth = v.depth
@@ -160,28 +166,29 @@ class Value:
         return tensor
 
     def get(self) -> Tensor:
-        """The tensor itself, rebuilt if need be."""
+        """The tensor itself, rebuilt if need be. It may be shared: do not write to it."""
+        return self._take()[0]
+
+    def _take(self) -> tuple[Tensor, bool]:
+        """The tensor, and whether it is owned: made just now, held by nobody else, free to be overwritten."""
         tensor = self.tensor
         if tensor is not None:
             if tensor._version != self.version:
                 raise ChangedError(self._changed(tensor))
-            return tensor
+            return tensor, False
         memo = self.memo
-        stream = 0
-        if memo is not None:
-            if memo.is_cuda:
-                stream = _torch.raw_stream(memo.device)
-            if self.memo_stream == stream:
-                return memo
-        tensor = self._rebuild()
-        # [Note: a memo belongs to one stream] Backward of each op runs on the stream of its forward. A value that was rebuilt
-        # on one stream is not ready on another, so another stream rebuilds it for itself.
+        if memo is not None and self.memo_stream == _stream(memo):
+            return memo, False
+        tensor, owned = self._rebuild()
         if self.reads < self.readers or self.task != _torch.graph_task():
-            self.memo = tensor
-            self.memo_stream = _torch.raw_stream(tensor.device) if tensor.is_cuda else 0
-        return tensor
+            if self.readers:
+                # [Note: a memo belongs to one stream] Backward of each op runs on the stream of its forward. What was
+                # rebuilt on one stream is not ready on another, so another stream rebuilds it for itself.
+                self.memo, self.memo_stream = tensor, _stream(tensor)
+                return tensor, False
+        return tensor, owned
 
-    def _rebuild(self) -> Tensor:
+    def _rebuild(self) -> tuple[Tensor, bool]:
         function = self.function
         if function is None:
             raise LeangradError(f"the input of a recipe was never kept: {self.op}; this is a bug in leangrad")
@@ -190,22 +197,37 @@ class Value:
         pending = [i for i, a in enumerate(args) if type(a) is Value or type(a) is tuple]
         if len(pending) > 1:
             pending.sort(key=lambda i: -args[i].depth if type(args[i]) is Value else 0)
+        owned = -1
         for i in pending:
             a = args[i]
-            args[i] = a.get() if type(a) is Value else [v.get() if type(v) is Value else v for v in a]
-        tensor = function(*args, **self.kwargs)
+            if type(a) is Value:
+                args[i], free = a._take()
+                if free and i < 2:
+                    owned = i
+            else:
+                args[i] = [v.get() if type(v) is Value else v for v in a]
+        tensor = self._overwrite(function, args, owned) if owned >= 0 else function(*args, **self.kwargs)
         layout = self.layout
         if layout is not None and (tensor.shape != layout[0] or tensor.stride() != layout[1]):
             if tensor.shape != layout[0]:
                 raise LeangradError(f"{self.op} was rebuilt with shape {tuple(tensor.shape)}, expected {tuple(layout[0])}")
             tensor = torch.empty_strided(*layout, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
-        return tensor
+        return tensor, function not in VIEWS
+
+    def _overwrite(self, function: Callable[..., Tensor], args: list[Any], owned: int) -> Tensor:
+        """Write the result over an owned input where the op can and the result is of the same kind; else make a new one."""
+        inplace = IN_PLACE.get(function)
+        if inplace is not None and len(args) <= 2:
+            target, other = args[owned], args[1 - owned] if len(args) == 2 else None
+            if (other is None or _fits(target, other)) and (owned == 0 or (function in COMMUTES and self.kwargs in PLAIN_SUM)):
+                return inplace(target, *([] if other is None else [other]), **self.kwargs)
+        return function(*args, **self.kwargs)
 
     def _changed(self, tensor: Tensor) -> str:
-        what = "a parameter or input" if self.leaf else f"the output of {self.op}"
+        what = "a parameter or input" if self.op == "leaf" else f"the output of {self.op}"
         mend = (
             "run backward before changing it"
-            if self.leaf
+            if self.op == "leaf"
             else "use the out-of-place form of the op that changed it, or change a clone"
         )
         return (
@@ -215,10 +237,29 @@ class Value:
         )
 
 
+IN_PLACE: dict[Any, Callable[..., Tensor]] = {}  # functions of one or two tensors, and the form that writes over the first
+COMMUTES: set[Any] = set()  # those of two that may write over either
+VIEWS: set[Any] = set()  # functions whose result is a view of their input, so it is never owned
+PLAIN_SUM = ({}, {"alpha": 1})
+
+
+def _fits(target: Tensor, other: Any) -> bool:
+    """Whether a pointwise result of both is laid out like ``target``, in its dtype."""
+    if not isinstance(other, Tensor):
+        return True
+    if other.dim() == 0:
+        return other.dtype == target.dtype or not other.is_floating_point() or target.is_floating_point()
+    return other.dtype == target.dtype and other.shape == target.shape and other.stride() == target.stride()
+
+
+def _stream(tensor: Tensor) -> int:
+    return _torch.raw_stream(tensor.device) if tensor.is_cuda else 0
+
+
 def leaf_value(tensor: Tensor) -> Value:
     """A parameter, or a tensor of the caller's: it stands whether or not we hold it."""
     v = Value("leaf")
-    v.tensor, v.version, v.leaf = tensor, tensor._version, True
+    v.tensor, v.version, v.free = tensor, tensor._version, True
     return v
 
 
@@ -235,8 +276,26 @@ def blocking(values: list[Value]) -> tuple[Value, ...]:
 
 
 def wait(value: Value) -> None:
-    """Enter ``value`` with every absent value that its recipe is blocked by."""
-    for b in value.blocked:
-        if b.waiters is None:
-            b.waiters = []
-        b.waiters.append(weakref.ref(value))
+    """Enter ``value`` with every input of its recipe that cannot be had yet."""
+    for v in value.values():
+        if v.tensor is None and (v.function is None or v.blocked):
+            if v.waiters is None:
+                v.waiters = []
+            v.waiters.append(weakref.ref(value))
+
+
+def released(blocked: tuple[Value, ...]) -> int:
+    """The bytes of kept tensors that need nothing but ``blocked`` to be rebuilt."""
+    seen: set[int] = set()
+    total = 0
+    stack = list(blocked)
+    while stack:
+        for ref in stack.pop().waiters or ():
+            w = ref()
+            if w is None or id(w) in seen or any(b not in blocked for b in w.blocked):
+                continue
+            seen.add(id(w))
+            if w.tensor is not None:
+                total += w.nbytes
+            stack.append(w)
+    return total
