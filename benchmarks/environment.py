@@ -1,0 +1,42 @@
+"""What a benchmark row must say of where it was measured."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def environment(device: str) -> dict[str, Any]:
+    """Hardware, versions and commit of this run."""
+    hardware = torch.cuda.get_device_name() if device == "cuda" else f"{platform.machine()} CPU"
+    return {
+        "hardware": hardware,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "commit": _commit(),
+    }
+
+
+def write_rows(name: str, device: str, rows: list[dict[str, Any]]) -> Path:
+    """Write the rows of one run to ``benchmarks/results/<name>.json``."""
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    path.write_text(json.dumps({**environment(device), "rows": rows}, indent=1) + "\n")
+    return path
+
+
+def _commit() -> str:
+    try:
+        return subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True, cwd=RESULTS.parent
+        ).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"

@@ -1,0 +1,245 @@
+"""The four models of the H200 table, plain and lean in one process.
+
+    python -m benchmarks.models --device cuda            # all four, full size
+    python -m benchmarks.models --case vit_l --scale 8   # one, with an eighth of the batch
+
+A row holds, for plain and lean: the median step in milliseconds, the peak of allocated bytes above what stands before the
+step (parameters and optimizer state), and the bytes alive between forward and backward; the floor, found at an eighth of the
+batch and scaled; and how lean's gradients compare with plain's, beside plain's with themselves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import statistics
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import leangrad.lean as front
+from benchmarks.environment import write_rows
+
+STEPS = 12
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    make: Callable[[], nn.Module]
+    batch: Callable[[int], tuple[Tensor, ...]]
+    loss: Callable[[nn.Module, tuple[Tensor, ...]], Tensor]
+    size: int
+    autocast: bool
+    floor_gb: float  # the hand count in the design's table of figures
+
+
+def _classify(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+    images, labels = batch
+    return F.cross_entropy(model(images), labels)
+
+
+def _language(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+    return model(input_ids=batch[0], labels=batch[0]).loss  # type: ignore[no-any-return]
+
+
+def _images(size: int, memory_format: torch.memory_format) -> tuple[Tensor, ...]:
+    x = torch.randn(size, 3, 224, 224, device="cuda").to(memory_format=memory_format)
+    return x, torch.randint(0, 1000, (size,), device="cuda")
+
+
+def _tokens(size: int, length: int, vocabulary: int) -> tuple[Tensor, ...]:
+    return (torch.randint(0, vocabulary, (size, length), device="cuda"),)
+
+
+def _resnet() -> nn.Module:
+    from torchvision.models import resnet50
+
+    return resnet50().to(memory_format=torch.channels_last)
+
+
+def _vit() -> nn.Module:
+    from torchvision.models import vit_l_16
+
+    return vit_l_16()
+
+
+def _gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return GPT2LMHeadModel(GPT2Config(n_embd=1024, n_layer=24, n_head=16, use_cache=False))
+
+
+def _llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32, num_key_value_heads=8,
+        vocab_size=128256, max_position_embeddings=2048, tie_word_embeddings=True, use_cache=False, rope_theta=500000.0,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).to(torch.bfloat16)
+
+
+CASES = (
+    Case("resnet50", _resnet, lambda n: _images(n, torch.channels_last), _classify, 192, True, 4.2),
+    Case("vit_l", _vit, lambda n: _images(n, torch.contiguous_format), _classify, 64, True, 7.4),
+    Case("gpt2_medium", _gpt2, lambda n: _tokens(n, 1024, 50257), _language, 16, True, 10.0),
+    Case("llama_1b", _llama, lambda n: _tokens(n, 2048, 128256), _language, 4, False, 6.7),
+)
+
+
+def run(case: Case, scale: int) -> dict[str, Any]:
+    """Measure one case."""
+    torch.manual_seed(0)
+    model = case.make().cuda().train()
+    batch = case.batch(max(1, case.size // scale))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+
+    def forward() -> Tensor:
+        with torch.autocast("cuda", torch.bfloat16) if case.autocast else nullcontext():
+            return case.loss(model, batch)
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        forward().backward()
+        optimizer.step()
+
+    row: dict[str, Any] = {"case": case.name, "batch": batch[0].shape[0], "floor_hand_gb": case.floor_gb}
+    step()  # the optimizer's state stands from here on
+    first, again = _gradients(model, forward), _gradients(model, forward)
+    row["plain"] = _measured(step, forward, optimizer)
+    front.lean(model)
+    lean_first = _gradients(model, forward)
+    step()
+    lean_learned = _gradients(model, forward)
+    plain_again = _with_plain(model, forward)
+    row["lean"] = _measured(step, forward, optimizer)
+    row["plain_noise"] = _compare(first, again)
+    row["lean_against_plain"] = _compare(first, lean_first)
+    row["lean_learned_against_plain"] = _compare(plain_again, lean_learned)
+    front.plain(model)
+    row["plain_after"] = _measured(step, forward, optimizer)
+    plain_ms = min(row["plain"]["ms"], row["plain_after"]["ms"])
+    row["time_ratio"] = row["lean"]["ms"] / plain_ms
+    row["peak_ratio"] = row["lean"]["peak_gb"] / row["plain"]["peak_gb"]
+    return row
+
+
+def _with_plain(model: nn.Module, forward: Callable[[], Tensor]) -> list[Tensor]:
+    wrapped = model.__dict__.pop("forward")
+    try:
+        return _gradients(model, forward)
+    finally:
+        model.__dict__["forward"] = wrapped
+
+
+def _gradients(model: nn.Module, forward: Callable[[], Tensor]) -> list[Tensor]:
+    buffers = [b.clone() for b in model.buffers()]
+    torch.manual_seed(1)
+    model.zero_grad(set_to_none=True)
+    forward().backward()
+    gradients = [p.grad.to("cpu", copy=True) for p in model.parameters() if p.grad is not None]
+    model.zero_grad(set_to_none=True)
+    for b, before in zip(model.buffers(), buffers, strict=True):
+        b.copy_(before)
+    return gradients
+
+
+def _compare(a: list[Tensor], b: list[Tensor]) -> dict[str, Any]:
+    worst = 0.0
+    for x, y in zip(a, b, strict=True):
+        scale = float(x.float().abs().max())
+        worst = max(worst, float((x.float() - y.float()).abs().max()) / (scale or 1.0))
+    return {"bitwise": all(torch.equal(x, y) for x, y in zip(a, b, strict=True)), "largest": worst}
+
+
+def _measured(step: Callable[[], None], forward: Callable[[], Tensor], optimizer: torch.optim.Optimizer) -> dict[str, float]:
+    for _ in range(3):
+        step()
+    optimizer.zero_grad(set_to_none=True)
+    gc.collect()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    loss = forward()
+    torch.cuda.synchronize()
+    kept = torch.cuda.memory_allocated() - before
+    loss.backward()
+    del loss
+    optimizer.zero_grad(set_to_none=True)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    times = []
+    for _ in range(STEPS):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        step()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end))
+    peak = torch.cuda.max_memory_allocated() - before
+    optimizer.zero_grad(set_to_none=True)
+    return {"ms": statistics.median(times), "peak_gb": peak / 1e9, "kept_gb": kept / 1e9}
+
+
+def scaled_floor(case: Case, scale: int = 8) -> float:
+    """The floor in GB, found at a fraction of the batch."""
+    from benchmarks.floor import floor
+
+    torch.manual_seed(0)
+    size = max(1, case.size // scale)
+    batch = case.batch(size)
+
+    class Step(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = case.make().cuda().train()
+
+        def forward(self, *inputs: Tensor) -> Tensor:
+            return case.loss(self.model, inputs)
+
+    found = floor(Step(), batch, autocast=torch.bfloat16 if case.autocast else None)
+    return found.bytes * (case.size / size) / 1e9
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--case", nargs="*", default=[c.name for c in CASES])
+    parser.add_argument("--scale", type=int, default=1)
+    parser.add_argument("--floor", action="store_true")
+    parser.add_argument("--write", default="")
+    parser.add_argument("--summary", action="store_true")
+    arguments = parser.parse_args()
+    rows = []
+    for case in CASES:
+        if case.name not in arguments.case:
+            continue
+        row: dict[str, Any] = {}
+        try:
+            row = run(case, arguments.scale)
+            gc.collect()
+            torch.cuda.empty_cache()
+            if arguments.floor:
+                row["floor_gb"] = scaled_floor(case)
+        except Exception as error:  # one case must not cost the others their turn on the machine
+            import traceback
+
+            traceback.print_exc()
+            row = {**row, "case": case.name, "error": repr(error)[:400]}
+        gc.collect()
+        torch.cuda.empty_cache()
+        rows.append(row)
+        print(row, flush=True)
+    if arguments.write:
+        out = write_rows(arguments.write, "cuda", rows)
+        if "OUT" in os.environ:
+            os.system(f"cp {out} $OUT/")
+
+
+if __name__ == "__main__":
+    main()
