@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from leangrad._torch import transforms_active
+from leangrad._torch import forward_mode_active, transforms_active
 from leangrad.ops.activation import Activation, resolve
 from leangrad.own import owned
 
-__all__ = ["activate", "runs_plain"]
+__all__ = ["activate", "autocast_enabled", "runs_plain"]
 
 
 def activate(x: Tensor, activation: str | Activation, parameter: float | None = None) -> Tensor:
@@ -38,7 +38,7 @@ def activate(x: Tensor, activation: str | Activation, parameter: float | None = 
         raise TypeError(f"x: expected a floating dtype, got {x.dtype}; convert it with x.float()")
     if record.gated and (x.dim() == 0 or x.shape[-1] % 2):
         raise ValueError(f"x: {record.name} needs an even last dimension (gate and value), got {tuple(x.shape)}")
-    plain = runs_plain(x) or (record.float32_in_autocast and torch.is_autocast_enabled(x.device.type))
+    plain = runs_plain(x) or (record.float32_in_autocast and autocast_enabled(x.device.type))
     if plain or not (torch.is_grad_enabled() and x.requires_grad):
         return record.forward(x, record.parameter, None)
     y: Tensor = _Activate.apply(x, record)
@@ -48,9 +48,14 @@ def activate(x: Tensor, activation: str | Activation, parameter: float | None = 
 def runs_plain(*tensors: Tensor | None) -> bool:
     """Whether these tensors belong to somebody who must see torch's own ops: a compiler, a tracer, a subclass."""
     tracing = torch.jit.is_tracing()  # type: ignore[attr-defined]
-    if tracing or torch.compiler.is_compiling() or transforms_active():
+    if tracing or torch.compiler.is_compiling() or transforms_active() or forward_mode_active():
         return True
     return any(type(t) not in (Tensor, torch.nn.Parameter) for t in tensors if t is not None)
+
+
+def autocast_enabled(device_type: str) -> bool:
+    """Whether autocast is on for this kind of device, if it can be."""
+    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
 
 
 class _Activate(torch.autograd.Function):

@@ -1,13 +1,13 @@
 """A program on a tape as one autograd node: any model sees a single op, and inside it every buffer has one owner."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from leangrad._torch import graph_is_kept
+from leangrad._torch import graph_is_kept, saved_tensor_hooks_active
 from leangrad.errors import ConsumedError
 from leangrad.own import owned
 from leangrad.tape import Tape, Var
@@ -46,11 +46,17 @@ class _Node(torch.autograd.Function):
         out = program(tape, *inputs)
         y = out.value
         # The output belongs to the caller from here on. Autograd saves it (and notes its version) if a step reads it.
-        ctx.save_for_backward(*tensors, y if out.readers and out.rebuilt is None else None)
         out.fixed = out.rebuilt is None
+        saved_y = y if out.readers and out.fixed else None
         tape.forget_values(out)
         tape.pool.close()
-        ctx.tape, ctx.inputs, ctx.out, ctx.plain, ctx.lock = tape, inputs, out, plain, threading.Lock()
+        # Whoever hooks into saving (checkpointing, offloading) gets all that is kept, and decides what becomes of it.
+        hooked = tape.held_values() if saved_tensor_hooks_active() else []
+        ctx.save_for_backward(*tensors, saved_y, *(var.tensor for var in hooked))
+        for var in hooked:
+            var.tensor, var.fixed = None, True
+        ctx.tape, ctx.plain, ctx.lock = tape, plain, threading.Lock()
+        ctx.inputs, ctx.out, ctx.hooked = inputs, out, hooked
         return y
 
     @staticmethod
@@ -63,25 +69,24 @@ class _Node(torch.autograd.Function):
                     "the activations of this module were moved out by an earlier backward; "
                     "pass retain_graph=True to that one to run backward again"
                 )
-            *tensors, y = ctx.saved_tensors
+            saved = ctx.saved_tensors
+            tensors = saved[: len(ctx.inputs)]
             if torch.is_grad_enabled():
                 return (None, None, *_differentiate(ctx.plain, tensors, ctx.needs_input_grad[2:], grad))
-            for var, tensor in zip(ctx.inputs, tensors, strict=True):
+            bound = (*ctx.inputs, ctx.out, *ctx.hooked)
+            for var, tensor in zip(bound, saved, strict=True):
                 if var is not None:
                     var.tensor = tensor
-            if y is not None:
-                ctx.out.tensor = y
             tape.backward(ctx.out, grad, ours=ours, again=graph_is_kept())
             gradients = [None if var is None else var.grad for var in ctx.inputs]
-            tape.forget_values(ctx.out)
-            for var in ctx.inputs:
+            for var in bound:
                 if var is not None:
-                    var.gradient = None
+                    var.tensor = var.gradient = None
         return (None, None, *gradients)
 
 
 def _differentiate(
-    plain: Callable[..., Tensor], tensors: list[Tensor | None], needs: tuple[bool, ...], grad: Tensor
+    plain: Callable[..., Tensor], tensors: Sequence[Tensor | None], needs: tuple[bool, ...], grad: Tensor
 ) -> list[Tensor | None]:
     """The gradients of `plain`, with a graph of their own."""
     # A tensor that is given twice must get two gradients: one alias for each place.

@@ -219,6 +219,10 @@ class Tape:
             if out.readers == 0:
                 out.tensor = None
 
+    def held_values(self) -> list[Var]:
+        """The intermediate values that are held for backward."""
+        return [out for _, out, _ in self._steps if out.tensor is not None]
+
     def _settle(self, x: Var) -> None:
         """Leave the gradient of an input in memory that nobody else uses, and that is no larger than it."""
         lease = x.gradient

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from leangrad._torch import has_global_hooks, has_hooks
-from leangrad.functional import activate, runs_plain
+from leangrad.functional import activate, autocast_enabled, runs_plain
 from leangrad.node import run
 from leangrad.ops.activation import Activation, resolve
 from leangrad.tape import Tape, Var
@@ -170,7 +170,7 @@ def _forward(x: Tensor, layers: list[Layer]) -> Tensor:
         parameters += (layer.weight, layer.bias)
     chain = _Chain(tuple(record for _, record in layers))
     device_type = x.device.type
-    autocast = torch.is_autocast_enabled(device_type)
+    autocast = autocast_enabled(device_type)
     if runs_plain(x, *parameters) or (autocast and any(r is not None and r.float32_in_autocast for r in chain.records)):
         return chain.plain(x, *parameters)
     if autocast:
