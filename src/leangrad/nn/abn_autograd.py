@@ -178,7 +178,8 @@ def _vectors(x: Tensor, weight: Tensor | None, bias: Tensor | None, call: Call) 
         if call.group is not None:
             mean, var, count = _stats_over_group(mean, var, count, call.group)
         if call.running_mean is not None and call.running_var is not None:
-            unbiased = var * (count / max(count - 1, 1))
+            others = count - 1  # a tensor if synchronized: asking for its value would wait for the GPU
+            unbiased = var * (count / (others.clamp(min=1) if isinstance(others, Tensor) else others))
             call.running_mean.lerp_(mean.to(call.running_mean.dtype), call.momentum)
             call.running_var.lerp_(unbiased.to(call.running_var.dtype), call.momentum)
     else:
