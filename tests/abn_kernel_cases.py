@@ -81,11 +81,11 @@ def check_passes(
 
 def check_module(device: str) -> None:
     """The whole layer, in place, owned gradient, spare channel, and a held output."""
-    for kind, name in ((InPlaceABN, "leaky_relu"), (ABN, "relu")):
-        layer = kind(3, activation=name).to(device)
+    for kind, name, absolute in ((InPlaceABN, "leaky_relu", False), (ABN, "relu", True)):
+        layer = kind(3, activation=name, absolute=absolute).to(device)
         with torch.no_grad():
             layer.weight.copy_(torch.tensor([0.0, -0.9, 1.1]))
-        exact = kind(3, activation=name).to(device, torch.float64)
+        exact = kind(3, activation=name, absolute=absolute).to(device, torch.float64)
         exact.load_state_dict(layer.state_dict())
         x, dz, _ = case("planes", torch.float32, device)
         x.requires_grad_()

@@ -20,7 +20,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["backward_input", "backward_sums", "normalize", "stats"]
+from leangrad.kernels.activation import activate, derivative, invert
+
+__all__ = ["backward_input", "backward_sums", "batch_vectors", "normalize", "stats"]
 
 TILE = 4096  # elements per tile: with 8 warps, 16 per thread, so two 16-byte loads of bf16 per map
 WARPS = 8
@@ -70,6 +72,7 @@ def _tile(tile, c, M, C, S, ROWS: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.
     inside = (m < M)[:, None] & (c < C)[None, :]
     if WIDE:
         m = m.to(tl.int64)
+        c = c.to(tl.int64)
     if ROWS:
         offsets = m[:, None] * C + c[None, :]
     else:
@@ -79,78 +82,17 @@ def _tile(tile, c, M, C, S, ROWS: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.
 
 
 @triton.jit
-def _activate(y, p, ACT: tl.constexpr):
-    z = y
-    if ACT == "leaky_relu":
-        z = tl.where(y > 0, y, y * p)
-    if ACT == "relu":
-        z = tl.where(y < 0, 0.0, y)
-    if ACT == "elu":
-        # expm1 without libdevice, exact to the last bit or two: (e − 1)·y/log(e), with e = exp(y).
-        negative = tl.where(y > 0, 0.0, y)
-        e = tl.exp(negative)
-        near = (e - 1.0) * negative / tl.where((e == 1.0) | (e == 0.0), 1.0, tl.log(tl.where(e == 0.0, 1.0, e)))
-        z = tl.where(y > 0, y, p * tl.where(e == 1.0, negative, tl.where(e < 1e-30, -1.0, near)))
-    if ACT == "silu":
-        z = y / (1.0 + tl.exp(-y))
-    if ACT == "gelu":
-        z = 0.5 * y * (1.0 + tl.erf(y * 0.7071067811865476))
-    if ACT == "gelu_tanh":
-        z = y / (1.0 + tl.exp(-1.5957691216057308 * (y + 0.044715 * y * y * y)))
-    return z
-
-
-@triton.jit
-def _derivative(y, p, ACT: tl.constexpr):
-    """act'(y)."""
-    d = tl.full(y.shape, 1.0, tl.float32)
-    if ACT == "leaky_relu":
-        d = tl.where(y > 0, 1.0, p)
-    if ACT == "relu":
-        d = tl.where(y > 0, 1.0, 0.0)
-    if ACT == "elu":
-        d = tl.where(y > 0, 1.0, p * tl.exp(tl.where(y > 0, 0.0, y)))
-    if ACT == "silu":
-        s = 1.0 / (1.0 + tl.exp(-y))
-        d = s * (1.0 + y * (1.0 - s))
-    if ACT == "gelu":
-        d = 0.5 * (1.0 + tl.erf(y * 0.7071067811865476)) + y * 0.3989422804014327 * tl.exp(-0.5 * y * y)
-    if ACT == "gelu_tanh":
-        q = 1.0 / (1.0 + tl.exp(-1.5957691216057308 * (y + 0.044715 * y * y * y)))
-        d = q + y * q * (1.0 - q) * 1.5957691216057308 * (1.0 + 0.134145 * y * y)
-    return d
-
-
-@triton.jit
-def _invert(z, p, ACT: tl.constexpr):
-    """act⁻¹(z), and act' there."""
-    y = z
-    d = tl.full(z.shape, 1.0, tl.float32)
-    if ACT == "leaky_relu":
-        y = tl.where(z > 0, z, z / p)
-        d = tl.where(z > 0, 1.0, p)
-    if ACT == "elu":
-        # log1p without libdevice: log(w)·u/(w − 1), with w = 1 + u; the clamp keeps z → −α finite.
-        u = tl.maximum(tl.where(z > 0, 0.0, z) / p, -1.0 + 1.1920929e-07)
-        w = 1.0 + u
-        log1p = tl.where(w == 1.0, u, tl.log(w) * (u / tl.where(w == 1.0, 1.0, w - 1.0)))
-        y = tl.where(z > 0, z, log1p)
-        d = tl.where(z > 0, 1.0, z + p)
-    return y, d
-
-
-@triton.jit
 def _gradient(kept, dz, residual, mean, invstd, weight, bias, p, ACT: tl.constexpr, INVERTED: tl.constexpr):
     """x̂ and dy of a tile; `residual` is 0 where there is none."""
     if INVERTED:
-        y, d = _invert(kept, p, ACT)
+        y, d = invert(kept, p, ACT)
         xhat = (y - bias[None, :]) / weight[None, :]
         dy = dz * d
     else:
         xhat = (kept - mean[None, :]) * invstd[None, :]
         dy = dz
         if ACT != "identity":
-            dy = dz * _derivative(xhat * weight[None, :] + bias[None, :] + residual, p, ACT)
+            dy = dz * derivative(xhat * weight[None, :] + bias[None, :] + residual, p, ACT)
     return xhat, dy
 
 
@@ -188,9 +130,8 @@ def _stats_kernel(
 
 
 @triton.jit
-def _finish_stats_kernel(table_ptr, out_ptr, C, splits, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Merges the shares into mean and biased variance."""
-    c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+def _merged(table_ptr, c, C, splits, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr):
+    """Mean and biased variance of all shares."""
     total = tl.zeros([BLOCK_C], tl.float32)
     weighted = tl.zeros([BLOCK_C], tl.float32)
     for start in range(0, splits, BLOCK_P):
@@ -210,8 +151,45 @@ def _finish_stats_kernel(table_ptr, out_ptr, C, splits, BLOCK_P: tl.constexpr, B
         count = tl.load(at, mask=inside, other=0.0)
         away = tl.load(at + splits * C, mask=inside, other=0.0) - mean[None, :]
         m2 += tl.sum(tl.load(at + 2 * splits * C, mask=inside, other=0.0) + count * away * away, 0)
+    return mean, m2 / total
+
+
+@triton.jit
+def _finish_stats_kernel(table_ptr, out_ptr, C, splits, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr):
+    c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    mean, var = _merged(table_ptr, c, C, splits, BLOCK_P, BLOCK_C)
     tl.store(out_ptr + c, mean, mask=c < C)
-    tl.store(out_ptr + C + c, m2 / total, mask=c < C)
+    tl.store(out_ptr + C + c, var, mask=c < C)
+
+
+@triton.jit(do_not_specialize=["eps", "momentum", "unbias"])
+def _finish_vectors_kernel(
+    table_ptr, out_ptr, weight_ptr, bias_ptr, running_mean_ptr, running_var_ptr, eps, momentum, unbias, C, splits,
+    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, ABSOLUTE: tl.constexpr, HAS_RUNNING: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """(mean, invstd, γ̂, β), and the running statistics: one launch for what would be a dozen of a few bytes each."""
+    c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    mean, var = _merged(table_ptr, c, C, splits, BLOCK_P, BLOCK_C)
+    weight = tl.full([BLOCK_C], 1.0, tl.float32)
+    bias = tl.zeros([BLOCK_C], tl.float32)
+    if HAS_WEIGHT:
+        weight = tl.load(weight_ptr + c, mask=c < C, other=1.0).to(tl.float32)
+        if ABSOLUTE:
+            weight = tl.abs(weight) + eps
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + c, mask=c < C, other=0.0).to(tl.float32)
+    tl.store(out_ptr + c, mean, mask=c < C)
+    tl.store(out_ptr + C + c, 1.0 / tl.sqrt(var + eps), mask=c < C)
+    tl.store(out_ptr + 2 * C + c, weight, mask=c < C)
+    tl.store(out_ptr + 3 * C + c, bias, mask=c < C)
+    if HAS_RUNNING:
+        old_mean = tl.load(running_mean_ptr + c, mask=c < C, other=0.0).to(tl.float32)
+        old_var = tl.load(running_var_ptr + c, mask=c < C, other=0.0).to(tl.float32)
+        new_mean = old_mean + momentum * (mean - old_mean)
+        new_var = old_var + momentum * (var * unbias - old_var)
+        tl.store(running_mean_ptr + c, new_mean.to(running_mean_ptr.dtype.element_ty), mask=c < C)
+        tl.store(running_var_ptr + c, new_var.to(running_var_ptr.dtype.element_ty), mask=c < C)
 
 
 @triton.jit
@@ -229,7 +207,7 @@ def _normalize_kernel(
     y = (x - mean[None, :]) * scale[None, :] + bias[None, :]
     if HAS_RESIDUAL:
         y += tl.load(residual_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out_ptr + offsets, _activate(y, p, ACT).to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(out_ptr + offsets, activate(y, p, ACT).to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -308,16 +286,36 @@ def _input_kernel(
 # ---- launches -------------------------------------------------------------------------------------------------------
 
 
-def stats(x: Tensor) -> Tensor:
-    """(mean, biased variance) as a (2, channels) float32 tensor."""
+def _shares(x: Tensor) -> tuple[Tensor, Grid, int]:
+    """The first pass: the table of shares, its grid, and the block that reduces it."""
     g = plan(x)
     table = torch.empty(3, g.splits, g.C, dtype=torch.float32, device=x.device)
-    out = torch.empty(2, g.C, dtype=torch.float32, device=x.device)
     _stats_kernel[(g.c_blocks, g.splits)](
         x, table, g.M, g.C, g.S, g.tiles, g.rows, g.wide, g.block_m, g.block_c, num_warps=WARPS
     )
-    block_p = min(256, triton.next_power_of_2(g.splits))
+    return table, g, min(256, triton.next_power_of_2(g.splits))
+
+
+def stats(x: Tensor) -> Tensor:
+    """(mean, biased variance) as a (2, channels) float32 tensor."""
+    table, g, block_p = _shares(x)
+    out = torch.empty(2, g.C, dtype=torch.float32, device=x.device)
     _finish_stats_kernel[(triton.cdiv(g.C, 16),)](table, out, g.C, g.splits, block_p, 16)
+    return out
+
+
+def batch_vectors(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, absolute: bool,
+    running: tuple[Tensor, Tensor] | None, momentum: float,
+) -> Tensor:  # fmt: skip
+    """(mean, invstd, γ̂, β) as a (4, channels) float32 tensor; moves the running statistics on."""
+    table, g, block_p = _shares(x)
+    out = torch.empty(4, g.C, dtype=torch.float32, device=x.device)
+    parameters = (out if weight is None else weight, out if bias is None else bias)
+    _finish_vectors_kernel[(triton.cdiv(g.C, 16),)](
+        table, out, *parameters, *(running or (out, out)), eps, momentum, g.M / max(1, g.M - 1), g.C, g.splits,
+        weight is not None, bias is not None, absolute, running is not None, block_p, 16,
+    )  # fmt: skip
     return out
 
 

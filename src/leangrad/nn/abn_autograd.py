@@ -173,24 +173,21 @@ def _vectors(x: Tensor, weight: Tensor | None, bias: Tensor | None, call: Call) 
     """(mean, invstd, γ̂, β) as one tensor, and the count of values behind the mean (a tensor if it is synchronized)."""
     count: Any = x.numel() // x.shape[1]
     dtype = ops.accumulation_dtype(x.dtype)
-    if call.training:
+    running = None
+    if call.running_mean is not None and call.running_var is not None:
+        running = (call.running_mean, call.running_var)
+    form = {"eps": call.eps, "absolute": call.absolute}
+    if call.training and call.group is None:
+        return ops.batch_vectors(x, weight, bias, **form, running=running, momentum=call.momentum), count
+    if call.training and call.group is not None:
         mean, var = ops.stats(x) if count else (x.new_zeros(x.shape[1], dtype=dtype) for _ in range(2))
-        if call.group is not None:
-            mean, var, count = _stats_over_group(mean, var, count, call.group)
-        if call.running_mean is not None and call.running_var is not None:
-            others = count - 1  # a tensor if synchronized: asking for its value would wait for the GPU
-            unbiased = var * (count / (others.clamp(min=1) if isinstance(others, Tensor) else others))
-            call.running_mean.lerp_(mean.to(call.running_mean.dtype), call.momentum)
-            call.running_var.lerp_(unbiased.to(call.running_var.dtype), call.momentum)
+        mean, var, count = _stats_over_group(mean, var, count, call.group)
+        if running is not None:
+            ops.update_running(running, mean, var, count, call.momentum)
     else:
-        assert call.running_mean is not None
-        assert call.running_var is not None
-        mean, var = call.running_mean.to(dtype), call.running_var.to(dtype)
-    gamma = torch.ones_like(mean) if weight is None else weight.to(dtype)
-    if call.absolute and weight is not None:
-        gamma = gamma.abs() + call.eps
-    beta = torch.zeros_like(mean) if bias is None else bias.to(dtype)
-    return torch.stack((mean, (var + call.eps).rsqrt_(), gamma, beta)), count
+        assert running is not None
+        mean, var = (t.to(dtype) for t in running)
+    return ops.stack_vectors(mean, var, weight, bias, **form), count
 
 
 def _spare_channels(x: Tensor, v: ops.Vectors, act: ops.Activation) -> tuple[Tensor | None, Tensor | None]:

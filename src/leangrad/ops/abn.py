@@ -26,7 +26,10 @@ from torch import Tensor
 
 from leangrad.kernels import serves
 
-__all__ = ["Activation", "Kept", "Vectors", "backward_input", "backward_sums", "normalize", "stats"]
+__all__ = [
+    "Activation", "Kept", "Vectors", "backward_input", "backward_sums", "batch_vectors", "normalize", "stack_vectors",
+    "stats", "update_running",
+]  # fmt: skip
 
 aten: Any = torch.ops.aten
 
@@ -118,6 +121,40 @@ def stats(x: Tensor) -> tuple[Tensor, Tensor]:
     # With running statistics in float32, ATen also returns float32 statistics of a low-precision map.
     mean, var = torch.batch_norm_update_stats(x, unused, unused.clone(), 0.0)
     return mean, var
+
+
+def batch_vectors(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: float, absolute: bool,
+    running: tuple[Tensor, Tensor] | None, momentum: float,
+) -> Tensor:  # fmt: skip
+    """(mean, invstd, γ̂, β) of a batch as one (4, channels) tensor; moves the running mean and variance on."""
+    if serves(x):
+        vectors: Tensor = _kernels().batch_vectors(as_matrix(x), weight, bias, eps, absolute, running, momentum)
+        if running is not None:
+            torch.autograd.graph.increment_version(running)
+        return vectors
+    mean, var = stats(x)
+    if running is not None:
+        update_running(running, mean, var, x.numel() // x.shape[1], momentum)
+    return stack_vectors(mean, var, weight, bias, eps=eps, absolute=absolute)
+
+
+def update_running(running: tuple[Tensor, Tensor], mean: Tensor, var: Tensor, count: Any, momentum: float) -> None:
+    """Move the running mean and unbiased variance on; `count` may be a tensor, which is not waited for."""
+    others = (count - 1).clamp(min=1) if isinstance(count, Tensor) else max(count - 1, 1)
+    running[0].lerp_(mean.to(running[0].dtype), momentum)
+    running[1].lerp_((var * (count / others)).to(running[1].dtype), momentum)
+
+
+def stack_vectors(
+    mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: float, absolute: bool
+) -> Tensor:
+    """(mean, invstd, γ̂, β) from given statistics."""
+    gamma = torch.ones_like(mean) if weight is None else weight.to(mean.dtype)
+    if absolute and weight is not None:
+        gamma = gamma.abs() + eps
+    beta = torch.zeros_like(mean) if bias is None else bias.to(mean.dtype)
+    return torch.stack((mean, (var + eps).rsqrt_(), gamma, beta))
 
 
 def normalize(x: Tensor, v: Vectors, act: Activation, *, residual: Tensor | None = None, out: Tensor) -> Tensor:
