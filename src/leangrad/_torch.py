@@ -218,3 +218,8 @@ def is_view(tensor: Tensor) -> bool:
 def keeps_output(kind: type) -> bool:
     """Whether autograd nodes of this type keep the tensor that they made: overwriting it would break their backward."""
     return any(name.startswith(("_saved_result", "_saved_output")) for name in dir(kind))
+
+
+def direct(overload: Any) -> Any:
+    """The C++ function behind `torch.ops.aten.name.overload`, a third cheaper to call; or the overload itself."""
+    return getattr(overload, "_op", overload)

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from leangrad._torch import graph_is_kept, saved_tensor_hooks_active
-from leangrad.errors import ConsumedError
-from leangrad.own import owned
+from leangrad.own import owned, take
 from leangrad.tape import Tape, Var
 
 __all__ = ["run"]
@@ -62,13 +61,11 @@ class _Node(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         ours = owned(grad)
-        tape: Tape = ctx.tape
         with ctx.lock:  # two threads may run backward over one kept graph
-            if tape.consumed:
-                raise ConsumedError(
-                    "the activations of this module were moved out by an earlier backward; "
-                    "pass retain_graph=True to that one to run backward again"
-                )
+            tape: Tape = take(ctx, "tape", keep="pass retain_graph=True to that one to run backward again")
+            again = graph_is_kept()
+            if again:
+                ctx.tape = tape
             saved = ctx.saved_tensors
             tensors = saved[: len(ctx.inputs)]
             if torch.is_grad_enabled():
@@ -77,7 +74,7 @@ class _Node(torch.autograd.Function):
             for var, tensor in zip(bound, saved, strict=True):
                 if var is not None:
                     var.tensor = tensor
-            tape.backward(ctx.out, grad, ours=ours, again=graph_is_kept())
+            tape.backward(ctx.out, grad, ours=ours, again=again)
             gradients = [None if var is None else var.grad for var in ctx.inputs]
             for var in bound:
                 if var is not None:

@@ -172,7 +172,8 @@ class Tape:
                 out.gradient = gradient.lend() if self.keep else None
                 step(self, gradient, out, again, *arguments)
         for var in self._inputs:
-            self._settle(var)
+            if var.gradient is not None:
+                self._settle(var, var.gradient)
         self.pool.close()
 
     def read(self, x: Var) -> tuple[Tensor, Lease | None]:
@@ -223,10 +224,9 @@ class Tape:
         """The intermediate values that are held for backward."""
         return [out for _, out, _ in self._steps if out.tensor is not None]
 
-    def _settle(self, x: Var) -> None:
+    def _settle(self, x: Var, lease: Lease) -> None:
         """Leave the gradient of an input in memory that nobody else uses, and that is no larger than it."""
-        lease = x.gradient
-        if lease is None or (lease.owned and (lease.memory is lease.tensor or lease.memory.numel() == x.shape.numel())):
+        if lease.owned and (lease.memory is lease.tensor or lease.memory.numel() == x.shape.numel()):
             return
         x.gradient = Lease(lease.tensor.clone())
         self.pool.release(lease)

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from leangrad._torch import softmax_backward
+from leangrad._torch import direct, softmax_backward
 
 __all__ = ["ACTIVATIONS", "Activation", "resolve"]
 
@@ -77,13 +77,16 @@ def resolve(activation: str | Activation, parameter: float | None = None) -> Act
 
 def _run(op: Any, out: Tensor | None, *args: Any, **options: Any) -> Tensor:
     """`op(*args)`, written into `out` where it is given."""
-    y: Tensor = op.default(*args, **options) if out is None else op.out(*args, **options, out=out)
+    y: Tensor = op.default(*args, **options) if out is None else direct(op.out)(*args, **options, out=out)
     return y
 
 
 def _run_backward(op: Any, into: Tensor | None, *args: Any, **options: Any) -> Tensor:
     """`op(*args)`, written into `into` where it is given; the backward ops of torch call that `grad_input`."""
-    dx: Tensor = op.default(*args, **options) if into is None else op.grad_input(*args, **options, grad_input=into)
+    if into is not None:
+        direct(op.grad_input)(*args, **options, grad_input=into)
+        return into
+    dx: Tensor = op.default(*args, **options)
     return dx
 
 

@@ -7,6 +7,7 @@ products are the ones that autograd's own backward of `F.linear` computes, opera
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 __all__ = ["linear", "linear_backward_bias", "linear_backward_input", "linear_backward_weight"]
@@ -18,6 +19,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = 
     >>> linear(torch.ones(2, 3), torch.ones(4, 3), None, out=torch.full((2, 4), float("nan"))).unique()
     tensor([3.])
     """
+    if out is None:
+        return F.linear(x, weight, bias)
     if bias is None:
         return torch.mm(x, weight.t(), out=out)
     return torch.addmm(bias, x, weight.t(), out=out)
@@ -30,9 +33,9 @@ def linear_backward_input(g: Tensor, weight: Tensor, into: Tensor | None = None)
 
 def linear_backward_weight(g: Tensor, x: Tensor, into: Tensor | None = None) -> Tensor:
     """DW = gᵀ x, of the shape of W."""
-    return torch.mm(g.t(), x, out=into)
+    return torch.mm(g.t(), x) if into is None else torch.mm(g.t(), x, out=into)
 
 
 def linear_backward_bias(g: Tensor, into: Tensor | None = None) -> Tensor:
     """Db = Σ_rows g, of the shape of b."""
-    return torch.sum(g, 0, out=into)
+    return g.sum(0) if into is None else torch.sum(g, 0, out=into)
