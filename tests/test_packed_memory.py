@@ -72,6 +72,16 @@ def test_the_first_micro_batch_allocates_the_ranges_and_nothing_else() -> None:
     assert packed.report().bytes == packed.report().standing_bytes == 6 * WEIGHT_BYTES
 
 
+def test_a_backward_that_asks_for_no_weight_computes_none() -> None:
+    mine = deep()
+    packed = pack_gradients(mine)
+    x = torch.randn(ROWS, WIDTH, requires_grad=True)
+    y = mine(x).square().sum()
+    assert of_weight_size(memory_events(lambda: y.backward(inputs=[x], retain_graph=True))) == 0
+    assert of_weight_size(memory_events(lambda: torch.autograd.grad(y, [x]))) == 0
+    assert packed.report().standing_bytes == 0
+
+
 def test_an_embedding_allocates_nothing_of_its_weights_size() -> None:
     for make in (lambda: nn.Embedding(WIDTH, WIDTH), lambda: nn.Embedding(WIDTH, WIDTH, padding_idx=0)):
         plain = make()

@@ -113,6 +113,22 @@ def test_autocast_of_a_plain_use_beside_a_packed_one() -> None:
     assert torch.equal(mine.weight.grad, 2 * torch.ones(4, 6).bfloat16().t().mm(x.bfloat16()).float())
 
 
+def test_second_order_under_autocast() -> None:
+    plain, mine, _ = twins(nn.Linear(6, 4))
+    results = []
+    for model in (plain, mine):
+        x = torch.randn(5, 6, generator=torch.Generator().manual_seed(4), requires_grad=True)
+        with torch.autocast("cpu", torch.bfloat16):
+            y = model(x)
+        (gx,) = torch.autograd.grad(y.float().tanh().sum(), x, create_graph=True)
+        gx.square().sum().backward()
+        results.append([gx, x.grad, *(p.grad for p in model.parameters())])
+    assert_same(results[1][:2], results[0][:2])
+    for a, b in zip(results[1][2:], results[0][2:], strict=True):
+        # The weight is used twice: plain adds the two in bfloat16, the slot in float32.
+        torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2)
+
+
 def test_autocast_keeps_two_casts_of_a_layer_called_often() -> None:
     # One of the first use, one of autocast's own cache, which all later uses share; not one for each use.
     plain, mine, _ = twins(nn.Linear(64, 64, bias=False))
