@@ -195,7 +195,7 @@ def test_random_programs_match_autograd(threshold, monkeypatch):
     monkeypatch.setattr(tape, "_REBUILD_MIN_BYTES", threshold)
     private_runs = []
 
-    @fuzz_settings(small=150, large=10_000)
+    @fuzz_settings(small=150, large=5_000)
     @given(st.data())
     def check(data):
         program = random_program(data.draw)
