@@ -4,7 +4,9 @@ Nothing outside this file may touch a name of torch that starts with an undersco
 a torch release drops makes leangrad plainer, never wrong: the fallback is always the answer that promises less.
 """
 
+import ast
 import functools
+import inspect
 import sys
 import weakref
 from typing import Any
@@ -223,3 +225,38 @@ def keeps_output(kind: type) -> bool:
 def direct(overload: Any) -> Any:
     """The C++ function behind `torch.ops.aten.name.overload`, a third cheaper to call; or the overload itself."""
     return getattr(overload, "_op", overload)
+
+
+def private_names() -> dict[str, bool]:
+    """Every private name that this file uses, and whether this torch has it.
+
+    The names are read off the source, so the list cannot fall behind it. A name counts as there if any of the things
+    that are asked for private names here has it. Names of CUDA are left out where torch was built without it.
+
+    >>> private_names()["_version"]
+    True
+    """
+    tensor = torch.ones(1, requires_grad=True) * 1
+    owners: list[Any] = [torch, torch._C, torch._C._autograd, torch.autograd, torch.autograd.forward_ad]
+    owners += [torch.nn.Module(), torch.nn.modules.module, torch.ops.aten.add.Tensor]
+    owners += [tensor, tensor.untyped_storage(), tensor.grad_fn]
+    there = {name for owner in owners for name in dir(owner)}
+    has_cuda = torch.backends.cuda.is_built()
+    names = _private_names_in(ast.parse(inspect.getsource(sys.modules[__name__])))
+    return {name: name in there for name in names if has_cuda or not name.startswith("_cuda")}
+
+
+def _private_names_in(source: ast.Module) -> list[str]:
+    """Each `_name` of `x._name`, `getattr(x, "_name")` and `hasattr(x, "_name")`."""
+    found: dict[str, None] = {}
+    for node in ast.walk(source):
+        match node:
+            case ast.Attribute(attr=str(name)):
+                pass
+            case ast.Call(func=ast.Name(id="getattr" | "hasattr"), args=[_, ast.Constant(value=str(name)), *_]):
+                pass
+            case _:
+                continue
+        if name.startswith("_") and not name.startswith("__"):
+            found[name] = None
+    return list(found)
