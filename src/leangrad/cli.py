@@ -1,0 +1,191 @@
+"""The command line: `leangrad demo`, `leangrad verify`, `leangrad doctor`."""
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from enum import StrEnum
+from pathlib import Path
+from types import ModuleType
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+import leangrad
+from leangrad import demo as demo_models
+from leangrad.doctor import examine
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    name="leangrad",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,  # an error in the user's own model should look as Python shows it
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"leangrad {leangrad.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Train the same model, with the same gradients, in a fraction of the memory."""
+
+
+# ----------------------------------------------------------------------------------------------------------------- demo
+
+
+@app.command()
+def demo(
+    steps: Annotated[int, typer.Option(min=1, help="Training steps of each model, plain and lean.")] = 10,
+) -> None:
+    """Train three small models, plain and lean side by side, and print what each took.
+
+    Needs no network and no GPU. The exit code is 1 if a gradient differs.
+    """
+    console = Console()
+    comparisons = []
+    columns = (TextColumn("{task.description:<18}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("", total=steps * len(demo_models.CASES))
+        for case in demo_models.CASES:
+            progress.update(task, description=case.name)
+            comparisons.append(demo_models.compare(case, steps, on_step=lambda: progress.advance(task)))
+    console.print(_demo_table(comparisons, steps))
+    equal = all(comparison.gradient_difference is None for comparison in comparisons)
+    if equal:
+        console.print("Every gradient of every step was the same, bit for bit.")
+    else:
+        console.print("[bold red]Gradients differ. This must not be: please report it with `leangrad doctor`.")
+    console.print("Next: `leangrad verify FILE.py:FACTORY` on your own model; see README.md.")
+    raise typer.Exit(0 if equal else 1)
+
+
+def _demo_table(comparisons: list[demo_models.Comparison], steps: int) -> Table:
+    """A column for each model, so that the table fits into 80 characters."""
+    title = f"{steps} training steps from one seed; memory above what stands before a step"
+    table = Table("", *(comparison.name for comparison in comparisons), box=box.HORIZONTALS, title=title)
+    for column in table.columns[1:]:
+        column.justify = "right"
+
+    def row(name: str, cell: Callable[[demo_models.Comparison], str], *, last: bool = False) -> None:
+        table.add_row(name, *map(cell, comparisons), end_section=last)
+
+    row("peak, plain", lambda c: _megabytes(c.plain.peak_bytes))
+    row("peak, lean", lambda c: _megabytes(c.lean.peak_bytes), last=True)
+    row("kept, plain", lambda c: _megabytes(c.plain.kept_bytes))
+    row("kept, lean", lambda c: _megabytes(c.lean.kept_bytes))
+    row("floor of kept", lambda c: _megabytes(c.floor_bytes), last=True)
+    row("time, lean / plain", lambda c: f"{c.time_ratio:.2f}", last=True)
+    row("gradients off by", lambda c: "0" if c.gradient_difference is None else f"{c.gradient_difference:.2g}")
+    row("last loss, plain", lambda c: f"{c.plain_loss:.6f}")
+    row("last loss, lean", lambda c: f"{c.lean_loss:.6f}")
+    return table
+
+
+def _megabytes(count: int) -> str:
+    return f"{count / 1e6:.2f} MB"
+
+
+# --------------------------------------------------------------------------------------------------------------- verify
+
+
+class Autocast(StrEnum):
+    """The dtypes that autocast takes."""
+
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+@app.command()
+def verify(
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODULE:FACTORY",
+            help="A file or an importable module, and a function in it that returns (model, batch) or "
+            "(model, batch, loss).",
+        ),
+    ],
+    autocast: Annotated[Autocast | None, typer.Option(help="Run forward and loss under autocast.")] = None,
+) -> None:
+    """Train one step of your own model, plain and lean, and compare every number.
+
+    The exit code is 1 if lean is further from plain than plain is from itself.
+    """
+    model, batch, loss = _subject(target)
+    dtype = None if autocast is None else getattr(torch, autocast.value)
+    verification = leangrad.verify(model, batch, loss, autocast=dtype)
+    typer.echo(str(verification))
+    raise typer.Exit(0 if verification.within_noise else 1)
+
+
+def _subject(target: str) -> tuple[Any, Any, Any]:
+    """What the factory that `target` names returns: a model, a batch, and a loss or None."""
+    source, _, name = target.rpartition(":")
+    if not source or not name:
+        raise typer.BadParameter(f"expected MODULE:FACTORY, such as train.py:make or my.module:make, got {target!r}")
+    factory = getattr(_load(source), name, None)
+    if not callable(factory):
+        raise typer.BadParameter(f"expected a function {name!r} in {source}, found none")
+    made = factory()
+    if not isinstance(made, tuple) or len(made) not in (2, 3):
+        got = f"a tuple of {len(made)}" if isinstance(made, tuple) else type(made).__name__
+        raise typer.BadParameter(f"expected {name}() to return (model, batch) or (model, batch, loss), got {got}")
+    model, batch, *loss = made
+    return model, batch, loss[0] if loss else None
+
+
+def _load(source: str) -> ModuleType:
+    """Import a file by its path, or a module by its name, as `python file.py` and `python -m module` would find it."""
+    if not source.endswith(".py"):
+        sys.path.insert(0, str(Path.cwd()))
+        try:
+            return importlib.import_module(source)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{source}.".startswith(f"{error.name}."):
+                raise  # the module is there; something that it imports is not
+            raise typer.BadParameter(f"found no module {source!r} here or among the installed ones") from None
+    path = Path(source)
+    if not path.is_file():
+        raise typer.BadParameter(f"found no file {source!r}")
+    sys.path.insert(0, str(path.resolve().parent))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # dataclasses and pickle look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+# --------------------------------------------------------------------------------------------------------------- doctor
+
+
+@app.command()
+def doctor() -> None:
+    """Say what leangrad finds on this machine.
+
+    The exit code is 1 if something makes leangrad plainer than it could be.
+    """
+    findings = examine()
+    for finding in findings:
+        mark = " " if finding.good else "!"
+        typer.echo(f"{mark} {finding.name:<20} {finding.found}")
+        if finding.hint and (not finding.good or finding.name == "CPU memory"):
+            typer.echo(f"{'':23}{finding.hint}")
+    raise typer.Exit(0 if all(finding.good for finding in findings) else 1)

@@ -1,0 +1,39 @@
+"""What the demo needs to know of a model, and the data that two of the three share."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["FLOAT_BYTES", "Case", "chained_tokens"]
+
+FLOAT_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, its data and its floor.
+
+    - `make_model`: a new model, drawn from torch's global generator.
+    - `make_batch`: inputs and the classes to be told from them; the loss is their cross-entropy.
+    - `floor_bytes`: the fewest bytes that a step can keep with no matmul, convolution or attention computed twice,
+      counted by hand beside each model.
+    """
+
+    name: str
+    make_model: Callable[[], nn.Module]
+    make_batch: Callable[[torch.Generator], tuple[Tensor, Tensor]]
+    floor_bytes: int
+
+
+def chained_tokens(batch: int, length: int, vocabulary: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Token ids (batch, length), and the token after each: seven further on nine times in ten, else any."""
+    surprises = torch.randint(vocabulary, (batch, length + 1), generator=generator)
+    surprised = torch.rand(batch, length + 1, generator=generator) < 0.1
+    tokens = [surprises[:, 0]]
+    for position in range(1, length + 1):
+        follower = (tokens[-1] + 7) % vocabulary
+        tokens.append(torch.where(surprised[:, position], surprises[:, position], follower))
+    chain = torch.stack(tokens, dim=1)
+    return chain[:, :-1].contiguous(), chain[:, 1:].contiguous()

@@ -1,0 +1,76 @@
+"""GPT blocks as GPT-2 has them, with dropout and with the tanh form of GELU written out, on a chain of tokens."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from leangrad.demo.case import FLOAT_BYTES, Case, chained_tokens
+
+__all__ = ["gpt"]
+
+
+def tanh_gelu(x: Tensor) -> Tensor:
+    """GELU in its tanh form, written out as many model files have it: plain autograd keeps several maps for it."""
+    return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3)))
+
+
+class Block(nn.Module):
+    """Causal attention and a feed-forward layer, each after a LayerNorm and before a dropout."""
+
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.fc, self.out = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, width) to the same."""
+        q, k, v = (
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(self.norm1(x)).chunk(3, -1)
+        )
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.dropout(self.proj(mixed.transpose(1, 2).flatten(2)))
+        out: Tensor = x + self.dropout(self.out(tanh_gelu(self.fc(self.norm2(x)))))
+        return out
+
+
+class GPT(nn.Module):
+    """Token and position embeddings, blocks, a last LayerNorm and a linear head."""
+
+    def __init__(self, layers: int, width: int, heads: int, length: int, vocabulary: int, dropout: float) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
+        self.dropout = nn.Dropout(dropout)
+        self.blocks = nn.Sequential(*(Block(width, heads, dropout) for _ in range(layers)))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary)
+        self.register_buffer("places", torch.arange(length), persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Ids (B, T) to logits (B, T, vocabulary)."""
+        x = self.dropout(self.tokens(tokens) + self.positions(self.places))
+        logits: Tensor = self.head(self.norm(self.blocks(x)))
+        return logits
+
+
+def gpt(
+    batch: int = 8, length: int = 128, *, layers: int = 4, width: int = 128, heads: int = 4, vocabulary: int = 64
+) -> Case:
+    """The case.
+
+    The floor, for each token and block: q, k and v (3 width), the attention's output (width) and its logs of
+    denominators (heads), the outputs of `proj` and `out` (width each), without which the residual stream cannot be
+    built again, and that of `fc` (4 width), from which all of GELU can. And the logits. The masks of dropout are drawn
+    again from the random state, and the embeddings looked up again.
+    """
+    each_token = layers * (3 * width + width + heads + width + 4 * width + width) + vocabulary
+    return Case(
+        "GPT with dropout",
+        lambda: GPT(layers, width, heads, length, vocabulary, dropout=0.1),
+        lambda generator: chained_tokens(batch, length, vocabulary, generator),
+        FLOAT_BYTES * batch * length * each_token,
+    )
