@@ -22,6 +22,7 @@ from torch import Tensor
 
 from leangrad._torch import saved_tensor_hooks_active, version
 from leangrad.errors import ChangedError, LeangradError
+from leangrad.kernels import serves
 from leangrad.ops import abn as ops
 from leangrad.own import owned
 
@@ -122,6 +123,9 @@ def _backward(ctx: Any, dz: Tensor, mine: bool) -> tuple[Tensor | None, ...]:
     if need_residual:
         # dy is the residual's gradient: a buffer of its own, from which dx is then computed.
         dy = dz if act.name == "identity" or mine else torch.empty_like(dz)
+    elif need_x and not call.invert and act.name != "identity" and not serves(dz):
+        # The eager second pass is faster from dy than from dz; a kernel would only write one map more.
+        dy = dz if mine else torch.empty_like(dz)
     sums = None
     if dz.numel() == 0:
         sums = v.mean.new_zeros(2, v.mean.numel())
@@ -133,7 +137,7 @@ def _backward(ctx: Any, dz: Tensor, mine: bool) -> tuple[Tensor | None, ...]:
         if means is not None and call.group is not None:
             means, count = _mean_over_group(means, ctx.count, call.group), 1
         if dy is not None:
-            dz, kept, act, mine = dy, ops.Kept(kept_map, call.invert), ops.Activation("identity"), False
+            dz, kept, act, mine = dy, ops.Kept(kept_map, call.invert), ops.Activation("identity"), not need_residual
         out = dz if mine else torch.empty_like(dz)
         dx = ops.backward_input(kept, dz, v, act, means, count, out=out) if dz.numel() else out
     dweight = dbias = None
@@ -141,7 +145,7 @@ def _backward(ctx: Any, dz: Tensor, mine: bool) -> tuple[Tensor | None, ...]:
         dweight = (sums[1] if ctx.sign is None else sums[1] * ctx.sign).to(ctx.weight_dtype)
     if need_bias and sums is not None:
         dbias = sums[0].to(ctx.bias_dtype)
-    return dx, dweight, dbias, dy, None
+    return dx, dweight, dbias, dy if need_residual else None, None
 
 
 def _through_function(function: Callable[[Tensor], Tensor], kept: ops.Kept, dz: Tensor, v: ops.Vectors) -> Tensor:
