@@ -91,10 +91,17 @@ def _demo_table(comparisons: list[demo_models.Comparison], steps: int) -> Table:
     row("kept, lean", lambda c: _megabytes(c.lean.kept_bytes))
     row("floor of kept", lambda c: _megabytes(c.floor_bytes), last=True)
     row("time, lean / plain", lambda c: f"{c.time_ratio:.2f}", last=True)
-    row("gradients off by", lambda c: "0" if c.gradient_difference is None else f"{c.gradient_difference:.2g}")
+    row("gradients off by", _distance)
     row("last loss, plain", lambda c: f"{c.plain_loss:.6f}")
     row("last loss, lean", lambda c: f"{c.lean_loss:.6f}")
     return table
+
+
+def _distance(comparison: demo_models.Comparison) -> str:
+    distance = comparison.gradient_difference
+    if distance is None:
+        return "0"
+    return f"{distance:.2g}" if distance > 0 else "0, not bitwise"  # 0.0 and -0.0
 
 
 def _megabytes(count: int) -> str:
