@@ -8,7 +8,7 @@ BIN    := .venv/bin
 # One thread per test worker: two workers on two cores, and the same sums on every machine.
 TEST   := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest
 
-.PHONY: demo test check fix fuzz bench clean
+.PHONY: demo test check fix fuzz clean
 
 demo: .venv/installed
 	$(BIN)/leangrad demo

@@ -1,0 +1,157 @@
+"""The papers around the house: public names, docstrings, examples, links and the README's code."""
+
+import doctest
+import importlib
+import inspect
+import pkgutil
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import leangrad
+
+ROOT = Path(__file__).parent.parent
+PAPERS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+MODULES = ["leangrad", *(found.name for found in pkgutil.walk_packages(leangrad.__path__, "leangrad."))]
+FUNCTIONS = [name for name in leangrad.__all__ if not isinstance(getattr(leangrad, name), ModuleType)]
+
+
+# The public face
+
+
+def test_at_most_a_dozen_public_names() -> None:
+    assert len(leangrad.__all__) <= 12
+    assert sorted(leangrad.__all__) == leangrad.__all__
+    assert all(hasattr(leangrad, name) for name in leangrad.__all__)
+
+
+def test_functions_that_share_their_name_with_a_module() -> None:
+    from leangrad.measure import Measurement
+    from leangrad.verify import Verification
+
+    weight = torch.ones(4, requires_grad=True)
+    assert isinstance(leangrad.measure(lambda: weight.exp().sum().backward(), timed_runs=0), Measurement)
+    assert isinstance(leangrad.verify(nn.Linear(4, 2), torch.randn(3, 4)), Verification)
+    assert leangrad.is_lean(leangrad.lean(nn.Linear(4, 2)))
+
+
+IMPORT = """
+import sys
+from leangrad.measure import Measurement  # by path, before anything else
+import leangrad.verify
+import leangrad.lean
+import leangrad
+assert all(callable(name) for name in (leangrad.measure, leangrad.verify, leangrad.lean))
+heavy = {"triton", "transformers", "rich", "typer", "torch._dynamo", "torch._inductor"} & set(sys.modules)
+assert not heavy, heavy
+"""
+
+
+def test_importing_is_light_and_its_order_does_not_matter() -> None:
+    result = subprocess.run([sys.executable, "-W", "error", "-c", IMPORT], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("name", leangrad.__all__)
+def test_public_name_is_in_the_papers(name: str) -> None:
+    text = (ROOT / "README.md").read_text() + (ROOT / "docs" / "how_it_works.md").read_text()
+    assert re.search(rf"`(leangrad\.)?{name}\b|leangrad\.{name}\b", text), f"tell of `{name}` in README.md or docs/"
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_public_function_has_a_line_and_an_example(name: str) -> None:
+    function = getattr(leangrad, name)
+    documentation = inspect.getdoc(function) or ""
+    assert re.fullmatch(r".{10,120}\.", documentation.split("\n\n")[0].replace("\n", " ")), "begin with one sentence"
+    assert any(test.examples for test in doctest.DocTestFinder(recurse=False).find(function, name)), "add an example"
+    assert "return" in inspect.get_annotations(function)
+
+
+def test_every_error_is_told() -> None:
+    for name in leangrad.errors.__all__:
+        kind = getattr(leangrad.errors, name)
+        assert issubclass(kind, leangrad.errors.LeangradError)
+        assert kind.__doc__
+
+
+# Examples
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples_of(name: str) -> None:
+    if name.startswith("leangrad.kernels."):
+        pytest.importorskip("triton")
+    result = doctest.testmod(importlib.import_module(name))
+    assert result.failed == 0, "the examples that failed are printed above"
+
+
+def test_there_are_examples() -> None:
+    finder = doctest.DocTestFinder()
+    found = [test for name in ("leangrad.lean", "leangrad.own") for test in finder.find(importlib.import_module(name))]
+    assert sum(len(test.examples) for test in found) > 10
+
+
+# Papers
+
+
+def links(text: str) -> list[str]:
+    """The targets of Markdown links that are not addresses; code is no text."""
+    text = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    return [target for target in re.findall(r"\]\(([^)\s]+)\)", text) if not re.match(r"[a-z]+:", target)]
+
+
+def code_in(text: str) -> list[str]:
+    """Blocks of code, and code inside lines."""
+    blocks = r"```.*?```"
+    return re.findall(blocks, text, re.DOTALL) + re.findall(r"`([^`]+)`", re.sub(blocks, "", text, flags=re.DOTALL))
+
+
+def test_links_are_found() -> None:
+    text = "[a](b.md) [c](https://d.e) [`f`](../g.py#h)\n```\n[i](j)\n```"
+    assert links(text) == ["b.md", "../g.py#h"]
+    assert code_in(text) == ["```\n[i](j)\n```", "f"]
+
+
+@pytest.mark.parametrize("paper", PAPERS, ids=lambda paper: paper.name)
+def test_links_point_to_files(paper: Path) -> None:
+    broken = [target for target in links(paper.read_text()) if not (paper.parent / target.split("#")[0]).exists()]
+    assert not broken
+
+
+def test_readme_leads_to_every_paper() -> None:
+    told = {(ROOT / target).resolve() for target in links((ROOT / "README.md").read_text())}
+    assert {paper.resolve() for paper in PAPERS} - told == {ROOT.resolve() / "README.md"}
+
+
+def test_readme_code_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    """The blocks in their order, in one namespace, which the reader's own names are in."""
+    model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Dropout(0.1), nn.Linear(256, 64))
+    names: dict[str, Any] = {"model": model, "x": torch.randn(32, 64), "y": torch.randn(32, 64)}
+    names["criterion"] = nn.functional.mse_loss
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    assert len(blocks) >= 5
+    for block in blocks:
+        exec(compile(block, "README.md", "exec"), names)
+    printed = capsys.readouterr().out
+    assert "equal, bit for bit" in printed
+    assert "rebuilt" in printed
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    assert leangrad.verify(*names["factory"]()).equal
+
+
+def test_commands_in_the_papers_exist() -> None:
+    from leangrad.cli import app
+
+    commands = {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    for paper in PAPERS:
+        code = "\n".join(code_in(paper.read_text()))
+        assert set(re.findall(r"\bmake ([a-z]+)", code)) <= targets, paper.name
+        assert set(re.findall(r"\bleangrad\s([a-z]+)", code)) <= commands, paper.name
