@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from leangrad.measure import measure
 from leangrad.nn.abn import ABN, InPlaceABNSync
+from leangrad.nn.abn_autograd import MAX_DEPTH, Recipe
 from leangrad.nn.convert import convert_abn
 
 
@@ -120,6 +121,7 @@ def sequential() -> nn.Module:
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "resnet": lambda: ResNet((3, 2)),
+    "deeper than a recipe": lambda: ResNet((MAX_DEPTH + 2, 1), width=2),
     "functional": Functional,
     "sequential": sequential,
 }
@@ -222,6 +224,26 @@ def test_kept_bytes_are_the_convolutions_outputs() -> None:
     measured = measure(lambda: lean(x).backward(dy), timed_runs=1).kept_bytes
     head = 4 * 64 * 4 + 4 * 10 * 4  # the input and the output of the last layer
     assert predicted <= measured <= predicted + head
+
+
+def test_each_output_is_rebuilt_once_in_the_order_of_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block's output is read by two convolutions: it is held between the two, and then dropped."""
+    model = convert_abn(ResNet((1, 1)))
+    names = {id(m.weight): name for name, m in model.named_modules() if isinstance(m, ABN)}
+    layer_of: dict[int, str] = {}
+    for m in (m for m in model.modules() if isinstance(m, ABN)):
+        m.register_forward_hook(lambda m, i, o: layer_of.__setitem__(id(o.grad_fn.recipe), names[id(m.weight)]))
+    order: list[str] = []
+    rebuild = Recipe.rebuild
+    monkeypatch.setattr(Recipe, "rebuild", lambda self: order.append(layer_of[id(self)]) or rebuild(self))
+    model(torch.randn(2, 3, 32, 32)).sum().backward()
+    assert order == [
+        "layer2.0.downsample.1",  # for the mask of layer2.0.bn3
+        *("layer1.0.bn3", "layer1.0.downsample.1"),  # for the shortcut's convolution, held for layer2.0.conv1
+        *("layer2.0.bn2", "layer2.0.bn1"),
+        "layer1.0.downsample.1",  # for the mask of layer1.0.bn3
+        *("layer1.0.bn2", "layer1.0.bn1", "bn1"),
+    ]
 
 
 def test_checkpointing_around_and_inside() -> None:
