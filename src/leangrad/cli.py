@@ -51,7 +51,7 @@ def main(
 
 @app.command()
 def demo(
-    steps: Annotated[int, typer.Option(min=1, help="Training steps of each model, plain and lean.")] = 10,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps of each model, plain and lean.")] = 20,
 ) -> None:
     """Train three small models, plain and lean side by side, and print what each took.
 
