@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import leangrad.lean as front
+import leangrad
 from benchmarks.environment import write_rows
 
 STEPS = 12
@@ -114,7 +114,7 @@ def run(case: Case, scale: int) -> dict[str, Any]:
     step()  # the optimizer's state stands from here on
     first, again = _gradients(model, forward), _gradients(model, forward)
     row["plain"] = _measured(step, forward, optimizer)
-    front.lean(model)
+    leangrad.lean(model)
     lean_first = _gradients(model, forward)
     step()
     lean_learned = _gradients(model, forward)
@@ -123,7 +123,7 @@ def run(case: Case, scale: int) -> dict[str, Any]:
     row["plain_noise"] = _compare(first, again)
     row["lean_against_plain"] = _compare(first, lean_first)
     row["lean_learned_against_plain"] = _compare(plain_again, lean_learned)
-    front.plain(model)
+    leangrad.plain(model)
     row["plain_after"] = _measured(step, forward, optimizer)
     plain_ms = min(row["plain"]["ms"], row["plain_after"]["ms"])
     row["time_ratio"] = row["lean"]["ms"] / plain_ms

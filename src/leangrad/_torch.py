@@ -251,6 +251,8 @@ def _private_names_in(source: ast.Module) -> list[str]:
     found: dict[str, None] = {}
     for node in ast.walk(source):
         match node:
+            case ast.Attribute(value=ast.Name(id="sys")):  # Python's own
+                continue
             case ast.Attribute(attr=str(name)):
                 pass
             case ast.Call(func=ast.Name(id="getattr" | "hasattr"), args=[_, ast.Constant(value=str(name)), *_]):
@@ -260,3 +262,36 @@ def _private_names_in(source: ast.Module) -> list[str]:
         if name.startswith("_") and not name.startswith("__"):
             found[name] = None
     return list(found)
+
+
+def is_traced() -> bool:
+    """Whether torch is recording this code instead of only running it: compile, export, jit.trace."""
+    return torch.compiler.is_compiling() or torch.jit.is_tracing()
+
+
+def forward_pre_hooks(module: torch.nn.Module) -> list[Any]:
+    """The forward pre-hooks of this module, in order."""
+    return list(module._forward_pre_hooks.values())
+
+
+def remove_forward_hooks(module: torch.nn.Module, kinds: tuple[type, ...]) -> None:
+    """Remove the forward hooks and pre-hooks of these classes, also from a copy, whose handles nobody holds."""
+    for hooks, flags in (
+        (module._forward_pre_hooks, ("_forward_pre_hooks_with_kwargs",)),
+        (module._forward_hooks, ("_forward_hooks_with_kwargs", "_forward_hooks_always_called")),
+    ):
+        for key in [key for key, hook in hooks.items() if isinstance(hook, kinds)]:
+            del hooks[key]
+            for name in flags:
+                getattr(module, name, {}).pop(key, None)
+
+
+def runs_within_itself(module: torch.nn.Module) -> bool:
+    """Whether the call of ``module`` that runs now was made from inside another call of it."""
+    calls = 0
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "_call_impl" and frame.f_locals.get("self") is module:
+            calls += 1
+        frame = frame.f_back  # type: ignore[assignment]
+    return calls != 1

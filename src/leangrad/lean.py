@@ -8,33 +8,29 @@
     loss.backward()
     print(ledger.summary())
 
-What happens inside the region: [`ledger/`](ledger/__init__.py). Autograd asks to keep a tensor; the ledger finds out how the
-tensor was made, and keeps it, shares one that is kept already, or stores a recipe that rebuilds it bit for bit in backward.
+What happens inside the region is told in `ledger/`: autograd asks to keep a tensor; the ledger finds out how the tensor was
+made, and keeps it, shares one that is kept already, or stores a recipe that rebuilds it bit for bit in backward.
 """
 
 from __future__ import annotations
 
-import copy
-import inspect
-import weakref
-from collections.abc import Callable
+import threading
 from typing import Any, Literal, TypeVar
 
 from torch import nn
 
-from leangrad.ledger import MIN_BYTES, Ledger
+from leangrad import _torch
+from leangrad.ledger import MIN_BYTES, Ledger, Region
 
 __all__ = ["is_lean", "lean", "ledger_of", "plain", "saving"]
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
-def lean(
-    model: ModuleT, *, residual_depth: int | Literal["auto"] = "auto", min_bytes: int = MIN_BYTES
-) -> ModuleT:
+def lean(model: ModuleT, *, residual_depth: int | Literal["auto"] = "auto", min_bytes: int = MIN_BYTES) -> ModuleT:
     """Make ``model`` keep only what backward cannot rebuild. Returns the same object.
 
-    Equals ``model``: class, parameters, state_dict, hooks and gradients are the same, bit for bit. Only what autograd
+    Equals ``model``: class, parameters, state_dict, forward and gradients are the same, bit for bit. Only what autograd
     keeps between forward and backward is less.
 
     residual_depth: how many additions of a residual stream may be rebuilt in a row. ``"auto"`` chooses, from what the first
@@ -52,8 +48,10 @@ def lean(
         raise TypeError(
             f"lean() expects an nn.Module, got {type(model).__name__}; for code that is no module use `with saving():`"
         )
+    ledger = Ledger(residual_depth=residual_depth, min_bytes=min_bytes)
     plain(model)
-    model.__dict__["forward"] = LeanForward(model, Ledger(residual_depth=residual_depth, min_bytes=min_bytes))
+    model.register_forward_pre_hook(Enter(ledger))
+    model.register_forward_hook(Leave(ledger), prepend=True, always_call=True)
     return model
 
 
@@ -67,12 +65,7 @@ def plain(model: ModuleT) -> ModuleT:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"plain() expects an nn.Module, got {type(model).__name__}")
-    forward = model.__dict__.get("forward")
-    if isinstance(forward, LeanForward):
-        if forward.before is None:
-            del model.__dict__["forward"]
-        else:
-            model.__dict__["forward"] = forward.before
+    _torch.remove_forward_hooks(model, (Enter, Leave))
     return model
 
 
@@ -97,7 +90,7 @@ def is_lean(model: nn.Module) -> bool:
     >>> leangrad.is_lean(torch.nn.Linear(2, 2))
     False
     """
-    return isinstance(model.__dict__.get("forward"), LeanForward)
+    return any(isinstance(hook, Enter) for hook in _torch.forward_pre_hooks(model))
 
 
 def ledger_of(model: nn.Module) -> Ledger:
@@ -106,46 +99,57 @@ def ledger_of(model: nn.Module) -> Ledger:
     >>> import torch, leangrad
     >>> ledger = leangrad.ledger_of(leangrad.lean(torch.nn.Linear(2, 2)))
     """
-    forward = model.__dict__.get("forward")
-    if not isinstance(forward, LeanForward):
-        raise ValueError(f"this {type(model).__name__} is not lean; call leangrad.lean(model) first")
-    return forward.ledger
+    for hook in _torch.forward_pre_hooks(model):
+        if isinstance(hook, Enter):
+            return hook.ledger
+    raise ValueError(f"this {type(model).__name__} is not lean; call leangrad.lean(model) first")
 
 
-class LeanForward:
-    """A module's forward inside its ledger.
+class Enter:
+    """The forward pre-hook of a lean module: its region begins.
 
-    It is set on the instance, not through forward hooks, because only a ``with`` statement leaves the region on every way
-    out of forward, KeyboardInterrupt included. It knows its module weakly, so the module still dies with its last reference.
+    Hooks are told which module really runs, so copies and replicas of a lean module are lean themselves. They are called on
+    every way out of forward but one: KeyboardInterrupt and its kin leave the region open. An open region does no harm to
+    numbers; the module's next call closes it.
     """
 
-    def __init__(self, module: nn.Module, ledger: Ledger) -> None:
+    def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
-        self.before: Callable[..., Any] | None = module.__dict__.get("forward")
-        self._module = weakref.ref(module)
-        self._describe(module)
 
-    def _describe(self, module: nn.Module) -> None:
-        # Trainers ask `inspect.signature(model.forward)` which columns of a data set the model takes.
-        forward = self.before or type(module).forward.__get__(module)
-        self.__name__, self.__doc__ = "forward", forward.__doc__
-        self.__signature__ = inspect.signature(forward)
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if _torch.is_traced():
+            return
+        open_regions = _regions()
+        if open_regions and open_regions[-1][0] is module and not _torch.runs_within_itself(module):
+            _close(open_regions.pop()[1])
+        region = self.ledger.region(module)
+        if region is not None:
+            region.__enter__()
+        open_regions.append((module, region))
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module = self._module()
-        forward = self.before or type(module).forward.__get__(module)
-        with self.ledger.region(module):
-            return forward(*args, **kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> LeanForward:
-        copied = LeanForward.__new__(LeanForward)
-        copied.__setstate__((memo[id(self._module())], self.ledger.fresh(), copy.deepcopy(self.before, memo)))
-        return copied
+class Leave:
+    """The forward hook of a lean module, called also after an exception: its region ends."""
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return LeanForward.__new__, (LeanForward,), (self._module(), self.ledger.fresh(), self.before)
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
 
-    def __setstate__(self, state: tuple[nn.Module, Ledger, Callable[..., Any] | None]) -> None:
-        module, self.ledger, self.before = state
-        self._module = weakref.ref(module)
-        self._describe(module)
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        open_regions = _regions()
+        if open_regions and open_regions[-1][0] is module:
+            _close(open_regions.pop()[1])
+
+
+_local = threading.local()
+
+
+def _regions() -> list[tuple[nn.Module, Region | None]]:
+    """The lean modules that run now in this thread, each with the region it opened."""
+    if not hasattr(_local, "regions"):
+        _local.regions = []
+    return _local.regions  # type: ignore[no-any-return]
+
+
+def _close(region: Region | None) -> None:
+    if region is not None:
+        region.__exit__(None, None, None)

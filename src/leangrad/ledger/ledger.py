@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Literal
 
@@ -12,18 +13,22 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from leangrad import _torch
+from leangrad.errors import ChangedError
 from leangrad.ledger.notes import Notes
-from leangrad.ledger.origins import OPAQUE, VALUES, NoRecipeError, Walk, enter
+from leangrad.ledger.origins import OPAQUE, NoRecipeError, Walk, enter, key_of
 from leangrad.ledger.plan import best_cut
 from leangrad.ledger.record import Recorder, tensor_signature
 from leangrad.ledger.summary import summarize
-from leangrad.ledger.value import VIEWS, Value, leaf_value, released, wait
+from leangrad.ledger.value import Bare, Value, changed, released, wait
 
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 MIN_BYTES = 16 * 1024  # below this a tensor costs more to look into than to keep
 DEEPEST = 32  # joins that a recipe may run through: each takes some frames of Python's stack
 MAX_LESSONS = 3  # a model whose steps differ again and again is not worth learning
 
+AUTOCAST_DEVICES = ("cuda", "cpu") if torch.backends.cuda.is_built() else ("cpu",)
+
+Packed = Value | Bare
 Decision = tuple[str, int, bool]  # op, bytes, and whether the tensor is simply kept
 
 _active = threading.local()
@@ -48,36 +53,37 @@ class Ledger:
         self._lessons = 0
         self._recorder: Recorder | None = None
         self._decisions: list[Decision] | None = None
+        self.bare: Sequence[bool] = ()  # for every saved tensor in order: it is kept, and no recipe reads it
         self._local = threading.local()
 
-    def fresh(self) -> Ledger:
-        """A ledger with the same settings that has learned nothing."""
-        return Ledger(residual_depth=self.residual_depth, min_bytes=self.min_bytes)
-
     def __reduce__(self) -> tuple[Any, ...]:
-        return _restored, (self.residual_depth, self.min_bytes)
+        """A copy has the same settings and has learned nothing."""
+        return _fresh, (self.residual_depth, self.min_bytes)
 
-    def region(self, module: nn.Module | None = None) -> Region | _Plain:
-        """One forward region. Where hooks cannot or need not be set, or a region is open already, it does nothing."""
+    def region(self, module: nn.Module | None = None) -> Region | None:
+        """One forward region; none where hooks cannot or need not be set, or a region is open already."""
         if (
-            torch.compiler.is_compiling()
+            _torch.is_traced()
             or not torch.is_grad_enabled()
             or getattr(_active, "region", None) is not None
             or not _torch.saved_tensor_hooks_allowed()
         ):
-            return _Plain()
+            return None
         return Region(self, self._learn(module))
 
     def __enter__(self) -> Ledger:
         region = self.region()
-        region.__enter__()
+        if region is not None:
+            region.__enter__()
         self._stack().append(region)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._stack().pop().__exit__(kind, error, trace)
+        region = self._stack().pop()
+        if region is not None:
+            region.__exit__(kind, error, trace)
 
     def _stack(self) -> list[Any]:
         if not hasattr(self._local, "stack"):
@@ -89,9 +95,9 @@ class Ledger:
         if self._decisions is not None:
             return None
         recorder = self._recorder
-        if recorder is not None and recorder.reads:
+        if recorder is not None and recorder.was_read:
             cut = best_cut(recorder.record()) if self.residual_depth == "auto" else None
-            self._decisions = recorder.decisions(cut)
+            self._decisions, self.bare = recorder.decisions(cut), recorder.bare
             return None
         if self._lessons >= MAX_LESSONS:
             return None
@@ -100,7 +106,7 @@ class Ledger:
 
     def differs(self) -> None:
         """This step is not like the one that was recorded."""
-        self._decisions, self._recorder = None, None
+        self._decisions, self._recorder, self.bare = None, None, ()
         self._lessons += 1
 
     @property
@@ -126,18 +132,8 @@ class Ledger:
         return summarize(self._recorder.entries if self._recorder is not None else [])
 
 
-def _restored(residual_depth: int | Literal["auto"], min_bytes: int) -> Ledger:
+def _fresh(residual_depth: int | Literal["auto"], min_bytes: int) -> Ledger:
     return Ledger(residual_depth=residual_depth, min_bytes=min_bytes)
-
-
-class _Plain:
-    """A region that does nothing."""
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, *error: object) -> None:
-        return None
 
 
 class Region:
@@ -147,15 +143,20 @@ class Region:
         self.min_bytes = ledger.min_bytes
         self.cap = ledger.cap
         self.fence = 0
+        self.packing = False
+        self.watched: dict[int, list[weakref.ref[Value]]] = {}
         self.waiting: list[weakref.ref[Value]] = []
         self._ledger = ledger
         self._decisions = ledger.decisions
         self._decided = 0
+        self._bare = ledger.bare
+        self._packs = 0
         self._recorder = recorder
         self._notes = Notes(self, hold_sources=ledger.catches)
         self._hooks = saved_tensors_hooks(self.pack, unpack if recorder is None else _recorded_unpack(recorder))
 
     def __enter__(self) -> Region:
+        self.fence = _torch.next_sequence_nr()  # what was made before, nobody watched
         self._notes.__enter__()
         self._hooks.__enter__()
         _active.region = self
@@ -179,22 +180,52 @@ class Region:
 
     # ---------------------------------------------------------------- pack
 
-    def pack(self, tensor: Tensor) -> Value:
-        """Autograd wants to keep ``tensor``; what it gets is a value that can give it back."""
-        value = self._value(tensor)
+    def pack(self, tensor: Tensor) -> Packed:
+        """Autograd wants to keep ``tensor``; what it gets is a value that can give it back.
+
+        Half of what a model saves are parameters, views of parameters, and statistics that need no gradient: they are kept
+        as they are, with their version and no value around them.
+        """
+        self.packing = True
+        try:
+            packed = self._pack(tensor)
+        finally:
+            self.packing = False
+        if self._recorder is not None:
+            self._recorder.packed(packed)
+        return packed
+
+    def _pack(self, tensor: Tensor) -> Packed:
+        n = self._packs
+        self._packs = n + 1
+        if n < len(self._bare) and self._bare[n]:
+            return Bare(tensor.detach(), tensor._version)
+        if tensor.grad_fn is None:
+            if tensor.requires_grad:
+                return Bare(tensor, tensor._version)
+            if tensor.layout is not torch.strided or tensor.nbytes < self.min_bytes:
+                return Bare(tensor.detach(), tensor._version)
+            value = self._kept(tensor, "input", free=True)  # it may turn out to be an op's second output, or its noise
+        else:
+            base = tensor._base if tensor._is_view() else None
+            if tensor.layout is not torch.strided or (base is not None and base.grad_fn is None):
+                return Bare(tensor.detach(), tensor._version)
+            value = self._value(tensor)
         value.readers += 1
         return value
 
+    def watch(self, value: Value) -> None:
+        """``value`` is an anchor that plain PyTorch would not have kept: it must not change under its recipe."""
+        assert value.tensor is not None
+        self.watched.setdefault(value.tensor.untyped_storage().data_ptr(), []).append(weakref.ref(value))
+
     def _value(self, tensor: Tensor) -> Value:
         node = tensor.grad_fn
-        if node is None:
-            if tensor.requires_grad:
-                return leaf_value(tensor)
-            return self._kept(tensor, "input", free=True)
+        assert node is not None
         metadata = node.metadata
-        key = VALUES[tensor.output_nr]
+        key = key_of(tensor.output_nr)
         ref = metadata.get(key)
-        value = ref() if ref is not None else None
+        value: Value | None = ref() if ref is not None else None
         fresh = OPAQUE not in metadata and node._sequence_nr() >= self.fence  # type: ignore[attr-defined]
         if value is not None:
             if value.tensor is not None:
@@ -207,7 +238,7 @@ class Region:
             elif fresh and type(tensor) in PLAIN_TYPES:  # absent until now, or its recipe waits for what is absent
                 return self._choose(tensor, node, waiting=value)
         if not fresh or type(tensor) not in PLAIN_TYPES:
-            return self._kept(tensor, node.name())
+            return self._kept(tensor, type(node).__name__)
         if tensor._is_view():
             value = self._view(tensor)
         elif tensor.nbytes < self.min_bytes:
@@ -228,14 +259,11 @@ class Region:
         base = tensor._base
         assert base is not None
         if base.grad_fn is None or base.dtype != tensor.dtype or tensor.is_conj() or tensor.is_neg():
-            value = self._kept(tensor, type(tensor.grad_fn).__name__)
-            value.free = base.grad_fn is None
-            return value
+            return self._kept(tensor, type(tensor.grad_fn).__name__, free=base.grad_fn is None)
         value = Value("view")
-        value.function = _see
-        value.args = (self._value(base), tensor.shape, _Stride(tensor.stride()), tensor.storage_offset() - base.storage_offset())
+        offset = tensor.storage_offset() - base.storage_offset()
+        value.set_recipe(_see, (self._value(base), tensor.shape, tensor.stride(), offset), {})
         value.nbytes = tensor.nbytes
-        value.settle_lineage()
         return value
 
     def _share(self, value: Value) -> None:
@@ -254,10 +282,13 @@ class Region:
                     return value
                 cap = DEEPEST
         why = ""
+        walk = Walk(self.fence, self.watch)
         try:
-            value = waiting or Walk(self.fence).origin(node, tensor.output_nr)
+            value = waiting or walk.origin(node, tensor.output_nr)
             if value.function is None:
                 raise NoRecipeError(f"{value.op} is never computed twice")
+            if walk.operand_bytes >= tensor.nbytes:
+                raise NoRecipeError("its recipe would hold as many bytes of operands")
         except NoRecipeError as reason:
             value, why = waiting or Value(type(node).__name__), str(reason)
             value.keep(tensor)
@@ -281,7 +312,7 @@ class Region:
             op, nbytes, keep = decisions[n]
             if nbytes == tensor.nbytes and op == type(tensor.grad_fn).__name__:
                 return keep
-        self._decisions = None
+        self._decisions, self._bare = None, ()
         self._ledger.differs()
         return None
 
@@ -315,8 +346,8 @@ class Region:
                 return False
         for b, t in zip(value.blocked, tensors, strict=True):
             assert t is not None
-            b.caught = True
             b.keep(t)
+            self.watch(b)
             if self._recorder is not None:
                 self._recorder.caught += 1
         value.blocked = ()
@@ -324,54 +355,51 @@ class Region:
         return True
 
     def settle(self, node: Any, nr: int, name: str) -> None:
-        """Give the recipe of output ``nr`` of ``node`` to the value that was kept as its saved ``name``."""
-        value = getattr(node, "_raw_saved_" + name).data
-        if type(value) is not Value or value.tensor is None or value.nbytes < self.min_bytes:
+        """Output ``nr`` of ``node``, which was kept as its saved ``name`` because it has no node of its own, gets its recipe."""
+        value = _torch.packed(getattr(node, "_raw_saved_" + name))
+        if type(value) is not Value or value.tensor is None:
             return
         try:
-            origin = Walk(self.fence).origin(node, nr)
+            origin = Walk(self.fence, self.watch).origin(node, nr)
         except NoRecipeError:
             return
         if origin.blocked or origin.depth > self.cap:
             return
         value.layout = (value.tensor.shape, value.tensor.stride())
-        value.op, value.function, value.args, value.kwargs = origin.op, origin.function, origin.args, origin.kwargs
-        value.depth, value.root = origin.depth, origin.root
+        assert origin.function is not None
+        value.op = origin.op
+        value.set_recipe(origin.function, origin.args, origin.kwargs)
         value.tensor = None
         enter(node, nr, value)
-
-
-class _Stride(tuple[int, ...]):
-    """A stride, handed to a recipe as it is."""
-
-    __slots__ = ()
 
 
 def _see(base: Tensor, shape: torch.Size, stride: tuple[int, ...], offset: int) -> Tensor:
     return base.as_strided(shape, stride, base.storage_offset() + offset)
 
 
-VIEWS.add(_see)
-
-
 def _recorded_unpack(recorder: Recorder) -> Any:
-    def recorded(value: Value) -> Tensor:
-        recorder.read(value)
-        return unpack(value)
+    def recorded(packed: Packed) -> Tensor:
+        recorder.read(packed)
+        return unpack(packed)
 
     return recorded
 
 
-def unpack(value: Value) -> Tensor:
+def unpack(packed: Packed) -> Tensor:
     """Autograd wants its tensor back."""
-    tensor = value.tensor
-    if tensor is not None and tensor._version == value.version:
+    if type(packed) is Bare:
+        tensor, version = packed
+        if tensor._version != version:
+            raise ChangedError(changed("a parameter or input", tensor, version))
+        return tensor
+    tensor = packed.tensor
+    if tensor is not None and tensor._version == packed.version:
         return tensor
     if torch.is_grad_enabled():
         with torch.no_grad():
-            return unpack(value)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    if torch.is_autocast_enabled(device) or torch.is_autocast_enabled("cpu"):
-        with torch.autocast(device, enabled=False), torch.autocast("cpu", enabled=False):
-            return value.read()
-    return value.read()
+            return unpack(packed)
+    for device in AUTOCAST_DEVICES:
+        if torch.is_autocast_enabled(device):
+            with torch.autocast(device, enabled=False):
+                return unpack(packed)
+    return packed.read()

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import sys
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -27,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 
 from leangrad import _torch
 from leangrad.ledger import rng
-from leangrad.ledger.origins import LIVE, NOTE, OPAQUE, Operand, known
+from leangrad.ledger.origins import LIVE, NOTE, OPAQUE, Operand, key_of
 from leangrad.ledger.value import Value
 
 Handler = Callable[["Notes", Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -39,6 +40,8 @@ class Book(Protocol):
 
     min_bytes: int
     fence: int
+    packing: bool  # the ledger itself is at work
+    watched: dict[int, list[weakref.ref[Value]]]  # by memory: anchors that plain PyTorch would not have kept
 
     def settle(self, node: Any, nr: int, name: str) -> None:
         """Give the recipe of output ``nr`` of ``node`` to the value that was kept as its saved ``name``."""
@@ -60,13 +63,13 @@ class Notes(TorchFunctionMode):
             handler = HANDLERS[func]
         except KeyError:
             handler = HANDLERS[func] = _mutating() if _torch.mutates(func) else None
-        if handler is not None:
-            return handler(self, func, args, kwargs or {})
         if kwargs is None:
-            return func(*args)
+            return func(*args) if handler is None or self.book.packing else handler(self, func, args, {})
+        if self.book.packing:
+            return func(*args, **kwargs)
         if kwargs.get("out") is not None:
             return _write_out(self, func, args, kwargs)
-        return func(*args, **kwargs)
+        return func(*args, **kwargs) if handler is None else handler(self, func, args, kwargs)
 
 
 HANDLERS: dict[Any, Handler | None] = {}  # None: the call passes through
@@ -77,15 +80,17 @@ HANDLERS: dict[Any, Handler | None] = {}  # None: the call passes through
 
 def _note(out: Any, names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     node = out.grad_fn if isinstance(out, Tensor) else None
-    if node is None or not torch.is_grad_enabled():
-        return
+    if node is not None and torch.is_grad_enabled():
+        node.metadata[NOTE] = _constants(names, args, kwargs)
+
+
+def _constants(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     note: dict[str, Any] = {}
     for name, a in zip(names, args, strict=False):
         _note_one(note, name, a)
     for name, a in kwargs.items():
         _note_one(note, {"input": "self"}.get(name, name), a)
-    if note:
-        node.metadata[NOTE] = note
+    return note
 
 
 def _note_one(note: dict[str, Any], name: str, a: Any) -> None:
@@ -129,12 +134,48 @@ def _copied(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
     return out
 
 
+def _group_norm(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    out = func(*args, **kwargs)
+    _note(out, ("input", "num_groups", "weight", "bias", "eps"), args, kwargs)
+    x = args[0] if args else kwargs["input"]
+    if out.grad_fn is not None and not x.is_contiguous():
+        # ATen may have made it contiguous, in a memory format that no node remembers.
+        inner = out.grad_fn.next_functions[0][0]
+        if inner is not x.grad_fn and type(inner).__name__ == "CloneBackward0":
+            inner.metadata[OPAQUE] = True
+    return out
+
+
+def _embedding(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if _argument(func, args, kwargs, "max_norm") is None:
+        return func(*args, **kwargs)
+    weight = _argument(func, args, kwargs, "weight")  # it is changed in place, and the next look-up may change it again
+    _before_change(notes, weight)
+    out = func(*args, **kwargs)
+    _after_change(notes, weight)
+    if out.grad_fn is not None:
+        out.grad_fn.metadata[OPAQUE] = True
+    return out
+
+
+def _second_output(name: str) -> Handler:
+    """A function whose node keeps a second output that has a rule too."""
+
+    def handler(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        out = func(*args, **kwargs)
+        if out.grad_fn is not None:
+            notes.book.settle(out.grad_fn, 1, name)
+        return out
+
+    return handler
+
+
 def _instance_norm(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     out = func(*args, **kwargs)
     node = out.grad_fn
     if node is not None and type(node).__name__ == "ViewBackward0":
         node = node.next_functions[0][0]
-    if type(node).__name__.endswith("BatchNormBackward0") and _bind(func, args, kwargs)["bias"] is None:
+    if type(node).__name__.endswith("BatchNormBackward0") and _argument(func, args, kwargs, "bias") is None:
         node.metadata[NOTE] = {"bias": None}
     return out
 
@@ -166,16 +207,16 @@ class Draw:
     ``bernoulli - 1`` times a factor, plus a constant.
     """
 
-    __slots__ = ("device", "dtype", "p", "shape", "state", "stride")
+    __slots__ = ("after", "dtype", "p", "shape", "state", "stride")
 
-    def __init__(self, noise: Tensor, p: float, state: rng.State) -> None:
-        self.shape, self.stride, self.dtype, self.device = noise.shape, noise.stride(), noise.dtype, noise.device
-        self.p, self.state = p, state
+    def __init__(self, noise: Tensor, p: float, state: rng.State, after: rng.State | None) -> None:
+        self.shape, self.stride, self.dtype = noise.shape, noise.stride(), noise.dtype
+        self.p, self.state, self.after = p, state, after
 
     def bernoulli(self) -> Tensor:
-        drawn = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
-        rng.with_state(self.state, self.device, drawn.bernoulli_, 1 - self.p)
-        return drawn
+        drawn = torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
+        with rng.generator_at(self.state, self.after) as generator:
+            return drawn.bernoulli_(1 - self.p, generator=generator)
 
     def factor(self) -> Tensor:
         return self.bernoulli().div_(1 - self.p)
@@ -195,33 +236,34 @@ ALPHA = 1.7580993408473766  # of self-normalizing networks; ATen's own constant
 
 
 def _dropout(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    bound = _bind(func, args, kwargs)
-    x, p, training, inplace = bound["input"], bound["p"], bound["training"], bool(bound.get("inplace"))
+    x, p, training, inplace = (_argument(func, args, kwargs, n) for n in ("input", "p", "training", "inplace"))
     if inplace:
-        _before_change(x)
+        _before_change(notes, x)
     recorded = torch.is_grad_enabled() and isinstance(x, Tensor) and x.requires_grad
     if not recorded or not training or not 0 < p < 1 or x.nbytes < notes.book.min_bytes:
         out = func(*args, **kwargs)
         if inplace and training and p > 0 and not recorded:
             _after_change(notes, x)
         return out
-    state = rng.state_of(x.device)
-    out = func(*args, **kwargs)
+    with rng.one_at_a_time:
+        state = rng.state_of(x.device)
+        out = func(*args, **kwargs)
+        after = rng.state_of(x.device)
     node = out.grad_fn
     kind = type(node).__name__
     if state is None or node is None:
         return out
     if kind == "NativeDropoutBackward0":
-        _note_native_dropout(notes, node, x.device, p, state)
+        _note_native_dropout(notes, node, x.device, p, state, after)
     elif kind == "MulBackward0":
         noise = _noise(notes, node)
         if noise is not None:
-            _redraw(noise, Draw(noise.tensor, p, state).factor)  # type: ignore[arg-type]
+            _redraw(noise, Draw(noise.tensor, p, state, after).factor)  # type: ignore[arg-type]
     elif kind == "AddBackward0":
         before = node.next_functions[0][0]
         noise = _noise(notes, before, smallest=0) if type(before).__name__ == "MulBackward0" else None
         if noise is not None:
-            draw = Draw(noise.tensor, p, state)  # type: ignore[arg-type]
+            draw = Draw(noise.tensor, p, state, after)  # type: ignore[arg-type]
             if noise.nbytes >= notes.book.min_bytes:
                 _redraw(noise, draw.alpha_factor)
             shift = Value("dropout")
@@ -230,32 +272,32 @@ def _dropout(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str, A
     return out
 
 
-def _note_native_dropout(notes: Notes, node: Any, device: torch.device, p: float, state: rng.State) -> None:
+def _note_native_dropout(
+    notes: Notes, node: Any, device: torch.device, p: float, state: rng.State, after: rng.State | None
+) -> None:
     def redraw(t: Tensor) -> tuple[Tensor, Tensor]:
-        return rng.with_state(state, device, torch.native_dropout, t, p, True)  # type: ignore[no-any-return]
+        return rng.run_again(state, after, device, lambda: torch.native_dropout(t, p, True))
 
     node.metadata[NOTE] = {"redraw": redraw}
     notes.book.settle(node, 1, "result1")
 
 
-def _dropout_inside(name: str) -> Handler:
+def _dropout_inside(name: str, place: int) -> Handler:
     """A composite function that draws once, for the dropout of its attention weights."""
 
     def handler(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        p = kwargs.get(name)
-        if p is None:
-            p = _bind(func, args, kwargs).get(name, 0.0) if func is F.multi_head_attention_forward else 0.0
-            if func is not F.multi_head_attention_forward and len(args) > 4:
-                p = args[4]
+        p = kwargs[name] if name in kwargs else args[place] if place < len(args) else 0.0
         device = args[0].device if args and isinstance(args[0], Tensor) else None
         if not 0 < p < 1 or device is None or device.type != "cpu" or not torch.is_grad_enabled():
             return _source(notes, func, args, kwargs)
-        state = rng.state_of(device)
-        out = _source(notes, func, args, kwargs)
+        with rng.one_at_a_time:
+            state = rng.state_of(device)
+            out = _source(notes, func, args, kwargs)
+            after = rng.state_of(device)
         node = (out[0] if type(out) is tuple else out).grad_fn
         noise = _find_noise(notes, node)
         if noise is not None and state is not None and noise.tensor is not None:
-            draw = Draw(noise.tensor, p, state)
+            draw = Draw(noise.tensor, p, state, after)
             # ATen decides how often and when it draws; the proof is the drawing itself.
             if torch.equal(draw.factor(), noise.tensor):
                 _redraw(noise, draw.factor)
@@ -284,7 +326,8 @@ def _noise(notes: Notes, node: Any, smallest: int | None = None) -> Value | None
 
 
 def _redraw(noise: Value, draw: Callable[[], Tensor]) -> None:
-    noise.op, noise.function = "dropout", draw
+    noise.op = "dropout"
+    noise.set_recipe(draw, (), {})
     noise.tensor = None
     noise.free = True  # it costs nothing and joins no lineages
 
@@ -295,7 +338,7 @@ def _pooled(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
     node = pooled.grad_fn
     while node is not None and type(node).__name__ in ("SqueezeBackward1", "ViewBackward0"):
         node = node.next_functions[0][0]
-    if node is not None and type(node).__name__.startswith(("MaxPool", "AdaptiveMaxPool2D")):
+    if node is not None and type(node).__name__.startswith(("MaxPool", "AdaptiveMaxPool")):
         notes.book.settle(node, 1, "result1")
     return out
 
@@ -303,48 +346,89 @@ def _pooled(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
 # --------------------------------------------------------------------------------------------------------------- mutated
 
 
-def _before_change(target: Any) -> None:
-    """An anchor that autograd did not ask for moves to memory of its own before its tensor changes."""
-    for t in (target, target._base if isinstance(target, Tensor) and target._is_view() else None):
-        node = t.grad_fn if isinstance(t, Tensor) else None
-        if node is None:
-            continue
-        value = known(node, t.output_nr)  # type: ignore[union-attr]
-        if value is not None and value.caught and value.tensor is not None:
-            value.tensor = value.tensor.clone()
-            value.version = value.tensor._version
+def _before_change(notes: Notes, target: Any) -> None:
+    """Anchors that plain PyTorch would not have kept move to memory of their own before it changes."""
+    if isinstance(target, list | tuple):
+        for t in target:
+            _before_change(notes, t)
+    elif isinstance(target, Tensor) and target.layout is torch.strided:
+        for ref in notes.book.watched.pop(target.untyped_storage().data_ptr(), ()):
+            value = ref()
+            if value is not None and value.tensor is not None:
+                value.tensor = value.tensor.detach().clone()
+                value.version = value.tensor._version
 
 
 def _after_change(notes: Notes, target: Any) -> None:
-    """``target`` was changed in place and autograd did not record it."""
-    if not isinstance(target, Tensor):
-        return
-    base = target._base
-    nodes = [t.grad_fn for t in (target, base) if t is not None and t.grad_fn is not None]
-    for node in nodes:
-        node.metadata[OPAQUE] = True
-    owner = target if base is None else base
-    if owner.grad_fn is None and owner.requires_grad:
-        return  # a parameter: every recipe checks its version
-    if nodes or _torch.storage_is_shared(target):
+    """``target`` was changed in place and autograd did not record it: what was made so far may not be what it was."""
+    if isinstance(target, list | tuple):
+        for t in target:
+            _after_change(notes, t)
+    elif isinstance(target, Tensor) and not _is_private(target):
+        for t in (target, target._base):
+            node = _node_of(t)
+            if node is not None:
+                node.metadata[OPAQUE] = True
         notes.book.fence = _torch.next_sequence_nr()
+
+
+def _is_private(tensor: Tensor) -> bool:
+    """Whether no parameter and no tensor of the graph can lie in this memory."""
+    owner = tensor if tensor._base is None else tensor._base
+    return not tensor.requires_grad and not owner.requires_grad and not _torch.storage_is_shared(tensor)
+
+
+def _node_of(tensor: Tensor | None) -> Any:
+    try:
+        return None if tensor is None else tensor.grad_fn
+    except RuntimeError:  # a view made under no_grad whose base has changed since: torch refuses to name its node
+        return None
+
+
+def _swapped(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``x.data = y``: other memory, and no new version."""
+    _before_change(notes, args[0])
+    node = _node_of(args[0])
+    if node is not None:
+        node.metadata.pop(key_of(args[0].output_nr), None)
+    result = func(*args, **kwargs)
+    _after_change(notes, args[0])
+    return result
+
+
+def _leaked(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The bare memory of a tensor leaves torch: it may be written at any time, and nobody will tell."""
+    if args and isinstance(args[0], Tensor) and not _is_private(args[0]):
+        notes.book.fence = sys.maxsize
+    return func(*args, **kwargs)
+
+
+def _overlap(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an operand lies in the memory of the tensor that is about to change."""
+    if not isinstance(target, Tensor):
+        return True
+    memory = target.untyped_storage().data_ptr()
+    operands = (a for a in (*args[1:], *kwargs.values()) if isinstance(a, Tensor) and not a.requires_grad)
+    return any(a.untyped_storage().data_ptr() == memory for a in operands)
 
 
 def _mutating(names: str = "", choose: str | None = None) -> Handler:
     names_ = tuple(names.split())
 
     def handler(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if choose is not None and not _bind(func, args, kwargs).get(choose):
+        if choose is not None and not _argument(func, args, kwargs, choose):
             out = func(*args, **kwargs)
             if names_:
                 _note(out, names_, args, kwargs)
             return out
-        target = args[0] if args else kwargs.get("input")
-        _before_change(target)
+        target = args[0] if args else next((kwargs[k] for k in ("input", "tensor", "self") if k in kwargs), None)
+        _before_change(notes, target)
+        # Noted before the change: an operand that shares the target's memory is not what it was any more.
+        note = _constants(names_, args, kwargs) if names_ and not _overlap(target, args, kwargs) else None
         out = func(*args, **kwargs)
         if isinstance(target, Tensor) and target.requires_grad and torch.is_grad_enabled():
-            if names_:
-                _note(target, names_, args, kwargs)
+            if note is not None:
+                target.grad_fn.metadata[NOTE] = note  # type: ignore[union-attr]
         else:
             _after_change(notes, target)
         return out
@@ -353,27 +437,43 @@ def _mutating(names: str = "", choose: str | None = None) -> Handler:
 
 
 def _write_out(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    _before_change(notes, kwargs["out"])
     result = func(*args, **kwargs)
-    outs = kwargs["out"]
-    for target in outs if isinstance(outs, tuple | list) else (outs,):
-        _after_change(notes, target)
+    _after_change(notes, kwargs["out"])
     return result
 
 
-_SIGNATURES: dict[Any, inspect.Signature] = {}
+_PARAMETERS: dict[tuple[Any, str], tuple[int, Any]] = {}
 
 
-def _bind(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a Python function by name, defaults filled in."""
-    signature = _SIGNATURES.get(func)
-    if signature is None:
-        signature = _SIGNATURES[func] = inspect.signature(func)
-    bound = signature.bind(*args, **kwargs)
-    bound.apply_defaults()
-    return bound.arguments
+def _argument(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
+    """An argument of a Python function by its name, given or default."""
+    found = kwargs.get(name, _PARAMETERS)
+    if found is not _PARAMETERS:
+        return found
+    place = _PARAMETERS.get((func, name))
+    if place is None:
+        parameters = inspect.signature(func).parameters
+        place = _PARAMETERS[func, name] = list(parameters).index(name), parameters[name].default
+    return args[place[0]] if place[0] < len(args) else place[1]
 
 
 # ---------------------------------------------------------------------------------------------------------------- tables
+
+
+# Functions and methods of torch whose nodes forget operands that need no gradient, and the names of their arguments.
+FORGOTTEN = {
+    "self other": "add sub subtract fmod remainder copysign hypot",
+    "self end weight": "lerp",
+    "self tensor1 tensor2": "addcmul addcdiv",
+    "self mask value": "masked_fill",
+    "self mask source": "masked_scatter",
+    "self dim index value": "index_fill scatter",
+    "self dim index src": "scatter_add",
+    "self dim index source": "index_add index_copy",
+    "abs angle": "polar",
+    "real imag": "complex",
+}
 
 
 def _enter(handler: Handler, *functions: Any) -> None:
@@ -393,32 +493,37 @@ def _fill_tables() -> None:
     _enter(_mutating(), T.__setitem__, T.__ipow__, T.__ifloordiv__, T.__imod__, T.__ilshift__, T.__irshift__)
     for name in ("relu", "leaky_relu", "elu", "celu", "selu", "silu", "mish", "hardswish", "hardsigmoid", "hardtanh"):
         _enter(_mutating(choose="inplace"), getattr(F, name))
-    _enter(_mutating(choose="inplace"), F.relu6, F.rrelu)
+    _enter(_mutating(choose="inplace"), F.relu6, F.rrelu, F.dropout1d, F.dropout2d, F.dropout3d)
     _enter(_mutating("self threshold value", choose="inplace"), F.threshold)
-    for add in (T.add_, T.__iadd__, T.sub_, T.__isub__, T.subtract_):
-        _enter(_mutating("self other"), add)
-    _enter(_mutating("self mask value"), T.masked_fill_)
-    _enter(_mutating("self dim index source"), T.index_add_)
-    _enter(_noted("self dim index source"), T.index_add, torch.index_add)
 
-    _enter(_noted("self other"), T.add, torch.add, T.__add__, T.__radd__, T.sub, torch.sub, T.__sub__, T.__rsub__)
-    _enter(_noted("self other"), torch.rsub, T.subtract, torch.subtract)
-    _enter(_noted("self mask value"), T.masked_fill, torch.masked_fill)
+    for names, functions in FORGOTTEN.items():
+        for name in functions.split():
+            _enter(_noted(names), *(getattr(home, name) for home in (T, torch) if hasattr(home, name)))
+            if hasattr(T, name + "_"):
+                _enter(_mutating(names), getattr(T, name + "_"))
+    _enter(_noted("self other"), T.__add__, T.__radd__, T.__sub__, T.__rsub__, T.__mod__, torch.rsub)
+    _enter(_mutating("self other"), T.__iadd__, T.__isub__, T.__imod__)
     _enter(_noted("condition self other"), torch.where)
     _enter(_noted("self condition other"), T.where)
     _enter(_noted("tensors dim"), torch.cat, torch.concat, torch.concatenate, torch.stack)
-    _enter(_noted("self nan posinf neginf"), torch.nan_to_num, T.nan_to_num)
-    _enter(_noted("self tensor1 tensor2"), torch.addcmul, T.addcmul, torch.addcdiv, T.addcdiv)
-    _enter(_noted("self end weight"), torch.lerp, T.lerp)
+    _enter(
+        _noted_with_defaults("self nan posinf neginf", nan=None, posinf=None, neginf=None), torch.nan_to_num, T.nan_to_num
+    )
     _enter(_noted_with_defaults("self pad mode value", value=None), F.pad)
+    _enter(_noted_with_defaults("self pad value", value=0), torch.constant_pad_nd)
     _enter(_noted_with_defaults("input normalized_shape weight bias eps", eps=1e-5), F.layer_norm, torch.layer_norm)
     _enter(_noted_with_defaults("input normalized_shape weight eps", eps=None), F.rms_norm, torch.rms_norm)
     _enter(_noted("input running_mean running_var weight bias training momentum eps"), F.batch_norm)
     _enter(_noted("input weight bias running_mean running_var training momentum eps"), torch.batch_norm)
-    _enter(_noted("input num_groups weight bias eps"), F.group_norm, torch.group_norm)
+    _enter(_group_norm, F.group_norm, torch.group_norm)
+    _enter(_embedding, F.embedding)
+    _enter(_second_output("buffer"), F.logsigmoid)
     _enter(_noted_with_defaults("self memory_format", memory_format=torch.contiguous_format), T.contiguous)
     _enter(_noted_with_defaults("self memory_format", memory_format=torch.preserve_format), T.clone, torch.clone)
-    _enter(_copied, T.to)
+    _enter(_copied, T.to, T.float, T.double, T.half, T.bfloat16, T.cpu, T.cuda)
+    _enter(_swapped, T.data.__set__)  # type: ignore[attr-defined]
+    _enter(_leaked, T.numpy, T.__array__, T.__dlpack__, T.data_ptr, T.untyped_storage, T.storage)
+    _enter(_leaked, torch.utils.dlpack.to_dlpack)
 
     _enter(_source, F.linear, F.bilinear, torch.matmul, T.matmul, T.__matmul__, torch.mm, T.mm, torch.bmm, T.bmm)
     _enter(_source, torch.addmm, T.addmm, torch.baddbmm, T.baddbmm, torch.einsum)
@@ -426,9 +531,11 @@ def _fill_tables() -> None:
         _enter(_source, getattr(torch, name), getattr(F, name))
 
     _enter(_dropout, F.dropout, F.alpha_dropout, F.feature_alpha_dropout)
-    _enter(_dropout_inside("dropout_p"), F.scaled_dot_product_attention, F.multi_head_attention_forward)
+    _enter(_dropout_inside("dropout_p", 4), F.scaled_dot_product_attention)
+    _enter(_dropout_inside("dropout_p", 10), F.multi_head_attention_forward)
     _enter(_instance_norm, F.instance_norm)
-    _enter(_pooled, F.max_pool1d, F.max_pool2d, F.max_pool3d, F.adaptive_max_pool2d)
+    for name in ("max_pool1d", "max_pool2d", "max_pool3d", "adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d"):
+        _enter(_pooled, getattr(F, name), getattr(F, name + "_with_indices"))
 
 
 _fill_tables()

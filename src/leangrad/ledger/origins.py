@@ -8,6 +8,7 @@ parameters, in values that are known already, or in the outputs of ops that are 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,12 +16,12 @@ from torch import Tensor
 
 from leangrad import _torch
 from leangrad.ledger.rules import RULES, Rule
-from leangrad.ledger.value import Value, blocking, leaf_value, wait
+from leangrad.ledger.value import Bare, Value, leaf_value, wait
 
 Node = Any  # torch.autograd.graph.Node, whose saved attributes differ from class to class
 
 # What we write into a node's metadata. Weak references only, and plain constants: see [Note: what a value may hold].
-VALUES = [("leangrad", i) for i in range(256)]
+VALUES = [("leangrad", i) for i in range(64)]
 NOTE = "leangrad.note"  # constants that the node forgets: {name: constant or Operand}
 LIVE = "leangrad.live"  # this op is never computed twice; (weak reference to its output, version) while that is held
 OPAQUE = "leangrad.opaque"  # the output was changed behind autograd's back: it cannot be replayed
@@ -39,12 +40,12 @@ class Operand:
 
     def __init__(self, tensor: Tensor) -> None:
         self.ref = weakref.ref(tensor)
-        self.version = tensor._version
+        self.version = -1 if tensor.is_inference() else tensor._version
 
     def value(self) -> Value:
         """The operand as an anchor, if it is alive and unchanged."""
         tensor = self.ref()
-        if tensor is None or tensor._version != self.version:
+        if tensor is None or self.version < 0 or tensor._version != self.version:
             raise NoRecipeError("an operand that needs no gradient is gone")
         value = Value("operand")
         value.keep(tensor)
@@ -52,28 +53,36 @@ class Operand:
         return value
 
 
+def key_of(nr: int) -> tuple[str, int]:
+    """Where a node's metadata hold the value of its output ``nr``."""
+    return VALUES[nr] if nr < 64 else ("leangrad", nr)
+
+
 def known(node: Node, nr: int) -> Value | None:
     """The value of output ``nr`` of ``node``, if there is one already."""
-    ref = node.metadata.get(VALUES[nr])
+    ref = node.metadata.get(key_of(nr))
     return ref() if ref is not None else None
 
 
 def enter(node: Node, nr: int, value: Value) -> None:
     """Let ``node`` know the value of its output ``nr``."""
-    node.metadata[VALUES[nr]] = weakref.ref(value)
+    node.metadata[key_of(nr)] = weakref.ref(value)
 
 
 class Walk:
     """One walk through the graph, from a saved tensor to its anchors.
 
-    ``fence``: nodes made before this sequence number may have been changed through an alias, and are not walked.
+    fence     outputs of nodes made before this sequence number may have been changed unseen, and are not rebuilt
+    watch     told of every tensor of the caller's that a recipe reads: it must not change under the recipe
     """
 
-    __slots__ = ("fence", "steps")
+    __slots__ = ("fence", "operand_bytes", "steps", "watch")
 
-    def __init__(self, fence: int) -> None:
+    def __init__(self, fence: int, watch: Callable[[Value], None]) -> None:
         self.fence = fence
+        self.watch = watch
         self.steps = 0
+        self.operand_bytes = 0
 
     def origin(self, node: Node, nr: int) -> Value:
         """A new value for output ``nr`` of ``node`` with a recipe; NoRecipeError where there is none."""
@@ -94,22 +103,27 @@ class Walk:
             twin = _twin(args, value)
             if twin is not None:
                 return twin
-        value.function, value.args, value.kwargs = rule.function, args, kwargs
-        value.settle_lineage()
-        value.blocked = blocking(value.values())
+        value.set_recipe(rule.function, args, kwargs)
+        if len(rule.operands) > 1:
+            value.dtype = _torch.output_fact(node, "dtype")
         return value
 
     def input(self, edge: tuple[Node, int]) -> Value:
         """The value that flows in along an edge: known, a parameter, rebuilt, or absent."""
         node, nr = edge
         value = known(node, nr)
-        if value is not None and (value.tensor is not None or node._sequence_nr() >= self.fence):
-            return value
+        if value is not None:
+            if value.tensor is not None:
+                if value.tensor._version == value.version:
+                    return value
+                raise NoRecipeError(f"the output of {value.op} was changed in place")
+            if node._sequence_nr() >= self.fence:
+                return value
         variable = getattr(node, "variable", None)
         if variable is not None:
-            if type(variable) is not torch.nn.Parameter and type(variable) is not Tensor:
-                raise NoRecipeError(f"a parameter of class {type(variable).__name__}")
-            return leaf_value(variable)
+            return self._leaf(variable)
+        if node._sequence_nr() < self.fence:
+            raise NoRecipeError(f"the output of {type(node).__name__} may have been changed unseen")
         if LIVE in node.metadata or rule_for(node, nr) is None:
             value = Value(type(node).__name__)
             value.live = node.metadata.get(LIVE)
@@ -118,6 +132,13 @@ class Walk:
         if value.blocked:
             wait(value)
         enter(node, nr, value)
+        return value
+
+    def _leaf(self, variable: Tensor) -> Value:
+        if type(variable) is not torch.nn.Parameter and type(variable) is not Tensor:
+            raise NoRecipeError(f"a parameter of class {type(variable).__name__}")
+        value = leaf_value(variable, variable._version)
+        self.watch(value)
         return value
 
     def _arguments(self, rule: Rule, node: Node, nr: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -162,7 +183,12 @@ class Walk:
     def _noted(self, constant: Any, name: str) -> Any:
         if constant is NOTE:
             raise NoRecipeError(f"an operand of {name} was not noted")
-        return constant.value() if type(constant) is Operand else constant
+        if type(constant) is not Operand:
+            return constant
+        value = constant.value()
+        self.operand_bytes += value.nbytes
+        self.watch(value)
+        return value
 
     def _saved(self, raw: Any, name: str) -> Any:
         if type(raw) is tuple:
@@ -170,6 +196,8 @@ class Walk:
         packed = _torch.packed(raw)
         if type(packed) is Value or packed is None:
             return packed
+        if type(packed) is Bare:
+            return leaf_value(*packed)  # autograd saved it as well, so plain PyTorch minds a change too
         if isinstance(packed, Tensor) and packed.dim() == 0:
             return packed  # a Python scalar that autograd wrapped: it passes no hook
         raise NoRecipeError(f"{name} was packed by other hooks")

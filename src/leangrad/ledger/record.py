@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from leangrad.ledger.plan import Item, Record
-from leangrad.ledger.value import Value
+from leangrad.ledger.value import Bare, Value
 
 
 @dataclass(frozen=True)
@@ -35,40 +33,53 @@ class Recorder:
         self.caught = 0  # tensors kept although autograd did not ask for them
         self.signatures: list[tuple[str, int]] = []  # of every decision, in order
         self._decided: list[tuple[Value, str, str]] = []  # value, module, why it was kept
+        self._places: list[int] = []  # the saved tensor that every decision was made for
         self._decisions: list[int] = []  # the item of every decision
         self._kept: list[bool] = []  # what became of it
-        self._names = {} if root is None else {id(m): name or type(m).__name__ for name, m in root.named_modules()}
-        self._local = threading.local()
+        self._packed: list[Value | Bare] = []  # what every saved tensor in order became
+        self.bare: list[bool] = []  # of each: whether it is kept and no recipe reads it
+        self.was_read = False
+        self._root = root
+        self._root_name = "" if root is None else type(root).__name__
+        self._stack: list[str] = []
         self._handles: list[Any] = []
 
     # ---------------------------------------------------------------- in forward
 
     def start(self) -> None:
-        """Follow which module runs."""
-        self._local.stack = []
-        self._handles = [
-            register_module_forward_pre_hook(self._enter_module),
-            register_module_forward_hook(self._leave_module, always_call=True),
+        """Follow which module runs. Hooks of compiled modules are left alone: a change of them compiles anew."""
+        for name, module in self._modules():
+            self._handles.append(module.register_forward_pre_hook(lambda m, a, name=name: self._stack.append(name)))
+            self._handles.append(module.register_forward_hook(lambda m, a, o: self._leave(), always_call=True))
+
+    def _modules(self) -> list[tuple[str, nn.Module]]:
+        if self._root is None:
+            return []
+        named = dict(self._root.named_modules())
+        compiled = [name for name in named if name.endswith("_orig_mod")]
+        return [
+            (name, module)
+            for name, module in named.items()
+            if name  # the root is running already
+            and not hasattr(module, "_orig_mod") and not any(name.startswith(c) for c in compiled)
         ]
 
-    def _enter_module(self, module: nn.Module, args: Any) -> None:
-        stack = getattr(self._local, "stack", None)
-        if stack is not None:
-            stack.append(self._names.get(id(module), type(module).__name__))
-
-    def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
-        stack = getattr(self._local, "stack", None)
-        if stack:
-            stack.pop()
+    def _leave(self) -> None:
+        if self._stack:
+            self._stack.pop()
 
     def module(self) -> str:
         """The path of the module that runs now."""
-        stack = getattr(self._local, "stack", None)
-        return stack[-1] if stack else ""
+        return self._stack[-1] if self._stack else self._root_name
+
+    def packed(self, packed: Value | Bare) -> None:
+        """A tensor was saved."""
+        self._packed.append(packed)
 
     def decided(self, value: Value, signature: tuple[str, int], why: str) -> None:
         """The ledger chose: ``value`` is kept because of ``why``, or rebuilt."""
         self.signatures.append(signature)
+        self._places.append(len(self._packed))
         self._decided.append((value, self.module(), why))
 
     def shared(self, value: Value, nbytes: int) -> None:
@@ -87,21 +98,43 @@ class Recorder:
             self._kept.append(value.tensor is not None)
             outcome = "kept" if value.tensor is not None else "rebuilt"
             self.entries.append(Entry(module, value.op, outcome, value.nbytes, why if outcome == "kept" else ""))
+        needed = self._needed()
+        self.bare = [self._is_bare(p, needed) for p in self._packed]
         for value, _, _ in self._decided:
             value.forget_recipe()
-        self._decided = []
+        self._decided, self._packed, self._root = [], [], None
+
+    def _needed(self) -> set[int]:
+        """The values that some recipe reads."""
+        stack = [p for p in self._packed if type(p) is Value and p.tensor is None and not _sees_kept(p)]
+        needed: set[int] = set()
+        while stack:
+            for v in stack.pop().inputs:
+                if id(v) not in needed:
+                    needed.add(id(v))
+                    if v.tensor is None:
+                        stack.append(v)
+        return needed
+
+    def _is_bare(self, packed: Value | Bare, needed: set[int]) -> bool:
+        if type(packed) is Bare:
+            return True
+        assert type(packed) is Value
+        if id(packed) in needed:
+            return False
+        return packed.tensor is not None or (_sees_kept(packed) and id(packed.inputs[0]) not in needed)
 
     def _number(self, value: Value) -> int:
         if value.ordinal < 0:
             sources = tuple(sorted(self._sources(value))) if value.function is not None and not value.blocked else ()
-            joins = len({id(v.root or v) for v in value.values() if not v.free}) > 1 if sources else False
+            joins = len({id(v.root or v) for v in value.inputs if not v.free}) > 1 if sources else False
             value.ordinal = len(self.items)
             self.items.append(Item(value.nbytes, sources, choice=joins or value.depth > 0))
         return value.ordinal
 
     def _sources(self, value: Value) -> set[int]:
         found: set[int] = set()
-        for v in value.values():
+        for v in value.inputs:
             if v.ordinal >= 0:
                 found.add(v.ordinal)
             elif v.free or v.nbytes < self.min_bytes and v.tensor is not None:
@@ -114,8 +147,12 @@ class Recorder:
 
     # ---------------------------------------------------------------- in backward
 
-    def read(self, value: Value) -> None:
-        """Backward asked for ``value``."""
+    def read(self, packed: Value | Bare) -> None:
+        """Backward asked for what was saved."""
+        self.was_read = True
+        if type(packed) is not Value:
+            return
+        value = packed
         while value.ordinal < 0 and value.op == "view" and type(value.args[0]) is Value:
             value = value.args[0]
         if value.ordinal >= 0:
@@ -131,10 +168,17 @@ class Recorder:
         Without a cut, what was kept is kept again and what was rebuilt is rebuilt again.
         """
         made = []
-        for (op, nbytes), n, kept in zip(self.signatures, self._decisions, self._kept, strict=True):
-            item = self.items[n]
-            made.append((op, nbytes, n in cut if cut is not None and item.choice else kept))
+        for (op, nbytes), n, kept, place in zip(
+            self.signatures, self._decisions, self._kept, self._places, strict=True
+        ):
+            if not self.bare[place]:
+                choice = cut is not None and self.items[n].choice
+                made.append((op, nbytes, n in cut if choice else kept))  # type: ignore[operator]
         return made
+
+
+def _sees_kept(packed: Value) -> bool:
+    return packed.op == "view" and packed.inputs[0].tensor is not None
 
 
 def tensor_signature(tensor: Tensor) -> tuple[str, int]:

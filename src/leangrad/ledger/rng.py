@@ -1,14 +1,21 @@
-"""The random state of an op, taken before it runs and put back to run it again."""
+"""The random state of an op, taken before it runs, and the op run again from it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from leangrad.errors import LeangradError
+
 State = Tensor | tuple[int, int]
+Result = TypeVar("Result")
+
+one_at_a_time = threading.Lock()  # a state, the op that draws from it, and the state after it belong together
 
 
 def state_of(device: torch.device) -> State | None:
@@ -25,22 +32,47 @@ def state_of(device: torch.device) -> State | None:
     return None
 
 
-def with_state(state: State, device: torch.device, function: Callable[..., Any], *args: Any) -> Any:
-    """``function(*args)`` as it ran under ``state``; the generator is left as it was found."""
-    before = state_of(device)
-    assert before is not None
-    _set_state(device, state)
-    try:
-        return function(*args)
-    finally:
-        _set_state(device, before)
+@contextmanager
+def generator_at(state: State, after: State | None) -> Iterator[torch.Generator]:
+    """A CPU generator of its own at ``state``: nobody else draws from it, and nobody's draws are disturbed.
+
+    It must end where the default generator ended the first time, ``after``.
+    """
+    assert isinstance(state, Tensor)
+    generator = torch.Generator()
+    generator.set_state(state)
+    yield generator
+    if not isinstance(after, Tensor) or not torch.equal(generator.get_state(), after):
+        raise LeangradError(_DISTURBED)
 
 
-def _set_state(device: torch.device, state: State) -> None:
-    if isinstance(state, Tensor):
-        torch.set_rng_state(state)
-        return
-    generator = _cuda_generator(device)
+def run_again(state: State, after: State | None, device: torch.device, function: Callable[[], Result]) -> Result:
+    """``function()`` as it ran from ``state`` on CUDA, whose ops draw from the default generator alone.
+
+    The generator is left as it was found. It must end where it ended the first time, ``after``: it does not if another
+    thread drew from it in between, and then the numbers cannot be had again.
+    """
+    with one_at_a_time:
+        generator = _cuda_generator(device)
+        found = generator.initial_seed(), generator.get_offset()
+        _set(generator, state)
+        try:
+            result = function()
+            drawn = generator.initial_seed(), generator.get_offset()
+        finally:
+            _set(generator, found)
+    if drawn != after:
+        raise LeangradError(_DISTURBED)
+    return result
+
+
+_DISTURBED = (
+    "a dropout mask cannot be drawn again: another thread drew from the same random generator at the same moment. "
+    "Train in one thread per device, or call leangrad.plain(model) on models that train in several threads."
+)
+
+
+def _set(generator: Any, state: State) -> None:
     generator.manual_seed(state[0])
     generator.set_offset(state[1])
 

@@ -1,0 +1,86 @@
+"""Where the time of a lean step goes on a GPU: host time of forward and backward, device time of kernels."""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import pstats
+import statistics
+import time
+from contextlib import nullcontext
+
+import torch
+
+import leangrad
+from benchmarks.models import CASES
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--case", nargs="*", default=["vit_l"])
+    parser.add_argument("--profile", action="store_true")
+    arguments = parser.parse_args()
+    for case in CASES:
+        if case.name not in arguments.case:
+            continue
+        torch.manual_seed(0)
+        model = case.make().cuda().train()
+        batch = case.batch(case.size)
+
+        def forward():
+            with torch.autocast("cuda", torch.bfloat16) if case.autocast else nullcontext():
+                return case.loss(model, batch)
+
+        def timed(label):
+            rows = []
+            for i in range(9):
+                model.zero_grad(set_to_none=True)
+                torch.cuda.synchronize()
+                a = time.perf_counter()
+                loss = forward()
+                b = time.perf_counter()
+                torch.cuda.synchronize()
+                c = time.perf_counter()
+                loss.backward()
+                d = time.perf_counter()
+                torch.cuda.synchronize()
+                e = time.perf_counter()
+                if i > 2:
+                    rows.append((b - a, c - a, d - c, e - c))
+            med = [1e3 * statistics.median(r[k] for r in rows) for k in range(4)]
+            model.zero_grad(set_to_none=True)
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as p:
+                forward().backward()
+                torch.cuda.synchronize()
+            kernels = sum(ev.self_device_time_total for ev in p.key_averages()) / 1e3
+            print(
+                f"{case.name} {label}: forward host {med[0]:.1f} total {med[1]:.1f}; backward host {med[2]:.1f} "
+                f"total {med[3]:.1f}; kernels {kernels:.1f} ms",
+                flush=True,
+            )
+            return p
+
+        p0 = timed("plain")
+        for label, options in {
+            "hooks only": {"min_bytes": 1 << 40},
+            "depth 0": {"residual_depth": 0},
+            "auto": {},
+        }.items():
+            leangrad.lean(model, **options)
+            p1 = timed(label)
+        if arguments.profile:
+            for name, p in (("plain", p0), ("lean", p1)):
+                print(name)
+                print(p.key_averages().table(sort_by="self_device_time_total", row_limit=14, max_name_column_width=60))
+            profile = cProfile.Profile()
+            profile.enable()
+            for _ in range(3):
+                forward().backward()
+            profile.disable()
+            pstats.Stats(profile).sort_stats("tottime").print_stats(22)
+        del model, batch, p0, p1
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()
