@@ -20,7 +20,7 @@ REDUCTIONS = {
         t.leaf(8) * (h.float() * torch.rsqrt(h.float().pow(2).mean(-1, keepdim=True) + 1e-6))
     ),
     "Mean1 dtype": lambda h, t: torch.mean(h, -1, True, dtype=torch.float32),
-    "Prod0": lambda h, t: unit(h)[0, 0].prod() + h,
+    "Prod0": lambda h, t: h * unit(h)[0, 0, 0].prod(),
     "Prod1": lambda h, t: h.prod(-1, keepdim=True),
     "Amax0": lambda h, t: h - h.amax((-1, 1), keepdim=True),
     "Amin0": lambda h, t: torch.amin(h, 1),

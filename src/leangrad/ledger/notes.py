@@ -59,6 +59,8 @@ class Notes(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if torch.compiler.is_compiling():  # a compiled part of the model: dynamo traces this very function
+            return func(*args, **(kwargs or {}))
         try:
             handler = HANDLERS[func]
         except KeyError:

@@ -10,6 +10,7 @@ give the same bits twice:
 - Matrix products, convolutions, attention and recurrent layers have no rule: they are never computed twice.
 - Random ops have none, except dropout: its generator state was noted before it ran.
 - What CUDA adds with atomics (index_add, scatter_add, and scans, which may split differently) replays on CPU only.
+- Fourier transforms replay on CPU only: a plan on CUDA may depend on where its input lies.
 - What lets the last of several writers win (scatter, index_copy) replays on CPU only, where the order is fixed.
 - What only chooses elements (max, sort, topk) is gathered by the indices that autograd keeps, not chosen a second time:
   a tie could go the other way.

@@ -90,9 +90,9 @@ def _fft_c2r(x: Tensor, dim: list[int], normalization: int, shape: list[int]) ->
     return aten._fft_c2r.default(x, dim, normalization, shape[dim[-1]])  # type: ignore[no-any-return]
 
 
-rule("FftR2CBackward0", "self", aten._fft_r2c.default, "dim", "normalization", "onesided")
-rule("FftC2CBackward0", "self", aten._fft_c2c.default, "dim", "normalization", "forward")
-rule("FftC2RBackward0", "self", _fft_c2r, "dim", "normalization", "@shape")
+rule("FftR2CBackward0", "self", aten._fft_r2c.default, "dim", "normalization", "onesided", when=on_cpu)
+rule("FftC2CBackward0", "self", aten._fft_c2c.default, "dim", "normalization", "forward", when=on_cpu)
+rule("FftC2RBackward0", "self", _fft_c2r, "dim", "normalization", "@shape", when=on_cpu)
 
 # -------------------------------------------------------------------------------------------------------------- softmax
 
