@@ -508,9 +508,8 @@ def _fill_tables() -> None:
     _enter(_noted("condition self other"), torch.where)
     _enter(_noted("self condition other"), T.where)
     _enter(_noted("tensors dim"), torch.cat, torch.concat, torch.concatenate, torch.stack)
-    _enter(
-        _noted_with_defaults("self nan posinf neginf", nan=None, posinf=None, neginf=None), torch.nan_to_num, T.nan_to_num
-    )
+    nan_to_num = _noted_with_defaults("self nan posinf neginf", nan=None, posinf=None, neginf=None)
+    _enter(nan_to_num, torch.nan_to_num, T.nan_to_num)
     _enter(_noted_with_defaults("self pad mode value", value=None), F.pad)
     _enter(_noted_with_defaults("self pad value", value=0), torch.constant_pad_nd)
     _enter(_noted_with_defaults("input normalized_shape weight bias eps", eps=1e-5), F.layer_norm, torch.layer_norm)
@@ -536,8 +535,9 @@ def _fill_tables() -> None:
     _enter(_dropout_inside("dropout_p", 4), F.scaled_dot_product_attention)
     _enter(_dropout_inside("dropout_p", 10), F.multi_head_attention_forward)
     _enter(_instance_norm, F.instance_norm)
-    for name in ("max_pool1d", "max_pool2d", "max_pool3d", "adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d"):
-        _enter(_pooled, getattr(F, name), getattr(F, name + "_with_indices"))
+    for d in "123":
+        for name in (f"max_pool{d}d", f"adaptive_max_pool{d}d"):
+            _enter(_pooled, getattr(F, name), getattr(F, name + "_with_indices"))
 
 
 _fill_tables()
