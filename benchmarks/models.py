@@ -159,7 +159,9 @@ def _compare(a: list[Tensor], b: list[Tensor]) -> dict[str, Any]:
     return {"bitwise": all(torch.equal(x, y) for x, y in zip(a, b, strict=True)), "largest": worst}
 
 
-def _measured(step: Callable[[], None], forward: Callable[[], Tensor], optimizer: torch.optim.Optimizer) -> dict[str, float]:
+def _measured(
+    step: Callable[[], None], forward: Callable[[], Tensor], optimizer: torch.optim.Optimizer
+) -> dict[str, float]:
     for _ in range(3):
         step()
     optimizer.zero_grad(set_to_none=True)

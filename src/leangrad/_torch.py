@@ -286,12 +286,10 @@ def remove_forward_hooks(module: torch.nn.Module, kinds: tuple[type, ...]) -> No
                 getattr(module, name, {}).pop(key, None)
 
 
-def runs_within_itself(module: torch.nn.Module) -> bool:
-    """Whether the call of ``module`` that runs now was made from inside another call of it."""
-    calls = 0
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == "_call_impl" and frame.f_locals.get("self") is module:
-            calls += 1
-        frame = frame.f_back  # type: ignore[assignment]
-    return calls != 1
+def after_backward(function: Any) -> bool:
+    """Call ``function`` when the backward pass that runs now ends; False where that cannot be arranged."""
+    engine = getattr(torch.autograd.Variable, "_execution_engine", None)
+    if graph_task() < 0 or not hasattr(engine, "queue_callback"):
+        return False
+    engine.queue_callback(function)
+    return True

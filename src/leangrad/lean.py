@@ -108,24 +108,25 @@ def ledger_of(model: nn.Module) -> Ledger:
 class Enter:
     """The forward pre-hook of a lean module: its region begins.
 
-    Hooks are told which module really runs, so copies and replicas of a lean module are lean themselves. They are called on
-    every way out of forward but one: KeyboardInterrupt and its kin leave the region open. An open region does no harm to
-    numbers; the module's next call closes it.
+    Hooks are told which module really runs, so copies and replicas of a lean module are lean themselves. torch calls a
+    forward hook on every way out of forward but one: KeyboardInterrupt and its kin. For these the arguments that are handed
+    on carry a guard that closes the region when forward's frame is gone.
     """
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
 
-    def __call__(self, module: nn.Module, args: Any) -> None:
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> Arguments | None:
         if _torch.is_traced():
-            return
-        open_regions = _regions()
-        if open_regions and open_regions[-1][0] is module and not _torch.runs_within_itself(module):
-            _close(open_regions.pop()[1])
+            return None
         region = self.ledger.region(module)
         if region is not None:
             region.__enter__()
-        open_regions.append((module, region))
+        call = _Call(module, region)
+        _calls().append(call)
+        arguments = Arguments(args)
+        arguments.guard = _Guard(call)
+        return arguments
 
 
 class Leave:
@@ -135,21 +136,54 @@ class Leave:
         self.ledger = ledger
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        open_regions = _regions()
-        if open_regions and open_regions[-1][0] is module:
-            _close(open_regions.pop()[1])
+        if _torch.is_traced():
+            return
+        calls = _calls()
+        if calls and calls[-1].module is module:
+            calls[-1].close()
+
+
+class Arguments(tuple[Any, ...]):
+    """The arguments of forward, and the guard of its region."""
+
+    guard: _Guard
+
+
+class _Guard:
+    """Closes a call's region at the latest when it dies itself."""
+
+    def __init__(self, call: _Call) -> None:
+        self.call = call
+
+    def __del__(self) -> None:
+        self.call.close()
+
+
+class _Call:
+    """One running call of a lean module, and the region it opened."""
+
+    def __init__(self, module: nn.Module, region: Region | None) -> None:
+        self.module, self.region = module, region
+        self.thread = threading.get_ident()
+
+    def close(self) -> None:
+        """End this call, and those inside it that were left open."""
+        calls = _calls()
+        if self.thread != threading.get_ident() or self not in calls:
+            return
+        while calls:
+            call = calls.pop()
+            if call.region is not None:
+                call.region.__exit__(None, None, None)
+            if call is self:
+                return
 
 
 _local = threading.local()
 
 
-def _regions() -> list[tuple[nn.Module, Region | None]]:
-    """The lean modules that run now in this thread, each with the region it opened."""
-    if not hasattr(_local, "regions"):
-        _local.regions = []
-    return _local.regions  # type: ignore[no-any-return]
-
-
-def _close(region: Region | None) -> None:
-    if region is not None:
-        region.__exit__(None, None, None)
+def _calls() -> list[_Call]:
+    """The calls of lean modules that run now in this thread."""
+    if not hasattr(_local, "calls"):
+        _local.calls = []
+    return _local.calls  # type: ignore[no-any-return]

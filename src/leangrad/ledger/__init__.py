@@ -4,6 +4,6 @@ Read in this order: ``value`` (what backward may ask for), ``rules`` (how each o
 from), ``notes`` (what nodes forget), ``ledger`` (the decision), ``plan`` (where to cut a residual chain).
 """
 
-from leangrad.ledger.ledger import MIN_BYTES, Ledger, Region
+from leangrad.ledger.ledger import MIN_BYTES, Ledger, Region, no_regions
 
-__all__ = ["MIN_BYTES", "Ledger", "Region"]
+__all__ = ["MIN_BYTES", "Ledger", "Region", "no_regions"]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Literal
 
@@ -51,7 +52,8 @@ class Ledger:
         self.residual_depth = residual_depth
         self.min_bytes = min_bytes
         self._lessons = 0
-        self._recorder: Recorder | None = None
+        self._recorder: Recorder | None = None  # of the step that is being learned from
+        self._recorded: Recorder | None = None  # of the last step that was recorded, for the summary
         self._decisions: list[Decision] | None = None
         self.bare: Sequence[bool] = ()  # for every saved tensor in order: it is kept, and no recipe reads it
         self._local = threading.local()
@@ -101,7 +103,7 @@ class Ledger:
             return None
         if self._lessons >= MAX_LESSONS:
             return None
-        self._recorder = Recorder(module, self.min_bytes)
+        self._recorder = self._recorded = Recorder(module, self.min_bytes)
         return self._recorder
 
     def differs(self) -> None:
@@ -129,11 +131,22 @@ class Ledger:
 
     def summary(self) -> str:
         """What the recorded step kept, shared and rebuilt, by module and op, and why what was kept could not be rebuilt."""
-        return summarize(self._recorder.entries if self._recorder is not None else [])
+        return summarize(self._recorded.entries if self._recorded is not None else [])
 
 
 def _fresh(residual_depth: int | Literal["auto"], min_bytes: int) -> Ledger:
     return Ledger(residual_depth=residual_depth, min_bytes=min_bytes)
+
+
+@contextmanager
+def no_regions() -> Iterator[None]:
+    """Open no region in this thread: lean models run plain."""
+    before = getattr(_active, "region", None)
+    _active.region = before or no_regions
+    try:
+        yield
+    finally:
+        _active.region = before
 
 
 class Region:
@@ -199,7 +212,7 @@ class Region:
         n = self._packs
         self._packs = n + 1
         if n < len(self._bare) and self._bare[n]:
-            return Bare(tensor.detach(), tensor._version)
+            return Bare(tensor.detach(), tensor._version, type(tensor.grad_fn))
         if tensor.grad_fn is None:
             if tensor.requires_grad:
                 return Bare(tensor, tensor._version)
@@ -388,9 +401,9 @@ def _recorded_unpack(recorder: Recorder) -> Any:
 def unpack(packed: Packed) -> Tensor:
     """Autograd wants its tensor back."""
     if type(packed) is Bare:
-        tensor, version = packed
-        if tensor._version != version:
-            raise ChangedError(changed("a parameter or input", tensor, version))
+        tensor = packed.tensor
+        if tensor._version != packed.version:
+            raise ChangedError(changed(packed.what(), tensor, packed.version))
         return tensor
     tensor = packed.tensor
     if tensor is not None and tensor._version == packed.version:

@@ -380,9 +380,9 @@ def _is_private(tensor: Tensor) -> bool:
     return not tensor.requires_grad and not owner.requires_grad and not _torch.storage_is_shared(tensor)
 
 
-def _node_of(tensor: Tensor | None) -> Any:
+def _node_of(tensor: Any) -> Any:
     try:
-        return None if tensor is None else tensor.grad_fn
+        return tensor.grad_fn if isinstance(tensor, Tensor) else None
     except RuntimeError:  # a view made under no_grad whose base has changed since: torch refuses to name its node
         return None
 
@@ -427,12 +427,13 @@ def _mutating(names: str = "", choose: str | None = None) -> Handler:
         _before_change(notes, target)
         # Noted before the change: an operand that shares the target's memory is not what it was any more.
         note = _constants(names_, args, kwargs) if names_ and not _overlap(target, args, kwargs) else None
+        before = _node_of(target)
         out = func(*args, **kwargs)
-        if isinstance(target, Tensor) and target.requires_grad and torch.is_grad_enabled():
-            if note is not None:
-                target.grad_fn.metadata[NOTE] = note  # type: ignore[union-attr]
-        else:
+        node = _node_of(target)
+        if node is before:  # autograd did not record it
             _after_change(notes, target)
+        elif note is not None:
+            node.metadata[NOTE] = note
         return out
 
     return handler

@@ -197,7 +197,9 @@ class Walk:
         if type(packed) is Value or packed is None:
             return packed
         if type(packed) is Bare:
-            return leaf_value(*packed)  # autograd saved it as well, so plain PyTorch minds a change too
+            return leaf_value(
+                packed.tensor, packed.version
+            )  # autograd saved it as well, so plain PyTorch minds a change too
         if isinstance(packed, Tensor) and packed.dim() == 0:
             return packed  # a Python scalar that autograd wrapped: it passes no hook
         raise NoRecipeError(f"{name} was packed by other hooks")

@@ -23,7 +23,9 @@ class Item:
 
     nbytes: int
     sources: tuple[int, ...] = ()  # what it is rebuilt from
-    choice: bool = False  # it may be kept or rebuilt; otherwise it is rebuilt if it has sources, and kept if it has none
+    choice: bool = (
+        False  # it may be kept or rebuilt; otherwise it is rebuilt if it has sources, and kept if it has none
+    )
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,8 @@ class Recorder:
             (name, module)
             for name, module in named.items()
             if name  # the root is running already
-            and not hasattr(module, "_orig_mod") and not any(name.startswith(c) for c in compiled)
+            and not hasattr(module, "_orig_mod")
+            and not any(name.startswith(c) for c in compiled)
         ]
 
     def _leave(self) -> None:
@@ -85,7 +86,9 @@ class Recorder:
     def shared(self, value: Value, nbytes: int) -> None:
         """A tensor was asked for again."""
         if nbytes >= self.min_bytes:
-            self.entries.append(Entry(self.module(), value.op, "shared", nbytes, "kept or rebuilt once for all readers"))
+            self.entries.append(
+                Entry(self.module(), value.op, "shared", nbytes, "kept or rebuilt once for all readers")
+            )
 
     def stop(self) -> None:
         """The region ends: number the values, and turn what was decided into plain data."""

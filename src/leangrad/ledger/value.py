@@ -27,6 +27,11 @@ class Bare(NamedTuple):
 
     tensor: Tensor
     version: int
+    node: type = type(None)  # of the op that made it
+
+    def what(self) -> str:
+        """What it is, for an error."""
+        return "a parameter or input" if self.node is type(None) else f"the output of {self.node.__name__}"
 
 
 class Value:
@@ -187,6 +192,7 @@ class Value:
             # [Note: a memo belongs to one stream] Backward of each op runs on the stream of its forward. What was
             # rebuilt on one stream is not ready on another, so another stream rebuilds it for itself.
             self.memo, self.memo_stream = tensor, _stream(tensor)
+            _remember(self, task)
             return tensor, False
         if self.parents > 1:
             made[id(self)] = tensor
@@ -213,7 +219,9 @@ class Value:
         layout = self.layout
         if layout is not None and (tensor.shape != layout[0] or tensor.stride() != layout[1]):
             if tensor.shape != layout[0]:
-                raise LeangradError(f"{self.op} was rebuilt with shape {tuple(tensor.shape)}, expected {tuple(layout[0])}")
+                raise LeangradError(
+                    f"{self.op} was rebuilt with shape {tuple(tensor.shape)}, expected {tuple(layout[0])}"
+                )
             tensor = torch.empty_strided(*layout, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
         # A view, or an input handed back (``x.to`` of its own dtype), is somebody else's memory too.
         return tensor, not tensor._is_view() and not any(tensor is a for a in args)
@@ -228,6 +236,26 @@ class Value:
         return function(*args, **self.kwargs)
 
 
+_memos: dict[int, list[weakref.ref[Value]]] = {}  # by backward pass
+
+
+def _remember(value: Value, task: int) -> None:
+    """Let go of the value's memo at the end of this backward pass: a reader that takes no part in it never comes."""
+    held = _memos.get(task)
+    if held is None:
+        held = _memos[task] = []
+        if not _torch.after_backward(lambda: _forget(task)):
+            del _memos[task]
+    held.append(weakref.ref(value))
+
+
+def _forget(task: int) -> None:
+    for ref in _memos.pop(task, ()):
+        value = ref()
+        if value is not None:
+            value.memo = None
+
+
 def changed(what: str, tensor: Tensor, version: int) -> str:
     """The message for a tensor that was changed in place after it was kept."""
     return (
@@ -237,7 +265,9 @@ def changed(what: str, tensor: Tensor, version: int) -> str:
     )
 
 
-IN_PLACE: dict[Any, Callable[..., Tensor]] = {}  # functions of one or two tensors, and the form that writes over the first
+IN_PLACE: dict[
+    Any, Callable[..., Tensor]
+] = {}  # functions of one or two tensors, and the form that writes over the first
 COMMUTES: set[Any] = set()  # those of two that may write over either
 PLAIN_SUM = ({}, {"alpha": 1})
 
