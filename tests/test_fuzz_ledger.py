@@ -57,7 +57,7 @@ class Run:
         self.mask = torch.randn(4, 6, generator=draw) > 0
         self.index = torch.randint(4, (4,), generator=draw)
         self.leaves = [self.p, self.w, self.b]
-        self.pool: list[Tensor] = [self.p * 1.0, self.p + self.b]
+        self.pool: list[Tensor] = []
 
     def pick(self, n: int) -> Tensor:
         """A tensor of the pool: for small ``n`` one of the last, so that most programs are deep."""
@@ -442,6 +442,8 @@ class Program:
 
 def forward(program: Program, run: Run, region: Any, turn: int, outputs: int = 4) -> list[Tensor]:
     def play(steps: tuple[tuple[int, Step], ...]) -> None:
+        if steps and not run.pool:
+            run.pool += [run.p * 1.0, run.p + run.b]
         for n, (name, i, j, c) in steps:
             if turn == 2 and n == program.skip:
                 continue

@@ -42,12 +42,16 @@ class Net(nn.Module):
         self.scale = nn.Parameter(torch.ones(8))
         self.blocks = nn.ModuleList(Block() for _ in range(4))
         self.head = nn.Linear(8, 4)
+        self.register_buffer("mean", torch.full((8,), 0.5))
 
     def forward(self, x: Tensor) -> Tensor:
         h = (x * self.scale).tanh()
         for block in self.blocks:
             h = block(h)
-        return self.head(h.sigmoid())
+        h = (h.sigmoid() - self.mean).sin()
+        dist.all_reduce(self.mean)  # which moves no version counter
+        self.mean.mul_(0.4)
+        return self.head(h)
 
 
 def wrapped(kind: str, net: nn.Module) -> nn.Module:

@@ -300,18 +300,6 @@ def through_new_data(y):
 
 
 @hidden
-def through_set(y):
-    with torch.no_grad():
-        y.set_(torch.full((8, 8), 0.25))
-
-
-@hidden
-def through_swapped_storage(y):
-    with torch.no_grad():
-        y.set_(torch.full((80,), 0.25).untyped_storage(), 3, (8, 8), (8, 1))
-
-
-@hidden
 def through_copy(y):
     with torch.no_grad():
         y.copy_(torch.full((8, 8), 0.25))
@@ -453,6 +441,35 @@ def running_mean_changed_through_data(region):
         y = w.exp() - mean
         a = y.sin()
         mean.data.mul_(3)
+    backward(a)
+    return [w.grad]
+
+
+@same
+def running_mean_changed_by_its_own_norm(region):
+    """Batch norm changes its statistics below every version counter."""
+    norm, x = nn.BatchNorm1d(8), leaf(4, 8)
+    with region:
+        y = x.exp() - norm.running_mean
+        a = y.sin()
+        b = norm(x * 3 + 1)
+        c = (x.exp() + norm.running_var).cos()
+        norm(x * 5 + 2)
+        F.instance_norm(x[None], norm.running_mean, norm.running_var, use_input_stats=True)
+    backward(a, b, c)
+    return [x.grad]
+
+
+@same
+def fixed_statistics_changed_later(region):
+    """The output of a norm in eval mode; then the same norm trains."""
+    norm, w, x = nn.BatchNorm1d(8), leaf(8, 8, seed=1), leaf(4, 8)
+    with region:
+        norm.eval()
+        y = norm(x.detach() + norm.weight)
+        a = y @ w
+        norm.train()
+        norm(x * 3 + 1)
     backward(a)
     return [w.grad]
 

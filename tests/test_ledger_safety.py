@@ -5,6 +5,7 @@ Each program runs plain and through a ledger, three steps in a row, and must giv
 
 import random
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -521,6 +522,77 @@ def convolutions(region):
         y = net(x.to(memory_format=torch.channels_last)) + net(x)
     backward(y)
     return [x.grad, *grads(net), *(b.clone() for b in net.buffers())]
+
+
+@program
+def parametrized_weights(region):
+    """Spectral norm updates its vectors in place, through ``out=``, in every forward."""
+    torch.manual_seed(0)
+    spectral, weight = nn.utils.parametrizations.spectral_norm, nn.utils.parametrizations.weight_norm
+    net = nn.Sequential(spectral(nn.Linear(8, 8)), nn.GELU(), weight(nn.Linear(8, 8)), nn.Sigmoid())
+    x = leaf(4, 8)
+    with region:
+        y = net(net(x))
+    backward(y)
+    return [x.grad, *grads(net), *(b.clone() for b in net.buffers())]
+
+
+@program
+def recurrent(region):
+    torch.manual_seed(0)
+    lstm, gru, cell = nn.LSTM(8, 8, 2, dropout=0.2), nn.GRU(8, 8), nn.LSTMCell(8, 8)
+    x = leaf(5, 2, 8)
+    with region:
+        z = gru(lstm(x * 2)[0].tanh())[0]
+        state = (torch.zeros(2, 8), torch.zeros(2, 8))
+        for t in z:
+            state = cell(t, state)
+    backward(*state)
+    return [x.grad, *grads(lstm), *grads(gru), *grads(cell)]
+
+
+@program
+def caches(region):
+    """Buffers that are filled slice by slice, with and without gradients."""
+    x = leaf(8, 8)
+    with region:
+        fixed, live = torch.zeros(16, 8), torch.zeros(16, 8)
+        fixed[:8] = x.detach()
+        a = (x * 2 + fixed[:8]).sin()
+        fixed[8:] = 3.0
+        fixed[:8] = 7.0
+        b = (x.exp() + fixed[8:]).cos()
+        fixed.zero_()
+        live[:8] = x * 2
+        c = live.exp()
+        live[8:] = x.sin()
+        d = (live * 2 + 1).sin()
+    backward(a, b, c, d)
+    return [x.grad]
+
+
+@program
+def optimizer_step_inside_the_region(region):
+    w, b = leaf(8, 8), leaf(8, seed=1)
+    optimizer = torch.optim.AdamW([w, b], lr=0.1, foreach=True)
+    with region:
+        early = w * 2 + b
+        backward((w * 2).exp())
+        b.grad = torch.ones(8)
+        optimizer.step()
+        z = (early + 1).sin() + (w * 3 + b).cos()
+    backward(z)
+    return [w.grad, b.grad, w.detach().clone()]
+
+
+@program
+def numpy_scalars(region):
+    x = leaf(8, 8)
+    with region:
+        a = ((x * np.float64(1.5) + np.float32(2)) - np.int64(3)).sin()
+        b = (x.exp() + True).cos()
+    backward(a, b)
+    return [x.grad]
 
 
 @program
