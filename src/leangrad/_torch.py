@@ -1,14 +1,26 @@
 """Every private torch name that leangrad uses, each in one small function with a plain fallback.
 
-Nothing outside this file may touch a name of torch that starts with an underscore and is not documented. A name that
-a torch release drops makes leangrad plainer, never wrong: the fallback is always the answer that promises less.
+Nothing outside this file may touch a name of torch that starts with an underscore and is not documented, but for those
+of [Note: names that are used in place]. A name that a torch release drops makes leangrad plainer, never wrong: the
+fallback is always the answer that promises less.
+
+[Note: names that are used in place]
+The ledger reads a few private names of tensors and nodes for every saved tensor, thousands of times in a step, where a
+call of Python more would be felt. `ledger/` uses these where it needs them:
+
+    tensor._version, tensor._base, tensor._is_view()
+    node._sequence_nr(), node._saved_<name>, node._raw_saved_<name>
+
+Their check is `ledger_names_present`: if one of them is gone no region opens, and lean models run plain.
 """
 
 import ast
 import functools
 import inspect
 import sys
+import warnings
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -39,10 +51,8 @@ def reference_counts(tensor: Tensor) -> tuple[int, ...] | None:
 
 def is_profiling() -> bool:
     """Whether torch's profiler is on in this thread. A second one would end the first without a word."""
-    try:
-        return bool(torch.autograd._profiler_enabled())
-    except AttributeError:
-        return False
+    ask = getattr(torch.autograd, "_profiler_enabled", None)
+    return False if ask is None else bool(ask())
 
 
 def graph_is_kept() -> bool:
@@ -57,10 +67,7 @@ def transforms_active() -> bool:
     return False if ask is None else bool(ask())
 
 
-try:
-    _graph_task_id = torch._C._current_graph_task_id
-except AttributeError:
-    _graph_task_id = None
+_graph_task_id: Callable[[], int] | None = getattr(torch._C, "_current_graph_task_id", None)
 
 
 def graph_task() -> int:
@@ -68,10 +75,7 @@ def graph_task() -> int:
     return _graph_task_id() if _graph_task_id is not None else -1
 
 
-try:
-    _raw_stream = torch._C._cuda_getCurrentRawStream
-except AttributeError:
-    _raw_stream = None
+_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
 def raw_stream(device: torch.device) -> int:
@@ -114,7 +118,7 @@ def forward_mode_active() -> bool:
 
 
 def output_fact(node: Any, what: str) -> Any:
-    """The shape or dtype of a node's first output, as autograd will check it: `shape`, `shape[-2:]`, `dtype`, `device`."""
+    """A fact of a node's first output, as autograd will check it: `shape`, `shape[-2:]`, `dtype` or `device`."""
     metadata = node._input_metadata[0]
     if what == "dtype":
         return metadata.dtype
@@ -238,6 +242,7 @@ def private_names() -> dict[str, bool]:
     """
     tensor = torch.ones(1, requires_grad=True) * 1
     owners: list[Any] = [torch, torch._C, torch._C._autograd, torch.autograd, torch.autograd.forward_ad]
+    owners += [torch.autograd.Variable]
     owners += [torch.nn.Module(), torch.nn.modules.module, torch.ops.aten.add.Tensor]
     owners += [tensor, tensor.untyped_storage(), tensor.grad_fn]
     there = {name for owner in owners for name in dir(owner)}
@@ -266,7 +271,7 @@ def _private_names_in(source: ast.Module) -> list[str]:
 
 def is_traced() -> bool:
     """Whether torch is recording this code instead of only running it: compile, export, jit.trace."""
-    return torch.compiler.is_compiling() or torch.jit.is_tracing()
+    return torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined]
 
 
 def forward_pre_hooks(module: torch.nn.Module) -> list[Any]:
@@ -288,8 +293,37 @@ def remove_forward_hooks(module: torch.nn.Module, kinds: tuple[type, ...]) -> No
 
 def after_backward(function: Any) -> bool:
     """Call ``function`` when the backward pass that runs now ends; False where that cannot be arranged."""
-    engine = getattr(torch.autograd.Variable, "_execution_engine", None)
+    engine: Any = getattr(torch.autograd.Variable, "_execution_engine", None)
     if graph_task() < 0 or not hasattr(engine, "queue_callback"):
         return False
     engine.queue_callback(function)
     return True
+
+
+def _missing_ledger_names() -> list[str]:
+    """The names of [Note: names that are used in place], and those the ledger reads off nodes here, that are gone."""
+    with torch.inference_mode(False), torch.enable_grad():
+        tensor = torch.ones((), device="cpu", requires_grad=True) * torch.ones((), device="cpu", requires_grad=True)
+    node: Any = tensor.grad_fn
+    raw = getattr(node, "_raw_saved_self", None)
+    wanted = {
+        "Tensor": (tensor, ("_version", "_base", "_is_view")),
+        "Node": (node, ("_sequence_nr", "_input_metadata", "metadata", "_saved_self", "_raw_saved_self")),
+        "SavedTensor": (raw, ("data",)),
+    }
+    return [f"{of}.{name}" for of, (owner, names) in wanted.items() for name in names if not hasattr(type(owner), name)]
+
+
+_MISSING_LEDGER_NAMES = _missing_ledger_names()
+
+
+@functools.cache
+def ledger_names_present() -> bool:
+    """Whether torch has every private name that the ledger cannot do without; if not, one warning says so."""
+    if _MISSING_LEDGER_NAMES:
+        warnings.warn(
+            f"torch {torch.__version__} has no {', '.join(_MISSING_LEDGER_NAMES)}, which leangrad's ledger needs: "
+            "lean models run plain, with the same gradients and no memory saved. Use a torch that leangrad knows.",
+            stacklevel=2,
+        )
+    return not _MISSING_LEDGER_NAMES

@@ -8,8 +8,8 @@
     loss.backward()
     print(ledger.summary())
 
-What happens inside the region is told in `ledger/`: autograd asks to keep a tensor; the ledger finds out how the tensor was
-made, and keeps it, shares one that is kept already, or stores a recipe that rebuilds it bit for bit in backward.
+What happens inside the region is told in `ledger/`: autograd asks to keep a tensor; the ledger finds out how the tensor
+was made, and keeps it, shares one that is kept already, or stores a recipe that rebuilds it bit for bit in backward.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ def lean(model: ModuleT, *, residual_depth: int | Literal["auto"] = "auto", min_
     Equals ``model``: class, parameters, state_dict, forward and gradients are the same, bit for bit. Only what autograd
     keeps between forward and backward is less.
 
-    residual_depth: how many additions of a residual stream may be rebuilt in a row. ``"auto"`` chooses, from what the first
-        step shows, the cut that makes the peak lowest.
+    residual_depth: how many additions of a residual stream may be rebuilt in a row. ``"auto"`` chooses, from what the
+        first step shows, the cut that makes the peak lowest.
     min_bytes: smaller tensors are kept without looking into them.
 
-    A model that is lean already is given the new settings and starts to learn anew. Under ``torch.compile``, ``torch.func``,
-    ``no_grad`` and inference mode the model runs plain.
+    A model that is lean already is given the new settings and starts to learn anew. Under ``torch.compile``,
+    ``torch.func``, ``no_grad`` and inference mode the model runs plain.
 
     >>> import torch, leangrad
     >>> model = leangrad.lean(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()))
@@ -72,7 +72,8 @@ def plain(model: ModuleT) -> ModuleT:
 def saving(*, residual_depth: int | Literal["auto"] = "auto", min_bytes: int = MIN_BYTES) -> Ledger:
     """A region whose saved tensors go through a ledger: ``lean`` for any code, the loss included.
 
-    Backward may run inside or after it. Keep the object and enter it again in the next step, and it will use what it learned.
+    Backward may run inside or after it. Keep the object and enter it again in the next step: it will use what it
+    learned.
 
     >>> import torch, leangrad
     >>> x = torch.ones(64, 64, requires_grad=True)
@@ -109,8 +110,8 @@ class Enter:
     """The forward pre-hook of a lean module: its region begins.
 
     Hooks are told which module really runs, so copies and replicas of a lean module are lean themselves. torch calls a
-    forward hook on every way out of forward but one: KeyboardInterrupt and its kin. For these the arguments that are handed
-    on carry a guard that closes the region when forward's frame is gone.
+    forward hook on every way out of forward but one: KeyboardInterrupt and its kin. For these the arguments that are
+    handed on carry a guard that closes the region when forward's frame is gone.
     """
 
     def __init__(self, ledger: Ledger) -> None:

@@ -1,8 +1,8 @@
 """Where tensors come from: recipes read off the nodes of autograd.
 
 Nodes give the structure, below autocast and below every composite function; ``notes.py`` leaves on the nodes the few
-constants that they forget. A walk starts at the node of a tensor, follows edges through ops that have a rule, and ends in
-parameters, in values that are known already, or in the outputs of ops that are never computed twice.
+constants that they forget. A walk starts at the node of a tensor, follows edges through ops that have a rule, and ends
+in parameters, in values that are known already, or in the outputs of ops that are never computed twice.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ Node = Any  # torch.autograd.graph.Node, whose saved attributes differ from clas
 # What we write into a node's metadata. Weak references only, and plain constants: see [Note: what a value may hold].
 VALUES = [("leangrad", i) for i in range(64)]
 NOTE = "leangrad.note"  # constants that the node forgets: {name: constant or Operand}
-LIVE = "leangrad.live"  # this op is never computed twice; (weak reference to its output, version) while that is held
+# This op is never computed twice: (weak reference to its output, version), or None where outputs are not held.
+LIVE = "leangrad.live"
 OPAQUE = "leangrad.opaque"  # the output was changed behind autograd's back: it cannot be replayed
 
 MAX_WALK = 64  # nodes between a tensor and its anchors; beyond that the tensor is kept
@@ -197,9 +198,8 @@ class Walk:
         if type(packed) is Value or packed is None:
             return packed
         if type(packed) is Bare:
-            return leaf_value(
-                packed.tensor, packed.version
-            )  # autograd saved it as well, so plain PyTorch minds a change too
+            # Autograd saved it as well, so plain PyTorch minds a change too: it need not be watched.
+            return leaf_value(packed.tensor, packed.version)
         if isinstance(packed, Tensor) and packed.dim() == 0:
             return packed  # a Python scalar that autograd wrapped: it passes no hook
         raise NoRecipeError(f"{name} was packed by other hooks")

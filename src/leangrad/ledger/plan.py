@@ -1,9 +1,10 @@
 """Where to cut a residual chain so that the peak, not only the kept bytes, is lowest.
 
-``out_k = relu(bn(c_k) + out_{k-1})`` can be rebuilt from ``c_1 … c_k`` alone, but rebuilding the last link rebuilds every
-earlier one, and each is held until its own reader comes. Backward frees memory as it goes, so a chain may be the longer the
-earlier it lies in the network. The first step shows which tensors there are, what they are rebuilt from and in which order
-backward reads them; here that record is played through under many cuts, and the cut with the lowest peak is taken.
+``out_k = relu(bn(c_k) + out_{k-1})`` can be rebuilt from ``c_1 … c_k`` alone, but rebuilding the last link rebuilds
+every earlier one, and each is held until its own reader comes. Backward frees memory as it goes, so a chain may be the
+longer the earlier it lies in the network. The first step shows which tensors there are, what they are rebuilt from and
+in which order backward reads them; here that record is played through under many cuts, and the cut with the lowest peak
+is taken.
 """
 
 from __future__ import annotations
@@ -23,9 +24,7 @@ class Item:
 
     nbytes: int
     sources: tuple[int, ...] = ()  # what it is rebuilt from
-    choice: bool = (
-        False  # it may be kept or rebuilt; otherwise it is rebuilt if it has sources, and kept if it has none
-    )
+    choice: bool = False  # it may be kept or rebuilt; otherwise it is rebuilt if it has sources, else kept
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ class Outcome:
 
 
 def best_cut(record: Record) -> frozenset[int]:
-    """The choices to keep so that the peak of backward is lowest; then the fewest kept bytes; then the least rebuilding."""
+    """The choices to keep for the lowest peak of backward; then the fewest kept bytes; then the least rebuilding."""
     tried: dict[frozenset[int], Outcome] = {}
     for cut in _candidates(record):
         if cut not in tried:

@@ -140,7 +140,7 @@ class Recorder:
         for v in value.inputs:
             if v.ordinal >= 0:
                 found.add(v.ordinal)
-            elif v.free or v.nbytes < self.min_bytes and v.tensor is not None:
+            elif v.free or (v.nbytes < self.min_bytes and v.tensor is not None):
                 continue
             elif v.tensor is not None:
                 found.add(self._number(v))

@@ -21,8 +21,8 @@ one_at_a_time = threading.Lock()  # a state, the op that draws from it, and the 
 def state_of(device: torch.device) -> State | None:
     """The state of the default generator of ``device``, or None where it cannot be put back later.
 
-    5 KB on a CPU (a Mersenne twister), two integers on CUDA (Philox seed and offset). While a CUDA graph is captured the
-    offset is not known to the host, so there is none.
+    5 KB on a CPU (a Mersenne twister), two integers on CUDA (Philox seed and offset). While a CUDA graph is captured
+    the offset is not known to the host, so there is none.
     """
     if device.type == "cpu":
         return torch.get_rng_state()

@@ -2,16 +2,16 @@
 
 [Note: what a value may hold]
 A value holds detached tensors, constants and other values, never a node of the graph and never a tensor with a
-``grad_fn``: a saved tensor that reaches its own node is a cycle through C++ that no garbage collector sees, and it lives
-until backward runs, or for ever. The graph holds values through its saved tensors; nodes know them only by weak reference
-(``node.metadata``), so a value dies with its last reader, in the middle of backward.
+``grad_fn``: a saved tensor that reaches its own node is a cycle through C++ that no garbage collector sees, and it
+lives until backward runs, or for ever. The graph holds values through its saved tensors; nodes know them only by weak
+reference (``node.metadata``), so a value dies with its last reader, in the middle of backward.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from leangrad.errors import ChangedError, LeangradError
 Layout = tuple[torch.Size, tuple[int, ...]]
 
 
+@final
 class Bare(NamedTuple):
     """A tensor that is kept as it is, with the version it must still be at: no value around it."""
 
@@ -65,7 +66,9 @@ class Value:
     nbytes = 0
     ordinal = -1  # its place in the step, while the ledger learns
     free = False  # it costs nothing worth counting: a parameter, an input, or too small to look into
-    live: tuple[weakref.ref[Tensor], int] | None = None  # an absent value that may yet be caught, and its version
+    live: tuple[weakref.ref[Tensor], int] | None = (
+        None  # the tensor of an absent value, which may yet be caught, and its version
+    )
     cap = 0  # the depth at which it is kept rather than rebuilt
     blocked: tuple[Value, ...] = ()  # the absent values that its recipe waits for
     waiters: list[weakref.ref[Value]] | None = None  # whose recipes wait for this one
@@ -227,7 +230,7 @@ class Value:
         return tensor, not tensor._is_view() and not any(tensor is a for a in args)
 
     def _overwrite(self, function: Callable[..., Tensor], args: list[Any], owned: int) -> Tensor:
-        """Write the result over an owned input where the op can and the result is of the same kind; else make a new one."""
+        """Write the result over an owned input where the op can and the result is of its kind; else make a new one."""
         inplace = IN_PLACE.get(function)
         if inplace is not None and len(args) <= 2:
             target, other = args[owned], args[1 - owned] if len(args) == 2 else None
@@ -260,16 +263,15 @@ def changed(what: str, tensor: Tensor, version: int) -> str:
     """The message for a tensor that was changed in place after it was kept."""
     return (
         f"one of the variables needed for gradient computation has been modified by an inplace operation: {what}, "
-        f"{tensor.dtype} {list(tensor.shape)}, is at version {tensor._version}; expected version {version}. To mend it, run "
-        "backward before the change, use the out-of-place form of the op that made it, or change a clone."
+        f"{tensor.dtype} {list(tensor.shape)}, is at version {tensor._version}; expected version {version}. To mend "
+        "it, run backward before the change, use the out-of-place form of the op that made it, or change a clone."
     )
 
 
-IN_PLACE: dict[
-    Any, Callable[..., Tensor]
-] = {}  # functions of one or two tensors, and the form that writes over the first
+# Functions of one or two tensors, and the form that writes over the first. The rules fill it.
+IN_PLACE: dict[Any, Callable[..., Tensor]] = {}
 COMMUTES: set[Any] = set()  # those of two that may write over either
-PLAIN_SUM = ({}, {"alpha": 1})
+PLAIN_SUM: tuple[dict[str, Any], ...] = ({}, {"alpha": 1})  # keywords under which a sum commutes
 
 
 def _fits(target: Tensor, other: Any, dtype: torch.dtype | None) -> bool:

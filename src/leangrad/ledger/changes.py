@@ -1,0 +1,124 @@
+"""Changes in place: what autograd does not record, and what would change under a recipe.
+
+A change that autograd did not record would make every recipe through that tensor wrong. The node is marked opaque, and
+everything made so far is fenced off, because the change may have come through an alias. Before any change, recorded or
+not, anchors that plain PyTorch would not have kept move to memory of their own.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from leangrad import _torch
+from leangrad.ledger.calls import Handler, argument, constants_of, leave_note
+from leangrad.ledger.origins import NOTE, OPAQUE, key_of
+
+if TYPE_CHECKING:
+    from leangrad.ledger.notes import Notes
+
+
+def before_change(notes: Notes, target: Any) -> None:
+    """Anchors that plain PyTorch would not have kept move to memory of their own before it changes."""
+    if isinstance(target, list | tuple):
+        for t in target:
+            before_change(notes, t)
+    elif isinstance(target, Tensor) and target.layout is torch.strided:
+        for ref in notes.book.watched.pop(target.untyped_storage().data_ptr(), ()):
+            value = ref()
+            if value is not None and value.tensor is not None:
+                value.tensor = value.tensor.detach().clone()
+                value.version = value.tensor._version
+
+
+def after_change(notes: Notes, target: Any) -> None:
+    """``target`` was changed in place and autograd did not record it: what was made so far may not be what it was."""
+    if isinstance(target, list | tuple):
+        for t in target:
+            after_change(notes, t)
+    elif isinstance(target, Tensor) and not _is_private(target):
+        for t in (target, target._base):
+            node = _node_of(t)
+            if node is not None:
+                node.metadata[OPAQUE] = True
+        notes.book.fence = _torch.next_sequence_nr()
+
+
+def _is_private(tensor: Tensor) -> bool:
+    """Whether no parameter and no tensor of the graph can lie in this memory."""
+    owner = tensor if tensor._base is None else tensor._base
+    return not tensor.requires_grad and not owner.requires_grad and not _torch.storage_is_shared(tensor)
+
+
+def _node_of(tensor: Any) -> Any:
+    try:
+        return tensor.grad_fn if isinstance(tensor, Tensor) else None
+    except RuntimeError:  # a view made under no_grad whose base has changed since: torch refuses to name its node
+        return None
+
+
+def swapped(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``x.data = y``: other memory, and no new version."""
+    before_change(notes, args[0])
+    node = _node_of(args[0])
+    if node is not None:
+        node.metadata.pop(key_of(args[0].output_nr), None)
+    result = func(*args, **kwargs)
+    after_change(notes, args[0])
+    return result
+
+
+def leaked(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The bare memory of a tensor leaves torch: it may be written at any time, and nobody will tell."""
+    if args and isinstance(args[0], Tensor) and not _is_private(args[0]):
+        notes.book.fence = sys.maxsize
+    return func(*args, **kwargs)
+
+
+def _overlap(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an operand lies in the memory of the tensor that is about to change."""
+    if not isinstance(target, Tensor):
+        return True
+    memory = target.untyped_storage().data_ptr()
+    operands = (a for a in (*args[1:], *kwargs.values()) if isinstance(a, Tensor) and not a.requires_grad)
+    return any(a.untyped_storage().data_ptr() == memory for a in operands)
+
+
+def mutating(names: str = "", choose: str | None = None) -> Handler:
+    """A function that changes its first argument; always, or where its argument ``choose`` says so.
+
+    ``names``: its arguments, if its node forgets their constants.
+    """
+    names_ = tuple(names.split())
+
+    def handler(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if choose is not None and not argument(func, args, kwargs, choose):
+            out = func(*args, **kwargs)
+            if names_:
+                leave_note(out, names_, args, kwargs)
+            return out
+        target = args[0] if args else next((kwargs[k] for k in ("input", "tensor", "self") if k in kwargs), None)
+        before_change(notes, target)
+        # Noted before the change: an operand that shares the target's memory is not what it was any more.
+        note = constants_of(names_, args, kwargs) if names_ and not _overlap(target, args, kwargs) else None
+        before = _node_of(target)
+        out = func(*args, **kwargs)
+        node = _node_of(target)
+        if node is before:  # autograd did not record it
+            after_change(notes, target)
+        elif note is not None:
+            node.metadata[NOTE] = note
+        return out
+
+    return handler
+
+
+def write_out(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A function with ``out=``: autograd records none of these."""
+    before_change(notes, kwargs["out"])
+    result = func(*args, **kwargs)
+    after_change(notes, kwargs["out"])
+    return result

@@ -1,0 +1,338 @@
+"""One forward region: the decision, for every tensor that autograd wants to keep, while a model runs."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from leangrad import _torch
+from leangrad.errors import ChangedError
+from leangrad.ledger.notes import Notes
+from leangrad.ledger.origins import OPAQUE, NoRecipeError, Walk, enter, key_of
+from leangrad.ledger.record import Recorder, tensor_signature
+from leangrad.ledger.value import Bare, Value, changed, released, wait
+
+PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+DEEPEST = 32  # joins that a recipe may run through: each takes some frames of Python's stack
+
+AUTOCAST_DEVICES = ("cuda", "cpu") if torch.backends.cuda.is_built() else ("cpu",)
+
+Packed = Value | Bare
+Decision = tuple[str, int, bool]  # op, bytes, and whether the tensor is simply kept
+
+_active = threading.local()
+
+
+def region_is_open() -> bool:
+    """Whether a region is open in this thread, or none may be opened."""
+    return getattr(_active, "region", None) is not None
+
+
+@contextmanager
+def no_regions() -> Iterator[None]:
+    """Open no region in this thread: lean models run plain."""
+    before = getattr(_active, "region", None)
+    _active.region = before or no_regions
+    try:
+        yield
+    finally:
+        _active.region = before
+
+
+class Knowledge(Protocol):
+    """What a region asks of its ledger: settings, and what earlier steps have shown."""
+
+    min_bytes: int
+    bare: Sequence[bool]
+
+    @property
+    def cap(self) -> int:
+        """How deep a recipe may be where nothing was learned."""
+
+    @property
+    def decisions(self) -> Sequence[Decision] | None:
+        """What was learned, for each decision of a step in order."""
+
+    @property
+    def catches(self) -> bool:
+        """Whether outputs of products are held for a while, to be kept in the stead of a larger tensor."""
+
+    def differs(self) -> None:
+        """This step is not like the one that was learned from."""
+
+
+class Region:
+    """One forward region: the hooks and the function override while it runs, and what it decided."""
+
+    def __init__(self, ledger: Knowledge, recorder: Recorder | None) -> None:
+        self.min_bytes = ledger.min_bytes
+        self.cap = ledger.cap
+        self.fence = 0
+        self.packing = False
+        self.watched: dict[int, list[weakref.ref[Value]]] = {}
+        self.waiting: list[weakref.ref[Value]] = []
+        self._ledger = ledger
+        self._decisions = ledger.decisions
+        self._decided = 0
+        self._bare = ledger.bare
+        self._packs = 0
+        self._recorder = recorder
+        self._notes = Notes(self, hold_sources=ledger.catches)
+        self._hooks = saved_tensors_hooks(self.pack, unpack if recorder is None else _recorded_unpack(recorder))
+
+    def __enter__(self) -> Region:
+        self.fence = _torch.next_sequence_nr()  # what was made before, nobody watched
+        self._notes.__enter__()
+        self._hooks.__enter__()
+        _active.region = self
+        if self._recorder is not None:
+            self._recorder.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _active.region = None
+        self._hooks.__exit__()
+        self._notes.__exit__(kind, error, trace)
+        self._notes.recent.clear()
+        if self._recorder is not None:
+            self._recorder.stop()
+        for ref in self.waiting:
+            value = ref()
+            if value is not None:
+                value.forget_recipe()
+
+    # ---------------------------------------------------------------- pack
+
+    def pack(self, tensor: Tensor) -> Packed:
+        """Autograd wants to keep ``tensor``; what it gets is a value that can give it back.
+
+        Half of what a model saves are parameters, views of parameters, and statistics that need no gradient: they are
+        kept as they are, with their version and no value around them.
+        """
+        self.packing = True
+        try:
+            packed = self._pack(tensor)
+        finally:
+            self.packing = False
+        if self._recorder is not None:
+            self._recorder.packed(packed)
+        return packed
+
+    def _pack(self, tensor: Tensor) -> Packed:
+        n = self._packs
+        self._packs = n + 1
+        if n < len(self._bare) and self._bare[n]:
+            return Bare(tensor.detach(), tensor._version, type(tensor.grad_fn))
+        if tensor.grad_fn is None:
+            if tensor.requires_grad:
+                return Bare(tensor, tensor._version)
+            if tensor.layout is not torch.strided or tensor.nbytes < self.min_bytes:
+                return Bare(tensor.detach(), tensor._version)
+            value = self._kept(tensor, "input", free=True)  # it may turn out to be an op's second output, or its noise
+        else:
+            base = tensor._base if tensor._is_view() else None
+            if tensor.layout is not torch.strided or (base is not None and base.grad_fn is None):
+                return Bare(tensor.detach(), tensor._version)
+            value = self._value(tensor)
+        value.readers += 1
+        return value
+
+    def watch(self, value: Value) -> None:
+        """``value`` is an anchor that plain PyTorch would not have kept: it must not change under its recipe."""
+        assert value.tensor is not None
+        self.watched.setdefault(value.tensor.untyped_storage().data_ptr(), []).append(weakref.ref(value))
+
+    def _value(self, tensor: Tensor) -> Value:
+        node: Any = tensor.grad_fn
+        assert node is not None
+        metadata = node.metadata
+        key = key_of(tensor.output_nr)
+        ref = metadata.get(key)
+        value: Value | None = ref() if ref is not None else None
+        fresh = OPAQUE not in metadata and node._sequence_nr() >= self.fence
+        if value is not None:
+            if value.tensor is not None:
+                if value.version == tensor._version:
+                    self._share(value)
+                    return value
+            elif fresh and value.function is not None and not value.blocked:
+                self._share(value)
+                return value
+            elif fresh and type(tensor) in PLAIN_TYPES:  # absent until now, or its recipe waits for what is absent
+                return self._choose(tensor, node, waiting=value)
+        if not fresh or type(tensor) not in PLAIN_TYPES:
+            return self._kept(tensor, type(node).__name__)
+        if tensor._is_view():
+            value = self._view(tensor)
+        elif tensor.nbytes < self.min_bytes:
+            value = self._kept(tensor, type(node).__name__, free=True)
+        else:
+            value = self._choose(tensor, node)
+        metadata[key] = weakref.ref(value)
+        return value
+
+    def _kept(self, tensor: Tensor, op: str, *, free: bool = False) -> Value:
+        value = Value(op)
+        value.keep(tensor)
+        value.free = free
+        return value
+
+    def _view(self, tensor: Tensor) -> Value:
+        """A view is its base, seen through a stride: kept or rebuilt once for all views."""
+        base = tensor._base
+        assert base is not None
+        if base.grad_fn is None or base.dtype != tensor.dtype or tensor.is_conj() or tensor.is_neg():
+            return self._kept(tensor, type(tensor.grad_fn).__name__, free=base.grad_fn is None)
+        value = Value("view")
+        offset = tensor.storage_offset() - base.storage_offset()
+        value.set_recipe(_see, (self._value(base), tensor.shape, tensor.stride(), offset), {})
+        value.nbytes = tensor.nbytes
+        return value
+
+    def _share(self, value: Value) -> None:
+        if self._recorder is not None:
+            self._recorder.shared(value, value.nbytes)
+
+    def _choose(self, tensor: Tensor, node: Any, waiting: Value | None = None) -> Value:
+        """Keep ``tensor`` or store a recipe; ``waiting``: its value, if a recipe downstream has asked for it before."""
+        cap = self.cap
+        if self._decisions is not None:
+            learned = self._learned(tensor)
+            if learned is not None:
+                if learned:
+                    value = waiting or Value(type(node).__name__)
+                    value.keep(tensor)
+                    return value
+                cap = DEEPEST
+        why = ""
+        walk = Walk(self.fence, self.watch)
+        try:
+            value = waiting or walk.origin(node, tensor.output_nr)
+            if value.function is None:
+                raise NoRecipeError(f"{value.op} is never computed twice")
+            if walk.operand_bytes >= tensor.nbytes:
+                raise NoRecipeError("its recipe would hold as many bytes of operands")
+        except NoRecipeError as reason:
+            value, why = waiting or Value(type(node).__name__), str(reason)
+            value.keep(tensor)
+        else:
+            if value.tensor is None and value.layout is None:
+                why = self._settle_new(value, tensor, cap)
+        self._record(value, tensor, why)
+        return value
+
+    def _record(self, value: Value, tensor: Tensor, why: str) -> None:
+        if self._recorder is not None:
+            self._recorder.decided(value, tensor_signature(tensor), why)
+
+    def _learned(self, tensor: Tensor) -> bool | None:
+        """Whether the plan says to simply keep ``tensor``; None, and an end to the plan, if this step is another."""
+        decisions = self._decisions
+        assert decisions is not None
+        n = self._decided
+        self._decided = n + 1
+        if n < len(decisions):
+            op, nbytes, keep = decisions[n]
+            if nbytes == tensor.nbytes and op == type(tensor.grad_fn).__name__:
+                return keep
+        self._decisions, self._bare = None, ()
+        self._ledger.differs()
+        return None
+
+    def _settle_new(self, value: Value, tensor: Tensor, cap: int) -> str:
+        """A recipe was found: store it, or say why the tensor is kept all the same."""
+        value.layout = (tensor.shape, tensor.stride())
+        value.nbytes = tensor.nbytes
+        value.cap = cap
+        if value.depth > cap:
+            value.keep(tensor)
+            if self._recorder is None:
+                value.forget_recipe()
+            return f"its recipe joins more than {cap} lineages in a row"
+        if value.blocked and not self._catch(value):
+            value.keep(tensor)
+            wait(value)
+            self.waiting.append(weakref.ref(value))
+            return "it is made from " + ", ".join(b.op for b in value.blocked) + ", which is not kept"
+        return ""
+
+    def _catch(self, value: Value) -> bool:
+        """Keep the absent values under ``value`` in its stead, if they are still there and smaller."""
+        tensors = [b.catchable() for b in value.blocked]
+        if any(t is None for t in tensors):
+            return False
+        cost = sum(t.nbytes for t in tensors if t is not None)
+        gain = value.nbytes
+        if cost >= gain:
+            gain += released(value.blocked)
+            if cost >= gain:
+                return False
+        for b, t in zip(value.blocked, tensors, strict=True):
+            assert t is not None
+            b.keep(t)
+            self.watch(b)
+            if self._recorder is not None:
+                self._recorder.caught += 1
+        value.blocked = ()
+        value.settle_lineage()
+        return True
+
+    def settle(self, node: Any, nr: int, name: str) -> None:
+        """Output ``nr`` of ``node``, kept as its saved ``name`` because it has no node of its own, gets its recipe."""
+        value = _torch.packed(getattr(node, "_raw_saved_" + name))
+        if type(value) is not Value or value.tensor is None:
+            return
+        try:
+            origin = Walk(self.fence, self.watch).origin(node, nr)
+        except NoRecipeError:
+            return
+        if origin.blocked or origin.depth > self.cap:
+            return
+        value.layout = (value.tensor.shape, value.tensor.stride())
+        assert origin.function is not None
+        value.op = origin.op
+        value.set_recipe(origin.function, origin.args, origin.kwargs)
+        value.tensor = None
+        enter(node, nr, value)
+
+
+def _see(base: Tensor, shape: torch.Size, stride: tuple[int, ...], offset: int) -> Tensor:
+    return base.as_strided(shape, stride, base.storage_offset() + offset)
+
+
+def _recorded_unpack(recorder: Recorder) -> Any:
+    def recorded(packed: Packed) -> Tensor:
+        recorder.read(packed)
+        return unpack(packed)
+
+    return recorded
+
+
+def unpack(packed: Packed) -> Tensor:
+    """Autograd wants its tensor back."""
+    if type(packed) is Bare:
+        bare = packed.tensor
+        if bare._version != packed.version:
+            raise ChangedError(changed(packed.what(), bare, packed.version))
+        return bare
+    tensor = packed.tensor
+    if tensor is not None and tensor._version == packed.version:
+        return tensor
+    if torch.is_grad_enabled():
+        with torch.no_grad():
+            return unpack(packed)
+    for device in AUTOCAST_DEVICES:
+        if torch.is_autocast_enabled(device):
+            with torch.autocast(device, enabled=False):
+                return unpack(packed)
+    return packed.read()
