@@ -3,9 +3,9 @@
     python -m benchmarks.models --device cuda            # all four, full size
     python -m benchmarks.models --case vit_l --scale 8   # one, with an eighth of the batch
 
-A row holds, for plain and lean: the median step in milliseconds, the peak of allocated bytes above what stands before the
-step (parameters and optimizer state), and the bytes alive between forward and backward; the floor, found at an eighth of the
-batch and scaled; and how lean's gradients compare with plain's, beside plain's with themselves.
+A row holds, for plain and lean: the median step in milliseconds, the peak of allocated bytes above what stands before
+the step (parameters and optimizer state), and the bytes alive between forward and backward; the floor, found at an
+eighth of the batch and scaled; and how lean's gradients compare with plain's, beside plain's with themselves.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 import leangrad
 from benchmarks.environment import write_rows
+from leangrad.ledger import no_regions
 
 STEPS = 12
 
@@ -37,7 +38,7 @@ class Case:
     loss: Callable[[nn.Module, tuple[Tensor, ...]], Tensor]
     size: int
     autocast: bool
-    floor_gb: float  # the hand count in the design's table of figures
+    floor_gib: float  # the hand count in the design's table of figures
 
 
 def _classify(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
@@ -61,19 +62,22 @@ def _tokens(size: int, length: int, vocabulary: int) -> tuple[Tensor, ...]:
 def _resnet() -> nn.Module:
     from torchvision.models import resnet50
 
-    return resnet50().to(memory_format=torch.channels_last)
+    model: nn.Module = resnet50().to(memory_format=torch.channels_last)
+    return model
 
 
 def _vit() -> nn.Module:
     from torchvision.models import vit_l_16
 
-    return vit_l_16()
+    model: nn.Module = vit_l_16()
+    return model
 
 
 def _gpt2() -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    return GPT2LMHeadModel(GPT2Config(n_embd=1024, n_layer=24, n_head=16, use_cache=False))
+    model: nn.Module = GPT2LMHeadModel(GPT2Config(n_embd=1024, n_layer=24, n_head=16, use_cache=False))
+    return model
 
 
 def _llama() -> nn.Module:
@@ -83,7 +87,8 @@ def _llama() -> nn.Module:
         hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32, num_key_value_heads=8,
         vocab_size=128256, max_position_embeddings=2048, tie_word_embeddings=True, use_cache=False, rope_theta=500000.0,
     )  # fmt: skip
-    return LlamaForCausalLM(config).to(torch.bfloat16)
+    model: nn.Module = LlamaForCausalLM(config).to(torch.bfloat16)
+    return model
 
 
 CASES = (
@@ -110,33 +115,27 @@ def run(case: Case, scale: int) -> dict[str, Any]:
         forward().backward()
         optimizer.step()
 
-    row: dict[str, Any] = {"case": case.name, "batch": batch[0].shape[0], "floor_hand_gb": case.floor_gb}
+    row: dict[str, Any] = {"case": case.name, "batch": batch[0].shape[0], "floor_hand_gib": case.floor_gib}
     step()  # the optimizer's state stands from here on
-    first, again = _gradients(model, forward), _gradients(model, forward)
     row["plain"] = _measured(step, forward, optimizer)
     leangrad.lean(model)
-    lean_first = _gradients(model, forward)
-    step()
-    lean_learned = _gradients(model, forward)
-    plain_again = _with_plain(model, forward)
+    first, again = _with_plain(model, forward), _with_plain(model, forward)
+    lean_first, lean_learned = _gradients(model, forward), _gradients(model, forward)
     row["lean"] = _measured(step, forward, optimizer)
     row["plain_noise"] = _compare(first, again)
     row["lean_against_plain"] = _compare(first, lean_first)
-    row["lean_learned_against_plain"] = _compare(plain_again, lean_learned)
+    row["lean_learned_against_plain"] = _compare(first, lean_learned)
     leangrad.plain(model)
     row["plain_after"] = _measured(step, forward, optimizer)
     plain_ms = min(row["plain"]["ms"], row["plain_after"]["ms"])
     row["time_ratio"] = row["lean"]["ms"] / plain_ms
-    row["peak_ratio"] = row["lean"]["peak_gb"] / row["plain"]["peak_gb"]
+    row["peak_ratio"] = row["lean"]["peak_gib"] / row["plain"]["peak_gib"]
     return row
 
 
 def _with_plain(model: nn.Module, forward: Callable[[], Tensor]) -> list[Tensor]:
-    wrapped = model.__dict__.pop("forward")
-    try:
+    with no_regions():
         return _gradients(model, forward)
-    finally:
-        model.__dict__["forward"] = wrapped
 
 
 def _gradients(model: nn.Module, forward: Callable[[], Tensor]) -> list[Tensor]:
@@ -186,11 +185,11 @@ def _measured(
         times.append(start.elapsed_time(end))
     peak = torch.cuda.max_memory_allocated() - before
     optimizer.zero_grad(set_to_none=True)
-    return {"ms": statistics.median(times), "peak_gb": peak / 1e9, "kept_gb": kept / 1e9}
+    return {"ms": statistics.median(times), "peak_gib": peak / 2**30, "kept_gib": kept / 2**30}
 
 
 def scaled_floor(case: Case, scale: int = 8) -> float:
-    """The floor in GB, found at a fraction of the batch."""
+    """The floor in GiB, found at a fraction of the batch."""
     from benchmarks.floor import floor
 
     torch.manual_seed(0)
@@ -206,7 +205,7 @@ def scaled_floor(case: Case, scale: int = 8) -> float:
             return case.loss(self.model, inputs)
 
     found = floor(Step(), batch, autocast=torch.bfloat16 if case.autocast else None)
-    return found.bytes * (case.size / size) / 1e9
+    return found.bytes * (case.size / size) / 2**30
 
 
 def main() -> None:
@@ -227,7 +226,7 @@ def main() -> None:
             gc.collect()
             torch.cuda.empty_cache()
             if arguments.floor:
-                row["floor_gb"] = scaled_floor(case)
+                row["floor_gib"] = scaled_floor(case)
         except Exception as error:  # one case must not cost the others their turn on the machine
             import traceback
 

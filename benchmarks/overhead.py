@@ -2,8 +2,8 @@
 
     python -m benchmarks.overhead [--device cuda] [--write overhead_cpu]
 
-Twenty-four Transformer blocks on tiny tensors, so that a step is nothing but the host's work. Each row adds one layer of
-the machinery; all are interleaved in one process, host time by `time.process_time`.
+Twenty-four Transformer blocks on tiny tensors, so that a step is nothing but the host's work. Each row adds one layer
+of the machinery; all are interleaved in one process, host time by `time.process_time`.
 """
 
 from __future__ import annotations

@@ -180,7 +180,7 @@ def _vectors(x: Tensor, weight: Tensor | None, bias: Tensor | None, call: Call) 
     running = None
     if call.running_mean is not None and call.running_var is not None:
         running = (call.running_mean, call.running_var)
-    form = {"eps": call.eps, "absolute": call.absolute}
+    form: dict[str, Any] = {"eps": call.eps, "absolute": call.absolute}
     if call.training and call.group is None:
         return ops.batch_vectors(x, weight, bias, **form, running=running, momentum=call.momentum), count
     if call.training and call.group is not None:

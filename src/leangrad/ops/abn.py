@@ -318,7 +318,8 @@ def _affine(x: Tensor, v: Vectors, out: Tensor | None = None) -> Tensor:
 
 def _prepare(part: list[Any], v: Vectors, act: Activation, inverted: bool) -> tuple[Tensor, Tensor]:
     """The source of x̂, and dy, of one chunk; either may be the very map, so never write to them."""
-    kept, dz, residual = (None if t is None else t.to(v.mean.dtype).contiguous() for t in part[:3])
+    maps: list[Any] = [None if t is None else t.to(v.mean.dtype).contiguous() for t in part[:3]]
+    kept, dz, residual = maps
     out = part[3]
     if out is not None and (out.dtype != dz.dtype or not out.is_contiguous()):
         out = None
