@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from leangrad.errors import ChangedError
 from leangrad.lean import saving
@@ -54,6 +55,7 @@ class Run:
         self.w = torch.randn(6, 6, generator=draw).mul_(0.4).requires_grad_()
         self.b = torch.randn(6, generator=draw).requires_grad_()
         self.frozen = torch.randn(4, 6, generator=draw)
+        self.mean, self.var = torch.randn(6, generator=draw), torch.rand(6, generator=draw) + 0.5
         self.mask = torch.randn(4, 6, generator=draw) > 0
         self.index = torch.randint(4, (4,), generator=draw)
         self.leaves = [self.p, self.w, self.b]
@@ -259,6 +261,21 @@ def batch_norm(run, a, b, c):
 
 
 @step
+def running_norm(run, a, b, c):
+    return F.batch_norm(table(a).float(), run.mean, run.var, run.b, None, True, 0.3, abs(c))
+
+
+@step
+def fixed_norm(run, a, b, c):
+    return F.batch_norm(table(a).float(), run.mean.clone(), run.var.clone(), run.b, None, False, 0.3, abs(c))
+
+
+@step
+def centred_by_buffer(run, a, b, c):
+    return table(a) - run.mean
+
+
+@step
 def group_norm(run, a, b, c):
     return F.group_norm(table(a).float(), 2, run.b, None, abs(c))
 
@@ -287,6 +304,49 @@ def attention(run, a, b, c):
 @step
 def pool(run, a, b, c):
     return F.max_pool2d(table(a).float().reshape(1, 1, 4, 6), 2)
+
+
+@step
+def convolved(run, a, b, c):
+    return F.conv1d(table(a).unsqueeze(0), run.w[:4, :4].to(a.dtype).unsqueeze(-1)).tanh()
+
+
+@step
+def checkpointed(run, a, b, c):
+    return checkpoint(lambda t: (t * c).sin() * t, a, use_reentrant=False)
+
+
+@step
+def offloaded(run, a, b, c):
+    with torch.autograd.graph.save_on_cpu():
+        return (a * c).tanh() * a
+
+
+class Custom(torch.autograd.Function):
+    """``x * tanh(x)``, keeping its input and its output; in place on demand."""
+
+    @staticmethod
+    def forward(ctx, x, in_place):
+        ctx.save_for_backward(t := x.tanh())
+        if in_place:
+            ctx.mark_dirty(x)
+            return x.mul_(t)
+        return x * t
+
+    @staticmethod
+    def backward(ctx, grad):
+        (t,) = ctx.saved_tensors
+        return grad * t, None
+
+
+@step
+def custom(run, a, b, c):
+    return Custom.apply(a, False)
+
+
+@step
+def custom_(run, a, b, c):
+    return Custom.apply(a * c, True)
 
 
 @step
@@ -434,6 +494,7 @@ class Program:
     leave: int
     skip: int
     backward: str
+    autocast: bool = False
 
     @property
     def edits(self) -> bool:
@@ -485,7 +546,8 @@ def result(program: Program, ledger: Ledger | None, turn: int, outputs: int = 4)
     torch.manual_seed(program.seed + turn)
     run = Run(program.seed + turn)
     try:
-        made = forward(program, run, ledger if ledger is not None else nullcontext(), turn, outputs)
+        with torch.autocast("cpu", torch.bfloat16, enabled=program.autocast):
+            made = forward(program, run, ledger if ledger is not None else nullcontext(), turn, outputs)
         return [t.detach().clone() for t in made] + gradients(program, run, made)
     except (RuntimeError, IndexError) as error:
         return error
@@ -552,7 +614,8 @@ def programs(draw: st.DrawFn, *, edits: bool) -> Program:
     enter = draw(st.sampled_from([0, 0, 0, 1, 2]))
     leave = draw(st.sampled_from([n, n, n, max(enter, n - 2)]))
     skip = draw(st.integers(0, 2 * n))
-    return Program(tuple(steps), draw(st.integers(0, 99)), enter, leave, skip, draw(st.sampled_from(BACKWARDS)))
+    backward, autocast = draw(st.sampled_from(BACKWARDS)), draw(st.sampled_from([False, False, False, True]))
+    return Program(tuple(steps), draw(st.integers(0, 99)), enter, leave, skip, backward, autocast)
 
 
 def random_program(seed: int) -> Program:
@@ -567,13 +630,13 @@ def random_program(seed: int) -> Program:
 
 
 @given(program=programs(edits=False), depth=st.sampled_from(DEPTHS))
-@fuzz_settings(120, 6_000)
+@fuzz_settings(200, 6_000)
 def test_recorded_programs_give_the_same_bits(program: Program, depth: Any) -> None:
     check(program, depth)
 
 
 @given(program=programs(edits=True), depth=st.sampled_from(DEPTHS))
-@fuzz_settings(80, 4_000)
+@fuzz_settings(120, 4_000)
 def test_unrecorded_edits_are_never_silently_wrong(program: Program, depth: Any) -> None:
     check(program, depth)
 

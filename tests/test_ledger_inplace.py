@@ -4,12 +4,15 @@ Each program runs plain and through a ledger. Where plain gives gradients the le
 refuses, the ledger refuses too.
 """
 
+import contextlib
+
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from leangrad.lean import saving
 from tests.ledger_programs import assert_raises_like_plain, assert_same_as_plain, backward, leaf
 
 SAME = []  # programs that must give plain's bits
@@ -455,7 +458,7 @@ def running_mean_changed_by_its_own_norm(region):
         b = norm(x * 3 + 1)
         c = (x.exp() + norm.running_var).cos()
         norm(x * 5 + 2)
-        F.instance_norm(x[None], norm.running_mean, norm.running_var, use_input_stats=True)
+        F.instance_norm(x.t()[None], norm.running_mean, norm.running_var, use_input_stats=True)
     backward(a, b, c)
     return [x.grad]
 
@@ -525,6 +528,19 @@ def bias_changed_after_the_region(region):
     with torch.no_grad():
         b.mul_(2)
     backward(z)
+    return [w.grad]
+
+
+@same
+def product_seen_through_a_view_then_changed(region):
+    """Sigmoid keeps its output and clamp keeps a clone: plain needs the product no more."""
+    w = leaf(8, 8)
+    with region:
+        y = (w[None] @ w[None]).reshape(4, 16)
+        a = y.sigmoid()
+        y.clamp_(-1.5, 1.5)
+        b = (y + 1).sin()
+    backward(a, b)
     return [w.grad]
 
 
@@ -651,3 +667,52 @@ def test_an_index_that_is_changed_is_detected():
         backward(z)
 
     assert_raises_like_plain(program, "int64")
+
+
+# --------------------------------------------------------------------------------------------------- the engine's order
+
+
+def no_grad_(change):
+    def changed(x, v):
+        with torch.no_grad():
+            change(x, v)
+
+    return changed
+
+
+@pytest.mark.parametrize(
+    "change",
+    {
+        "item": lambda x, v: v.__setitem__(0, 0.5),
+        "item of the base": lambda x, v: x.__setitem__(0, 0.5),
+        "view": lambda x, v: v.mul_(2),
+        "base": lambda x, v: x.add_(2),
+        "another view": lambda x, v: x.t().mul_(2),
+        "view, unrecorded": no_grad_(lambda x, v: v.mul_(2)),
+        "base, unrecorded": no_grad_(lambda x, v: x.mul_(2)),
+        "detached": lambda x, v: v.detach().mul_(2),
+        "data": lambda x, v: v.data.mul_(2),
+        "out": no_grad_(lambda x, v: torch.add(v, 1, out=v)),
+        "read": lambda x, v: v.detach().numpy(),
+    }.items(),
+    ids=lambda item: item[0].replace(" ", "_"),
+)
+def test_views_get_their_nodes_when_plain_makes_them(change):
+    """Autograd renews the node of a view when somebody asks for it, and the engine runs younger nodes first.
+
+    Whoever asks early changes the order in which gradients are summed, and so their last bits.
+    """
+
+    def order(region):
+        w = leaf(4, 4)
+        with region:
+            x = w * 2
+            v, u = x.view(-1), x[1:]
+            change[1](x, v)
+            t = x * 3
+            s = u * 2
+            named = {"x": x, "v": v, "t": t, "u": u, "s": s}
+            nodes = {name: tensor.grad_fn for name, tensor in named.items()}
+        return sorted(nodes, key=lambda name: nodes[name]._sequence_nr())
+
+    assert order(saving(min_bytes=0)) == order(contextlib.nullcontext())

@@ -173,8 +173,11 @@ def mutates(function: Any) -> bool:
     schemas = [function] if hasattr(function, "_schema") else []
     if hasattr(function, "overloads"):
         schemas = [getattr(function, name) for name in function.overloads()]
-    if schemas:
-        return any(s._schema.is_mutable for s in schemas)
+    if schemas:  # an `out=` is looked for at each call
+        written = [
+            a for s in schemas for a in s._schema.arguments if a.alias_info is not None and a.alias_info.is_write
+        ]
+        return any(not a.is_out for a in written)
     name = getattr(function, "__name__", "")
     return name.endswith("_") and not name.endswith("__")
 

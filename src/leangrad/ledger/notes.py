@@ -25,7 +25,7 @@ from leangrad import _torch
 from leangrad.ledger.calls import Handler, argument, leave_note
 from leangrad.ledger.changes import after_change, before_change, leaked, mutating, swapped, write_out
 from leangrad.ledger.draws import dropout, dropout_inside
-from leangrad.ledger.origins import LIVE, NOTE, OPAQUE
+from leangrad.ledger.origins import LIVE, NOTE, OPAQUE, Operand
 from leangrad.ledger.value import Value
 
 RECENT = 4  # how many outputs of sources are held: query, key, value and one more
@@ -119,6 +119,35 @@ def _group_norm(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str
     return out
 
 
+def _batch_norm(names: str) -> Handler:
+    """In training batch norm changes its running statistics below every version counter; in eval it reads them."""
+    names_ = tuple(names.split())
+    places = [names_.index(n) for n in ("running_mean", "running_var", "training", "weight", "bias")]
+
+    def handler(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        mean, var, trains, weight, bias = (args[i] if i < len(args) else kwargs.get(names_[i]) for i in places)
+        if mean is not None and trains:
+            before_change(notes, [mean, var])
+        out = func(*args, **kwargs)
+        leave_note(out, (), (), {"weight": weight, "bias": bias})
+        if mean is not None and trains:
+            if not Operand.noted.isdisjoint((id(mean), id(var))):
+                notes.book.fence = _torch.next_sequence_nr()
+        elif mean is not None and out.grad_fn is not None and out.nbytes >= notes.book.min_bytes:
+            for name, statistic in (("fixed_mean", mean), ("fixed_var", var)):
+                out.grad_fn.metadata[NOTE][name] = _copy_of(statistic)
+        return out
+
+    return handler
+
+
+def _copy_of(tensor: Any) -> Value:
+    value = Value("statistics")
+    value.keep(tensor.detach().clone())
+    value.free = True
+    return value
+
+
 def _embedding(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if argument(func, args, kwargs, "max_norm") is None:
         return func(*args, **kwargs)
@@ -144,7 +173,11 @@ def _second_output(name: str) -> Handler:
 
 
 def _instance_norm(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    statistics = [argument(func, args, kwargs, name) for name in ("running_mean", "running_var")]
+    before_change(notes, statistics)
     out = func(*args, **kwargs)
+    if not Operand.noted.isdisjoint(map(id, statistics)):
+        notes.book.fence = _torch.next_sequence_nr()
     node = out.grad_fn
     if node is not None and type(node).__name__ == "ViewBackward0":
         node = node.next_functions[0][0]
@@ -206,6 +239,7 @@ def _enter(handler: Handler, *functions: Any) -> None:
 
 def _fill_tables() -> None:
     T = Tensor
+    HANDLERS[T.requires_grad_] = None  # its name says more than it does
     # Every function of torch whose name ends in one underscore changes its first argument.
     for home in (T, torch, F):
         for name in dir(home):
@@ -235,8 +269,8 @@ def _fill_tables() -> None:
     _enter(_noted_with_defaults("self pad value", value=0), torch.constant_pad_nd)
     _enter(_noted_with_defaults("input normalized_shape weight bias eps", eps=1e-5), F.layer_norm, torch.layer_norm)
     _enter(_noted_with_defaults("input normalized_shape weight eps", eps=None), F.rms_norm, torch.rms_norm)
-    _enter(_noted("input running_mean running_var weight bias training momentum eps"), F.batch_norm)
-    _enter(_noted("input weight bias running_mean running_var training momentum eps"), torch.batch_norm)
+    _enter(_batch_norm("input running_mean running_var weight bias training momentum eps"), F.batch_norm)
+    _enter(_batch_norm("input weight bias running_mean running_var training momentum eps"), torch.batch_norm)
     _enter(_group_norm, F.group_norm, torch.group_norm)
     _enter(_embedding, F.embedding)
     _enter(_second_output("buffer"), F.logsigmoid)

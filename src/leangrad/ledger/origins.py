@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ NOTE = "leangrad.note"  # constants that the node forgets: {name: constant or Op
 LIVE = "leangrad.live"
 OPAQUE = "leangrad.opaque"  # the output was changed behind autograd's back: it cannot be replayed
 
+COPIED_BYTES = 64 * 1024  # operands up to this size are copied
 MAX_WALK = 64  # nodes between a tensor and its anchors; beyond that the tensor is kept
 
 
@@ -35,18 +36,25 @@ class NoRecipeError(Exception):
 
 
 class Operand:
-    """A tensor that an op read and its node forgot, because it needs no gradient."""
+    """A tensor that an op read and its node forgot, because it needs no gradient.
 
-    __slots__ = ("ref", "version")
+    A small one is copied at once: buffers change below every version counter, by batch norm and by collectives.
+    """
+
+    __slots__ = ("copy", "ref", "version")
+    noted: ClassVar[set[int]] = set()  # the ids of all operands since a region began
 
     def __init__(self, tensor: Tensor) -> None:
+        self.noted.add(id(tensor))
         self.ref = weakref.ref(tensor)
         self.version = -1 if tensor.is_inference() else tensor._version
+        small = self.version >= 0 and tensor.layout is torch.strided and tensor.nbytes <= COPIED_BYTES
+        self.copy = tensor.detach().clone() if small else None
 
     def value(self) -> Value:
         """The operand as an anchor, if it is alive and unchanged."""
-        tensor = self.ref()
-        if tensor is None or self.version < 0 or tensor._version != self.version:
+        tensor = self.ref() if self.copy is None else self.copy
+        if tensor is None or self.version < 0 or (self.copy is None and tensor._version != self.version):
             raise NoRecipeError("an operand that needs no gradient is gone")
         value = Value("operand")
         value.keep(tensor)

@@ -16,7 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from leangrad import _torch
 from leangrad.errors import ChangedError
 from leangrad.ledger.notes import Notes
-from leangrad.ledger.origins import OPAQUE, NoRecipeError, Walk, enter, key_of
+from leangrad.ledger.origins import OPAQUE, NoRecipeError, Operand, Walk, enter, key_of
 from leangrad.ledger.record import Recorder, tensor_signature
 from leangrad.ledger.value import Bare, Value, changed, released, wait
 
@@ -89,6 +89,7 @@ class Region:
         self._hooks = saved_tensors_hooks(self.pack, unpack if recorder is None else _recorded_unpack(recorder))
 
     def __enter__(self) -> Region:
+        Operand.noted.clear()
         self.fence = _torch.next_sequence_nr()  # what was made before, nobody watched
         self._notes.__enter__()
         self._hooks.__enter__()

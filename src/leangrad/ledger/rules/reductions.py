@@ -151,7 +151,7 @@ def _evaluating(node: Any) -> bool:
     return not node._saved_training
 
 
-_STATISTICS = ("running_mean", "running_var", "eps")
+_STATISTICS = ("?fixed_mean", "?fixed_var", "eps")  # copies: a later training step changes the originals unseen
 rule("NativeLayerNormBackward0", "input weight bias", _layer_norm, "normalized_shape", "?eps")
 rule("FusedRmsNormBackward0", "input weight", _rms_norm, "normalized_shape", "?eps")
 rule("NativeGroupNormBackward0", "input weight bias", _group_norm, "N", "C", "HxW", "group", "eps")
