@@ -537,12 +537,12 @@ def test_the_real_lean_is_equal(make: Callable[[], nn.Module], shape: tuple[int,
 
 def test_a_lean_model_runs_plain_first_and_stays_lean() -> None:
     front = importlib.import_module("leangrad.lean")
-    region_is_open = importlib.import_module("leangrad.ledger.region").region_is_open
     seen: list[bool] = []
 
     class Model(nn.Sequential):
         def forward(self, x: Tensor) -> Tensor:
-            seen.append(region_is_open())
+            hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+            seen.append(hooks is not None)
             return super().forward(x)
 
     model = front.lean(Model(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)))
@@ -560,5 +560,5 @@ def test_cuda_random_state_and_gradients(lean: Lean) -> None:
     assert result.plain.device == "cuda:0"
     assert result.within_noise
     assert torch.equal(random_state, torch.cuda.get_rng_state())
-    lean(scaled(1.001))
+    lean(scaled(1.001, only=Tensor.is_floating_point))  # not the mask of a dropout
     assert not verify(model, x).within_noise

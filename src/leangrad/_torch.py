@@ -15,6 +15,7 @@ Their check is `ledger_names_present`: if one of them is gone no region opens, a
 """
 
 import ast
+import contextlib
 import functools
 import inspect
 import sys
@@ -330,3 +331,19 @@ def ledger_names_present() -> bool:
             stacklevel=2,
         )
     return not _MISSING_LEDGER_NAMES
+
+
+def is_sharded(module: torch.nn.Module) -> bool:
+    """Whether a part of this module gathers its parameters for forward and backward and frees them in between."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    kinds = tuple(getattr(fsdp, n) for n in ("FSDPModule", "FullyShardedDataParallel") if hasattr(fsdp, n))
+    return bool(kinds) and any(isinstance(m, kinds) for m in module.modules())
+
+
+def without_batches() -> Any:
+    """A context in which a random op is not refused although gradients are batched (`is_grads_batched=True`)."""
+    try:
+        keys = torch._C.DispatchKeySet(torch._C._parse_dispatch_key("VmapMode"))  # type: ignore[arg-type]
+        return torch._C._ExcludeDispatchKeyGuard(keys)
+    except (AttributeError, RuntimeError, TypeError):
+        return contextlib.nullcontext()

@@ -26,8 +26,8 @@ def before_change(notes: Notes, target: Any) -> None:
     if isinstance(target, list | tuple):
         for t in target:
             before_change(notes, t)
-    elif isinstance(target, Tensor) and target.layout is torch.strided:
-        for ref in notes.book.watched.pop(target.untyped_storage().data_ptr(), ()):
+    elif notes.book.watched:
+        for ref in notes.book.watched.pop(_memory_of(target), ()):
             value = ref()
             if value is not None and value.tensor is not None:
                 value.tensor = value.tensor.detach().clone()
@@ -40,10 +40,9 @@ def after_change(notes: Notes, target: Any) -> None:
         for t in target:
             after_change(notes, t)
     elif isinstance(target, Tensor) and not _is_private(target):
-        for t in (target, target._base):
-            node = _node_of(t)
-            if node is not None:
-                node.metadata[OPAQUE] = True
+        node = _node_of(target)
+        if node is not None:
+            node.metadata[OPAQUE] = True
         notes.book.fence = _torch.next_sequence_nr()
 
 
@@ -54,17 +53,27 @@ def _is_private(tensor: Tensor) -> bool:
 
 
 def _node_of(tensor: Any) -> Any:
-    try:
-        return tensor.grad_fn if isinstance(tensor, Tensor) else None
-    except RuntimeError:  # a view made under no_grad whose base has changed since: torch refuses to name its node
+    """The node of a tensor, or of the base of a view.
+
+    A view is never asked: autograd renews its node when somebody does, a younger node runs earlier in backward, and
+    gradients are then summed in another order.
+    """
+    if not isinstance(tensor, Tensor):
         return None
+    owner = tensor._base if tensor._is_view() else tensor
+    return None if owner is None else owner.grad_fn
+
+
+def _memory_of(tensor: Any) -> int:
+    strided = isinstance(tensor, Tensor) and tensor.layout is torch.strided
+    return tensor.untyped_storage().data_ptr() if strided else 0
 
 
 def swapped(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``x.data = y``: other memory, and no new version."""
     before_change(notes, args[0])
     node = _node_of(args[0])
-    if node is not None:
+    if node is not None and not args[0]._is_view():
         node.metadata.pop(key_of(args[0].output_nr), None)
     result = func(*args, **kwargs)
     after_change(notes, args[0])
@@ -82,9 +91,9 @@ def _overlap(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool
     """Whether an operand lies in the memory of the tensor that is about to change."""
     if not isinstance(target, Tensor):
         return True
-    memory = target.untyped_storage().data_ptr()
+    memory = _memory_of(target)
     operands = (a for a in (*args[1:], *kwargs.values()) if isinstance(a, Tensor) and not a.requires_grad)
-    return any(a.untyped_storage().data_ptr() == memory for a in operands)
+    return any(_memory_of(a) == memory for a in operands)
 
 
 def mutating(names: str = "", choose: str | None = None) -> Handler:
@@ -105,11 +114,15 @@ def mutating(names: str = "", choose: str | None = None) -> Handler:
         # Noted before the change: an operand that shares the target's memory is not what it was any more.
         note = constants_of(names_, args, kwargs) if names_ and not _overlap(target, args, kwargs) else None
         before = _node_of(target)
-        out = func(*args, **kwargs)
+        notes.book.changing = _memory_of(target)
+        try:
+            out = func(*args, **kwargs)
+        finally:
+            notes.book.changing = 0
         node = _node_of(target)
         if node is before:  # autograd did not record it
             after_change(notes, target)
-        elif note is not None:
+        elif note is not None and isinstance(target, Tensor) and not target._is_view():
             node.metadata[NOTE] = note
         return out
 

@@ -40,7 +40,7 @@ class Draw:
     def bernoulli(self) -> Tensor:
         """Ones, and zeros with probability ``p``."""
         drawn = torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
-        with rng.generator_at(self.state, self.after) as generator:
+        with rng.generator_at(self.state, self.after) as generator, _torch.without_batches():
             return drawn.bernoulli_(1 - self.p, generator=generator)
 
     def factor(self) -> Tensor:

@@ -36,6 +36,7 @@ class Ledger:
             raise ValueError(f"min_bytes must be an int >= 0, got {min_bytes!r}")
         self.residual_depth = residual_depth
         self.min_bytes = min_bytes
+        self.sharded = False  # whether the module's parameters are
         self._lessons = 0
         self._recorder: Recorder | None = None  # of the step that is being learned from
         self._recorded: Recorder | None = None  # of the last step that was recorded, for the summary
@@ -89,6 +90,7 @@ class Ledger:
             return None
         if self._lessons >= MAX_LESSONS:
             return None
+        self.sharded = module is not None and _torch.is_sharded(module)
         self._recorder = self._recorded = Recorder(module, self.min_bytes)
         return self._recorder
 

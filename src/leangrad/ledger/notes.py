@@ -37,6 +37,7 @@ class Book(Protocol):
     min_bytes: int
     fence: int
     packing: bool  # the region itself is at work
+    changing: int  # the memory that a function is changing in place right now
     watched: dict[int, list[weakref.ref[Value]]]  # by memory: anchors that plain PyTorch would not have kept
 
     def settle(self, node: Any, nr: int, name: str) -> None:

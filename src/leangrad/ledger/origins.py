@@ -16,7 +16,7 @@ from torch import Tensor
 
 from leangrad import _torch
 from leangrad.ledger.rules import RULES, Rule
-from leangrad.ledger.value import Bare, Value, leaf_value, wait
+from leangrad.ledger.value import Bare, Value, is_there, leaf_value, wait
 
 Node = Any  # torch.autograd.graph.Node, whose saved attributes differ from class to class
 
@@ -83,13 +83,15 @@ class Walk:
 
     fence     outputs of nodes made before this sequence number may have been changed unseen, and are not rebuilt
     watch     told of every tensor of the caller's that a recipe reads: it must not change under the recipe
+    sharded   parameters are gathered for each module's forward and backward only: no recipe reads them
     """
 
-    __slots__ = ("fence", "operand_bytes", "steps", "watch")
+    __slots__ = ("fence", "operand_bytes", "sharded", "steps", "watch")
 
-    def __init__(self, fence: int, watch: Callable[[Value], None]) -> None:
+    def __init__(self, fence: int, watch: Callable[[Value], None], sharded: bool = False) -> None:
         self.fence = fence
         self.watch = watch
+        self.sharded = sharded
         self.steps = 0
         self.operand_bytes = 0
 
@@ -146,6 +148,8 @@ class Walk:
     def _leaf(self, variable: Tensor) -> Value:
         if type(variable) is not torch.nn.Parameter and type(variable) is not Tensor:
             raise NoRecipeError(f"a parameter of class {type(variable).__name__}")
+        if self.sharded or not is_there(variable):
+            raise NoRecipeError("a sharded parameter, which is gone by the time a recipe runs")
         value = leaf_value(variable, variable._version)
         self.watch(value)
         return value
@@ -205,6 +209,8 @@ class Walk:
         packed = _torch.packed(raw)
         if type(packed) is Value or packed is None:
             return packed
+        if type(packed) is Bare and self.sharded:
+            raise NoRecipeError("a tensor that may be a sharded parameter")
         if type(packed) is Bare:
             # Autograd saved it as well, so plain PyTorch minds a change too: it need not be watched.
             return leaf_value(packed.tensor, packed.version)

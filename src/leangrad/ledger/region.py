@@ -52,6 +52,7 @@ class Knowledge(Protocol):
 
     min_bytes: int
     bare: Sequence[bool]
+    sharded: bool
 
     @property
     def cap(self) -> int:
@@ -77,6 +78,8 @@ class Region:
         self.cap = ledger.cap
         self.fence = 0
         self.packing = False
+        self.changing = 0
+        self.sharded = ledger.sharded  # parameters come and go between forward and backward: no recipe reads them
         self.watched: dict[int, list[weakref.ref[Value]]] = {}
         self.waiting: list[weakref.ref[Value]] = []
         self._ledger = ledger
@@ -216,7 +219,7 @@ class Region:
                     return value
                 cap = DEEPEST
         why = ""
-        walk = Walk(self.fence, self.watch)
+        walk = Walk(self.fence, self.watch, self.sharded)
         try:
             value = waiting or walk.origin(node, tensor.output_nr)
             if value.function is None:
@@ -270,7 +273,7 @@ class Region:
     def _catch(self, value: Value) -> bool:
         """Keep the absent values under ``value`` in its stead, if they are still there and smaller."""
         tensors = [b.catchable() for b in value.blocked]
-        if any(t is None for t in tensors):
+        if any(t is None or self._is_changing(t) for t in tensors):
             return False
         cost = sum(t.nbytes for t in tensors if t is not None)
         gain = value.nbytes
@@ -288,13 +291,16 @@ class Region:
         value.settle_lineage()
         return True
 
+    def _is_changing(self, tensor: Tensor) -> bool:
+        return self.changing != 0 and tensor.untyped_storage().data_ptr() == self.changing
+
     def settle(self, node: Any, nr: int, name: str) -> None:
         """Output ``nr`` of ``node``, kept as its saved ``name`` because it has no node of its own, gets its recipe."""
         value = _torch.packed(getattr(node, "_raw_saved_" + name))
         if type(value) is not Value or value.tensor is None:
             return
         try:
-            origin = Walk(self.fence, self.watch).origin(node, nr)
+            origin = Walk(self.fence, self.watch, self.sharded).origin(node, nr)
         except NoRecipeError:
             return
         if origin.blocked or origin.depth > self.cap:

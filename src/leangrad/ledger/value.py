@@ -184,6 +184,11 @@ class Value:
             if tensor._version != self.version:
                 what = "a parameter or input" if self.op == "leaf" else f"the output of {self.op}"
                 raise ChangedError(changed(what, tensor, self.version))
+            if self.op == "leaf" and not is_there(tensor):
+                raise LeangradError(
+                    f"a recipe needs a parameter, {tensor.dtype} {list(tensor.shape)}, whose memory was freed after "
+                    "forward. With sharded parameters call leangrad.lean on the module that was given to fully_shard."
+                )
             return tensor, False
         memo = self.memo
         if memo is not None and self.memo_stream == _stream(memo):
@@ -287,6 +292,11 @@ def _fits(target: Tensor, other: Any, dtype: torch.dtype | None) -> bool:
 
 def _stream(tensor: Tensor) -> int:
     return _torch.raw_stream(tensor.device) if tensor.is_cuda else 0
+
+
+def is_there(tensor: Tensor) -> bool:
+    """Whether a tensor has its memory: sharding frees that of a parameter and leaves the parameter standing."""
+    return tensor.numel() == 0 or tensor.untyped_storage().nbytes() > 0
 
 
 def leaf_value(tensor: Tensor, version: int) -> Value:
