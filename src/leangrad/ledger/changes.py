@@ -112,7 +112,8 @@ def mutating(names: str = "", choose: str | None = None) -> Handler:
         target = args[0] if args else next((kwargs[k] for k in ("input", "tensor", "self") if k in kwargs), None)
         before_change(notes, target)
         # Noted before the change: an operand that shares the target's memory is not what it was any more.
-        note = constants_of(names_, args, kwargs) if names_ and not _overlap(target, args, kwargs) else None
+        noted = names_ and _needs_gradient(args) and not _overlap(target, args, kwargs)
+        note = constants_of(names_, args, kwargs) if noted else None
         before = _node_of(target)
         notes.book.changing = _memory_of(target)
         try:
@@ -127,6 +128,10 @@ def mutating(names: str = "", choose: str | None = None) -> Handler:
         return out
 
     return handler
+
+
+def _needs_gradient(args: tuple[Any, ...]) -> bool:
+    return torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args)
 
 
 def write_out(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
