@@ -1,0 +1,258 @@
+"""Changes in place that autograd does not record: hidden from it, they never make a recipe wrong."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.ledger_programs import assert_same_as_plain, backward, leaf
+
+SAME = []  # programs that must give plain's bits
+
+
+def same(program):
+    SAME.append(program)
+    return program
+
+
+# ------------------------------------------------------------------------------------------------- of activations
+
+
+def hidden(change):
+    """A program that changes an activation which nobody has saved yet, and then builds on it."""
+
+    def program(region):
+        w = leaf(8, 8)
+        with region:
+            y = w * 3
+            change(y)
+            a = (y + 1).sin()
+            b = y.exp()
+        backward(a, b)
+        return [w.grad]
+
+    program.__name__ = change.__name__
+    SAME.append(program)
+    return change
+
+
+@hidden
+def no_grad_in_place(y):
+    with torch.no_grad():
+        y.mul_(0.5)
+
+
+@hidden
+def no_grad_operator(y):
+    with torch.no_grad():
+        y **= 2
+        y /= 3
+        y += 1
+
+
+@hidden
+def no_grad_item(y):
+    with torch.no_grad():
+        y[2:4] = 0.25
+
+
+@hidden
+def no_grad_view_of_view(y):
+    with torch.no_grad():
+        y[2:5].t().mul_(1.5)
+
+
+@hidden
+def no_grad_flat_slice(y):
+    with torch.no_grad():
+        y.view(-1)[3:7] = 0.5
+
+
+@hidden
+def through_data(y):
+    y.data.mul_(0.5)
+
+
+@hidden
+def through_view_of_data(y):
+    y.data.view(-1)[4:].mul_(0.5)
+
+
+@hidden
+def through_detach(y):
+    y.detach().mul_(0.5)
+
+
+@hidden
+def through_view_of_detach(y):
+    y.detach()[1:3].fill_(0.25)
+
+
+@hidden
+def through_out(y):
+    with torch.no_grad():
+        torch.mul(y, 0.5, out=y)
+
+
+@hidden
+def through_out_of_noted_function(y):
+    with torch.no_grad():
+        torch.add(y, 0.5, out=y)
+
+
+@hidden
+def through_out_of_product(y):
+    with torch.no_grad():
+        torch.mm(y.clone(), y.clone(), out=y)
+
+
+@hidden
+def through_out_of_detach(y):
+    torch.sub(torch.ones(8, 8), 0.25, out=y.detach())
+
+
+@hidden
+def through_aten(y):
+    with torch.no_grad():
+        torch.ops.aten.mul_.Tensor(y, torch.tensor(0.5))
+        torch.ops.aten.add_(y, 1)
+
+
+@hidden
+def through_foreach(y):
+    with torch.no_grad():
+        torch._foreach_mul_([y], 0.5)
+
+
+@hidden
+def through_numpy(y):
+    y.detach().numpy()[:] = 0.25
+
+
+@hidden
+def through_array(y):
+    np.asarray(y.detach())[2] = 0.25
+
+
+@hidden
+def through_dlpack(y):
+    torch.from_dlpack(y.detach()).fill_(0.25)
+
+
+@hidden
+def through_storage(y):
+    y.untyped_storage().fill_(0)
+
+
+@hidden
+def through_new_data(y):
+    y.data = torch.full((8, 8), 0.25)
+
+
+@hidden
+def through_copy(y):
+    with torch.no_grad():
+        y.copy_(torch.full((8, 8), 0.25))
+
+
+@hidden
+def through_random_fill(y):
+    with torch.no_grad():
+        y.uniform_()
+
+
+@hidden
+def through_dropout(y):
+    with torch.no_grad():
+        F.dropout(y, 0.5, inplace=True)
+
+
+@hidden
+def through_init(y):
+    nn.init.constant_(y, 0.25)
+
+
+@same
+def new_data_after_it_was_kept(region):
+    w = leaf(8, 8)
+    with region:
+        y = w @ w
+        y.sin()
+        y.data = torch.full((8, 8), 0.25)
+        z = y.cos()
+    backward(z)
+    return [w.grad]
+
+
+@same
+def kept_then_changed_and_read_again(region):
+    """The first reader of the old value takes no part in backward, so plain does not mind the change."""
+    w = leaf(8, 8)
+    with region:
+        y = w @ w
+        y.sin()
+        with torch.no_grad():
+            y.mul_(2)
+        z = (y + 1).cos()
+    backward(z)
+    return [w.grad]
+
+
+@same
+def leaf_changed_after_use(region):
+    w, b = leaf(8, 8), leaf(8, seed=1)
+    with region:
+        y = w * 2
+        s = w + b
+        with torch.no_grad():
+            w.add_(1)
+            b.mul_(2)
+        z, u = y.sin(), s.cos()
+    backward(z, u)
+    return [w.grad, b.grad]
+
+
+@same
+def leaf_given_new_data_after_use(region):
+    w, b = leaf(8, 8), leaf(8, seed=1)
+    with region:
+        y = w + b
+        b.data = torch.zeros(8)
+        z = y.sin()
+    backward(z)
+    return [w.grad, b.grad]
+
+
+@same
+def changed_before_the_region(region):
+    """Nobody watched the nodes that are older than the region."""
+    w, v = leaf(8, 8), leaf(8, 8, seed=1)
+    y, s, t = w * 2, w * v.detach(), v * 3
+    with torch.no_grad():
+        w.add_(1)
+    t.detach().mul_(0.5)
+    with region:
+        a, b, c = y.sin(), (s * 1).sin(), t.cos()
+    backward(a, c)
+    del b
+    return [w.grad, v.grad]
+
+
+@same
+def changed_between_two_regions(region):
+    w = leaf(8, 8)
+    with region:
+        y = w * 2
+        a = y.sin()
+    y.data.mul_(0.5)
+    with region:
+        b = (y + 1).cos()
+    g = torch.autograd.grad(b.square().sum(), w, retain_graph=True)
+    del a
+    return [*g]
+
+
+@pytest.mark.parametrize("program", SAME, ids=lambda p: p.__name__)
+def test_the_same_bits(program):
+    assert_same_as_plain(program)
