@@ -87,13 +87,10 @@ def leaked(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     return func(*args, **kwargs)
 
 
-def _overlap(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether an operand lies in the memory of the tensor that is about to change."""
-    if not isinstance(target, Tensor):
-        return True
+def _overlaps(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an operand lies in the memory of the tensor that is about to change: it is not what it was afterwards."""
     memory = _memory_of(target)
-    operands = (a for a in (*args[1:], *kwargs.values()) if isinstance(a, Tensor) and not a.requires_grad)
-    return any(_memory_of(a) == memory for a in operands)
+    return any(_memory_of(a) == memory for a in (*args[1:], *kwargs.values()) if isinstance(a, Tensor))
 
 
 def mutating(names: str = "", choose: str | None = None) -> Handler:
@@ -111,9 +108,8 @@ def mutating(names: str = "", choose: str | None = None) -> Handler:
             return out
         target = args[0] if args else next((kwargs[k] for k in ("input", "tensor", "self") if k in kwargs), None)
         before_change(notes, target)
-        # Noted before the change: an operand that shares the target's memory is not what it was any more.
-        noted = names_ and _needs_gradient(args) and not _overlap(target, args, kwargs)
-        note = constants_of(names_, args, kwargs) if noted else None
+        overlaps = _overlaps(target, args, kwargs)
+        note = constants_of(names_, args, kwargs) if names_ and not overlaps and _needs_gradient(args) else None
         before = _node_of(target)
         notes.book.changing = _memory_of(target)
         try:
@@ -123,6 +119,8 @@ def mutating(names: str = "", choose: str | None = None) -> Handler:
         node = _node_of(target)
         if node is before:  # autograd did not record it
             after_change(notes, target)
+        elif overlaps:
+            node.metadata[OPAQUE] = True
         elif note is not None and isinstance(target, Tensor) and not target._is_view():
             node.metadata[NOTE] = note
         return out

@@ -1,0 +1,90 @@
+"""Where a residual chain is cut: the plan alone, on records made by hand and at random."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from leangrad.ledger.plan import MAX_DEPTH, NEAR, Item, Record, best_cut, constant_cut, growing_cut, play
+from tests.fuzz import fuzz_settings
+
+
+def chain(links: int, map_bytes: int = 100) -> Record:
+    """``out_k = f(c_k) + out_{k-1}``: backward reads each output, then the product it was made from, last to first."""
+    items: list[Item] = [Item(map_bytes)]
+    last = 0
+    for _ in range(links):
+        items.append(Item(map_bytes))
+        items.append(Item(map_bytes, sources=(last, len(items) - 1), choice=True))
+        last = len(items) - 1
+    return Record(tuple(items), tuple(range(len(items) - 1, -1, -1)))
+
+
+def test_a_chain_that_is_never_cut_rebuilds_every_link_at_once() -> None:
+    record = chain(10)
+    outcome = play(record, frozenset())
+    assert outcome.kept_bytes == 11 * 100  # the products and the first map
+    assert outcome.rebuilt_bytes == 10 * 100
+    # All ten links are alive when the last is read, beside the gradient that is read and the one that is written.
+    assert outcome.peak_bytes == (11 + 10 + 2) * 100
+
+
+def test_a_chain_that_is_cut_everywhere_rebuilds_nothing() -> None:
+    record = chain(10)
+    outcome = play(record, constant_cut(record, 0))
+    assert outcome.kept_bytes == 21 * 100
+    assert outcome.rebuilt_bytes == 0
+    assert outcome.peak_bytes == (21 + 2) * 100
+
+
+def test_a_constant_cut_keeps_every_link_that_is_too_deep() -> None:
+    record = chain(10)
+    links = [n for n, item in enumerate(record.items) if item.choice]
+    assert constant_cut(record, 2) == frozenset(links[2::3])
+    assert constant_cut(record, 10) == frozenset()
+
+
+def test_chains_may_be_longer_the_earlier_they_lie() -> None:
+    record = chain(40)
+    cut = sorted(growing_cut(record, 100))
+    lengths = [b - a for a, b in zip([0, *cut], [*cut, len(record.items)], strict=False)]
+    assert lengths == sorted(lengths, reverse=True)
+    assert play(record, frozenset(cut)).peak_bytes < min(
+        play(record, constant_cut(record, depth)).peak_bytes for depth in range(MAX_DEPTH + 1)
+    )
+
+
+def test_among_equal_peaks_fewer_kept_bytes_win() -> None:
+    # One link whose rebuilding costs nothing at the peak: a large tensor is read later, when the link is long gone.
+    items = (Item(1000), Item(100), Item(100, sources=(0, 1), choice=True))
+    assert best_cut(Record(items, (2, 1, 0, 0))) == frozenset()
+
+
+@st.composite
+def records(draw: st.DrawFn) -> Record:
+    items: list[Item] = []
+    for n in range(draw(st.integers(1, 14))):
+        sources = draw(st.sets(st.integers(0, n - 1), max_size=3)) if n else set()
+        items.append(
+            Item(draw(st.integers(1, 50)), tuple(sorted(sources)), choice=bool(sources) and draw(st.booleans()))
+        )
+    reads = draw(st.lists(st.integers(0, len(items) - 1), min_size=1, max_size=30))
+    return Record(tuple(items), tuple(reads))
+
+
+@fuzz_settings(200, 5000)
+@given(records())
+def test_no_constant_depth_has_a_lower_peak(record: Record) -> None:
+    peak = play(record, best_cut(record)).peak_bytes
+    for depth in range(MAX_DEPTH + 1):
+        assert peak <= play(record, constant_cut(record, depth)).peak_bytes * NEAR
+
+
+@fuzz_settings(200, 5000)
+@given(records())
+def test_what_is_alive_is_at_least_what_is_read(record: Record) -> None:
+    """The lower bound that no cut can beat, and the upper one of a step that holds everything at once."""
+    for cut in (frozenset(), constant_cut(record, 0), growing_cut(record, 0)):
+        outcome = play(record, cut)
+        largest = max(record.items[r].nbytes for r in record.reads)
+        everything = sum(item.nbytes for item in record.items)
+        assert 3 * largest <= outcome.peak_bytes <= everything + 2 * largest
+        assert outcome.kept_bytes <= everything
