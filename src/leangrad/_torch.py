@@ -131,9 +131,20 @@ def output_fact(node: Any, what: str) -> Any:
     return shape[int(what[len("shape[") : -len(":]")]) :]
 
 
+def output_kind(node: Any) -> tuple[torch.dtype, torch.device]:
+    """The dtype and device of a node's first output."""
+    metadata = node._input_metadata[0]
+    return metadata.dtype, metadata.device
+
+
 def packed(saved: Any) -> Any:
     """What the pack hook made of a saved tensor; the tensor itself if it passed no hook."""
     return saved.data
+
+
+def passed_no_hook(saved: Any) -> bool:
+    """Whether a saved tensor is as autograd saved it."""
+    return getattr(saved, "unpack_hook", None) is None
 
 
 def softmax_backward(g: Tensor, y: Tensor) -> Tensor:

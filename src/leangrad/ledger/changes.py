@@ -26,12 +26,14 @@ def before_change(notes: Notes, target: Any) -> None:
     if isinstance(target, list | tuple):
         for t in target:
             before_change(notes, t)
-    elif notes.book.watched:
-        for ref in notes.book.watched.pop(_memory_of(target), ()):
-            value = ref()
-            if value is not None and value.tensor is not None:
-                value.tensor = value.tensor.detach().clone()
-                value.version = value.tensor._version
+    elif notes.book.watched and isinstance(target, Tensor):
+        owner = target._base if target._is_view() else target
+        for key in (_memory_of(target), id(owner)):
+            for ref in notes.book.watched.pop(key, ()):
+                value = ref()
+                if value is not None and value.tensor is not None:
+                    value.tensor = value.tensor.detach().clone()
+                    value.version = value.tensor._version
 
 
 def after_change(notes: Notes, target: Any) -> None:
@@ -80,9 +82,18 @@ def swapped(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
     return result
 
 
+def aliased(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``w.data`` and ``w.detach()``: from now on a change may come from elsewhere, so the memory is watched itself."""
+    watchers = notes.book.watched.pop(id(args[0]), None) if args and isinstance(args[0], Tensor) else None
+    if watchers is not None:
+        notes.book.watched.setdefault(_memory_of(args[0]), []).extend(watchers)
+    return func(*args, **kwargs)
+
+
 def leaked(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The bare memory of a tensor leaves torch: it may be written at any time, and nobody will tell."""
     if args and isinstance(args[0], Tensor) and not _is_private(args[0]):
+        before_change(notes, args[0])
         notes.book.fence = sys.maxsize
     return func(*args, **kwargs)
 

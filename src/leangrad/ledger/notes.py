@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from leangrad import _torch
 from leangrad.ledger.calls import Handler, argument, leave_note
-from leangrad.ledger.changes import after_change, before_change, leaked, mutating, swapped, write_out
+from leangrad.ledger.changes import after_change, aliased, before_change, leaked, mutating, swapped, write_out
 from leangrad.ledger.draws import dropout, dropout_inside
 from leangrad.ledger.origins import LIVE, NOTE, OPAQUE, Operand
 from leangrad.ledger.value import Value
@@ -38,7 +38,7 @@ class Book(Protocol):
     fence: int
     packing: bool  # the region itself is at work
     changing: int  # the memory that a function is changing in place right now
-    watched: dict[int, list[weakref.ref[Value]]]  # by memory: anchors that plain PyTorch would not have kept
+    watched: dict[int, list[weakref.ref[Value]]]  # by memory, parameters by id: anchors that plain would not have kept
 
     def settle(self, node: Any, nr: int, name: str) -> None:
         """Give the recipe of output ``nr`` of ``node`` to the value that was kept as its saved ``name``."""
@@ -279,6 +279,7 @@ def _fill_tables() -> None:
     _enter(_noted_with_defaults("self memory_format", memory_format=torch.preserve_format), T.clone, torch.clone)
     _enter(_copied, T.to, T.float, T.double, T.half, T.bfloat16, T.cpu, T.cuda)
     _enter(swapped, T.data.__set__)  # type: ignore[attr-defined]
+    _enter(aliased, T.data.__get__, T.detach, torch.detach)  # type: ignore[attr-defined]
     _enter(leaked, T.numpy, T.__array__, T.__dlpack__, T.data_ptr, T.untyped_storage, T.storage)
     _enter(leaked, torch.utils.dlpack.to_dlpack)  # type: ignore[attr-defined]
 

@@ -107,6 +107,10 @@ class Walk:
         if self.steps > MAX_WALK:
             raise NoRecipeError(f"more than {MAX_WALK} ops between the tensor and its anchors")
         value = Value(rule.node)
+        if rule.twins:
+            variable = getattr(node.next_functions[0][0], "variable", None)
+            if variable is not None:
+                return self._cast(rule, value, node, variable)
         args, kwargs = self._arguments(rule, node, nr)
         if rule.twins:
             if not _torch.same_device(node):
@@ -145,6 +149,16 @@ class Walk:
         enter(node, nr, value)
         return value
 
+    def _cast(self, rule: Rule, value: Value, node: Node, variable: Tensor) -> Value:
+        """A parameter in autocast's dtype: half of the recipes of a model that trains under it, so made by hand."""
+        dtype, device = _torch.output_kind(node)
+        if variable.device != device:
+            raise NoRecipeError("a copy from another device")
+        leaf = self._leaf(variable)
+        leaf.parents = 1
+        value.function, value.args, value.inputs, value.order = rule.function, (leaf, dtype), (leaf,), (0,)
+        return value
+
     def _leaf(self, variable: Tensor) -> Value:
         if type(variable) is not torch.nn.Parameter and type(variable) is not Tensor:
             raise NoRecipeError(f"a parameter of class {type(variable).__name__}")
@@ -175,23 +189,19 @@ class Walk:
         return tuple(args), {key: self._constant(node, name) for key, name in rule.keywords}
 
     def _constant(self, node: Node, name: str) -> Any:
-        if name[0] == "@":
-            return _torch.output_fact(node, name[1:])
-        if name[0] != "?":
-            raw = getattr(node, "_raw_saved_" + name, NOTE)
-            if raw is not NOTE:
-                return self._saved(raw, name)
-            constant = getattr(node, "_saved_" + name, NOTE)
-            if constant is not NOTE:
-                return signed(constant)
-        else:
-            name = name[1:]
+        kind, attribute = _KINDS.get((type(node), name)) or _kind_of(node, name)
+        if kind == "fact":
+            return _torch.output_fact(node, attribute)
+        if kind == "tensor":
+            return self._saved(getattr(node, attribute), name)
+        if kind == "constant":
+            return signed(getattr(node, attribute))
         noted = node.metadata.get(NOTE)
-        if noted is None or name not in noted:
-            if name in DEFAULTS:
-                return DEFAULTS[name]
-            raise NoRecipeError(f"{type(node).__name__} does not remember its {name}")
-        return self._noted(noted[name], name)
+        if noted is None or attribute not in noted:
+            if attribute in DEFAULTS:
+                return DEFAULTS[attribute]
+            raise NoRecipeError(f"{type(node).__name__} does not remember its {attribute}")
+        return self._noted(noted[attribute], attribute)
 
     def _noted(self, constant: Any, name: str) -> Any:
         if constant is NOTE:
@@ -214,7 +224,7 @@ class Walk:
         if type(packed) is Bare:
             # Autograd saved it as well, so plain PyTorch minds a change too: it need not be watched.
             return leaf_value(packed.tensor, packed.version)
-        if isinstance(packed, Tensor) and packed.dim() == 0:
+        if isinstance(packed, Tensor) and packed.dim() == 0 and _torch.passed_no_hook(raw):
             return packed  # a Python scalar that autograd wrapped: it passes no hook
         raise NoRecipeError(f"{name} was packed by other hooks")
 
@@ -222,7 +232,24 @@ class Walk:
 # Constants that a composite op passes below every function override, where nobody can note them.
 DEFAULTS: dict[str, Any] = {"memory_format": torch.contiguous_format}
 
+_KINDS: dict[tuple[type, str], tuple[str, str]] = {}  # where nodes of a type have a constant: see ``_kind_of``
 _BY_TYPE: dict[type, tuple[Rule, ...]] = {}
+
+
+def _kind_of(node: Node, name: str) -> tuple[str, str]:
+    """Where this type of node has a constant: a fact of its output, a saved tensor, a plain constant, or a note."""
+    if name[0] == "@":
+        found = "fact", name[1:]
+    elif name[0] == "?":
+        found = "note", name[1:]
+    elif hasattr(type(node), "_raw_saved_" + name):
+        found = "tensor", "_raw_saved_" + name
+    elif hasattr(type(node), "_saved_" + name):
+        found = "constant", "_saved_" + name
+    else:
+        found = "note", name
+    _KINDS[type(node), name] = found
+    return found
 
 
 def rule_for(node: Node, nr: int) -> Rule | None:

@@ -152,9 +152,14 @@ class Region:
         return value
 
     def watch(self, value: Value) -> None:
-        """``value`` is an anchor that plain PyTorch would not have kept: it must not change under its recipe."""
+        """``value`` is an anchor that plain PyTorch would not have kept: it must not change under its recipe.
+
+        Parameters are known by themselves, which is quick and enough: what else shares their memory is looked up when
+        it is made (``changes.aliased``).
+        """
         assert value.tensor is not None
-        self.watched.setdefault(value.tensor.untyped_storage().data_ptr(), []).append(weakref.ref(value))
+        key = id(value.tensor) if value.op == "leaf" else value.tensor.untyped_storage().data_ptr()
+        self.watched.setdefault(key, []).append(weakref.ref(value))
 
     def _value(self, tensor: Tensor) -> Value:
         node: Any = tensor.grad_fn
