@@ -48,6 +48,7 @@ class Value:
     # Defaults stand on the class: most values use few of these, and thousands are made in a step.
     tensor: Tensor | None = None
     version = 0
+    stream = 0  # the CUDA stream on which it was kept
     function: Callable[..., Tensor] | None = None
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = {}  # noqa: RUF012  (never written to, only replaced)
@@ -84,6 +85,8 @@ class Value:
         self.tensor = tensor.detach()
         self.version = tensor._version
         self.nbytes = tensor.nbytes
+        if tensor.is_cuda:
+            self.stream = _torch.raw_stream(tensor.device)
         self.depth, self.root = 0, None
         if self.waiters is not None:
             self._notify()
@@ -189,6 +192,9 @@ class Value:
                     f"a recipe needs a parameter, {tensor.dtype} {list(tensor.shape)}, whose memory was freed after "
                     "forward. With sharded parameters call leangrad.lean on the module that was given to fully_shard."
                 )
+            if tensor.is_cuda and not self.free and self.stream != _stream(tensor):
+                # The allocator must not hand this memory out again before the recipe on this stream has read it.
+                tensor.record_stream(torch.cuda.current_stream(tensor.device))
             return tensor, False
         memo = self.memo
         if memo is not None and self.memo_stream == _stream(memo):
