@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from leangrad.errors import ChangedError
 from leangrad.lean import saving
@@ -22,6 +22,15 @@ Program = Callable[[Region], list[Tensor | None]]
 
 DEPTHS = (0, 2, "auto")
 STEPS = 3  # the first is recorded, the later ones use what it taught
+
+
+def model(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU(), nn.Dropout(0.3), nn.Linear(8, 8), nn.Sigmoid())
+
+
+def grads(module: nn.Module) -> list[Tensor | None]:
+    return [p.grad for p in module.parameters()]
 
 
 def leaf(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:

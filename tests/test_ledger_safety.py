@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from leangrad.lean import saving
-from tests.ledger_programs import assert_same_as_plain, backward, leaf
+from tests.ledger_programs import assert_same_as_plain, backward, grads, leaf, model
 
 PROGRAMS = []
 
@@ -20,15 +20,6 @@ PROGRAMS = []
 def program(function):
     PROGRAMS.append(function)
     return function
-
-
-def model(seed=0):
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU(), nn.Dropout(0.3), nn.Linear(8, 8), nn.Sigmoid())
-
-
-def grads(module):
-    return [p.grad for p in module.parameters()]
 
 
 # ------------------------------------------------------------------- what changes from step to step with one ledger

@@ -33,13 +33,11 @@ class Rule:
     function: Callable[..., Tensor]
     constants: tuple[str, ...]
     keywords: tuple[tuple[str, str], ...]
-    output: int | None = (
-        None  # the output that this rule rebuilds; None: the only one, or ``function`` takes its number
-    )
+    # The output that this rule rebuilds; None: the only one, or ``function`` takes its number.
+    output: int | None = None
     numbered: bool = False  # ``function`` takes the number of the output as its last argument
-    twins: bool = (
-        False  # two such nodes over one input with the same constants are the same tensor: kept or rebuilt once
-    )
+    # Two such nodes over one input with the same constants are the same tensor: kept or rebuilt once.
+    twins: bool = False
     when: Callable[[Any], bool] | None = None  # the nodes that this rule is for
 
 
