@@ -17,7 +17,7 @@ each, and the gradient is written over it.
 `Tape` can be used on its own; `leangrad.node.run` runs a program on a private one as a single autograd node.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from leangrad.errors import ConsumedError
 from leangrad.lease import Lease, Pool, borrowed
 from leangrad.ops.activation import Activation, resolve
 from leangrad.ops.linear import linear, linear_backward_bias, linear_backward_input, linear_backward_weight
+from leangrad.turn import Backward, Forward, fix_shared, step_backward
 
 __all__ = ["Tape", "Var"]
 
@@ -38,10 +39,23 @@ class Var:
     never overwritten: it belongs to the caller, or a view shares it.
     """
 
-    __slots__ = ("fixed", "gradient", "maskable", "needs_grad", "readers", "rebuilt", "shape", "tensor", "zeros")
+    __slots__ = (
+        "dtype",
+        "fixed",
+        "gradient",
+        "maskable",
+        "needs_grad",
+        "readers",
+        "rebuilt",
+        "shape",
+        "tensor",
+        "zeros",
+    )
 
-    def __init__(self, tensor: Tensor | None, shape: torch.Size, needs_grad: bool, fixed: bool = False):
-        self.tensor, self.shape, self.needs_grad, self.fixed = tensor, shape, needs_grad, fixed
+    def __init__(self, tensor: Tensor | None, like: "Tensor | Var", needs_grad: bool, fixed: bool = False):
+        self.tensor, self.needs_grad, self.fixed = tensor, needs_grad, fixed
+        self.shape: torch.Size = like.shape
+        self.dtype: torch.dtype = like.dtype
         self.rebuilt: tuple[Activation, Var] | None = None
         self.gradient: Lease | None = None
         self.readers = 0  # steps that will read the value in backward
@@ -85,13 +99,14 @@ class Tape:
         self.consumed = False
         self.pool = Pool()
         self._inputs: list[Var] = []
+        self._kept: list[Var] = []
         self._steps: list[tuple[Callable[..., None], Var, tuple[Any, ...]]] = []
 
     def watch(self, tensor: Tensor, *, needs_grad: bool = True) -> Var:
         """An input. Its memory is the caller's and is only read."""
         if tensor.requires_grad and torch.is_grad_enabled():
             tensor = tensor.detach()
-        var = Var(tensor, tensor.shape, needs_grad, fixed=True)
+        var = Var(tensor, tensor, needs_grad, fixed=True)
         self._inputs.append(var)
         return var
 
@@ -127,7 +142,8 @@ class Tape:
         value, needs_grad = x.tensor, x.needs_grad
         if record.keeps == "input" and needs_grad and self.private and value is not None and _pays_to_rebuild(value):
             y = self._push(_activate_backward, None, (x, record, x), True, (x,))
-            y.shape = torch.Size((*x.shape[:-1], x.shape[-1] // 2)) if record.gated else x.shape
+            if record.gated:
+                y.shape = torch.Size((*x.shape[:-1], x.shape[-1] // 2))
             y.rebuilt = (record, x)
             return y
         # Where no step reads x in backward, write over it.
@@ -144,6 +160,50 @@ class Tape:
         y.readers += needs_grad and not reads
         y.maskable = record.zero_where_masked
         return y
+
+    def step(
+        self,
+        forward: Forward,
+        backward: Backward,
+        *inputs: Var | None,
+        reads: Iterable[int] = (),
+        reads_output: bool = False,
+    ) -> Var:
+        """An op of your own, as a pair of functions on tensors.
+
+        `forward(*values)` returns its output in memory of its own, then whatever else backward needs: statistics, a
+        mask. `backward(turn)` returns one gradient, or None, for each input: in memory of its own, in `turn.room(i)`,
+        or `turn.grad` or a view of it, overwritten only where `turn.owned`; see `Turn`. Keeps the inputs numbered in
+        `reads`, the output with `reads_output`, and what else forward returned.
+
+        >>> tape = Tape()
+        >>> x = tape.watch(torch.tensor([0.5]))
+        >>> y = tape.step(lambda x: (x.exp(),), lambda turn: [turn.grad * turn.output], x, reads_output=True)
+        >>> tape.backward(y)
+        >>> x.grad
+        tensor([1.6487])
+        """
+        found = [(None, None) if x is None else self.read(x) for x in inputs]
+        y, *rest = forward(*(value for value, _ in found))
+        needs_grad, reads = any(x is not None and x.needs_grad for x in inputs), frozenset(reads)
+        kept = tuple(Var(t, t, False) for t in rest) if needs_grad else ()
+        out = self._push(
+            step_backward,
+            y,
+            (backward, inputs, reads, reads_output, kept),
+            needs_grad,
+            tuple(x for i, x in enumerate(inputs) if x is not None and i in reads),
+        )
+        out.readers += needs_grad and reads_output
+        for var in kept:
+            var.readers = 1
+        self._kept += kept
+        for x, (value, scratch) in zip(inputs, found, strict=True):
+            if x is not None and value is not None and fix_shared(x, value, (out, *kept)):
+                continue
+            if scratch is not None:
+                self.pool.release(scratch)
+        return out
 
     def backward(self, output: Var, grad: Tensor | None = None, *, ours: bool = False, again: bool = False) -> None:
         """Walk the list in reverse, from the gradient of `output` (ones where none is given) to those of the inputs.
@@ -222,7 +282,7 @@ class Tape:
 
     def held_values(self) -> list[Var]:
         """The intermediate values that are held for backward."""
-        return [out for _, out, _ in self._steps if out.tensor is not None]
+        return [var for var in (*(out for _, out, _ in self._steps), *self._kept) if var.tensor is not None]
 
     def _settle(self, x: Var, lease: Lease) -> None:
         """Leave the gradient of an input in memory that nobody else uses, and that is no larger than it."""
@@ -240,15 +300,13 @@ class Tape:
         reads: tuple[Var, ...] = (),
     ) -> Var:
         """Note a step, where one of its inputs needs a gradient, and return its output."""
-        out = Var(value, _NO_SHAPE if value is None else value.shape, needs_grad)
+        out = Var(value, arguments[0] if value is None else value, needs_grad)
         if needs_grad:
             for x in reads:
                 x.readers += 1
             self._steps.append((backward, out, arguments))
         return out
 
-
-_NO_SHAPE = torch.Size()
 
 # Below this a map is stored, as plain PyTorch stores it: launching a kernel again costs more than the bytes are worth.
 _REBUILD_MIN_BYTES = 1 << 20
