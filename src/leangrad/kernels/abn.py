@@ -1,32 +1,38 @@
-"""Activated batch norm in Triton: two passes over the map forward, two backward; all formulas are in `ops/abn.py`.
+"""Activated batch norm on CUDA: which tiles a map is cut into, and the launches for it.
 
-A map comes as a matrix view: (rows, channels) for channels_last, where M counts rows and S is 1, or (samples, channels,
-positions) for planes, where M counts samples × positions and S positions. A program owns a tile of BLOCK_M by BLOCK_C.
-
-Reducing passes walk the tiles in steps of the grid, so all programs move through memory together, and the pass that
-follows walks backwards: it finds the end of the map still in the L2 cache. Partial results go to a (programs, channels)
-table that a third, tiny kernel reduces; there are no atomics, so results do not depend on timing.
+Every function takes maps as they are, dense and of one layout: channels as the fastest dimension (`rows`), or planes.
+A layer's forward is two launches, its backward two; `leangrad.kernels.abn_passes` has the kernels and says why.
 """
-
-# mypy: disable-error-code="no-untyped-def"
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
-from leangrad.kernels.activation import activate, derivative, invert
+from leangrad.kernels import abn_passes as passes
+from leangrad.kernels.launch import Launch
 
-__all__ = ["backward_input", "backward_sums", "batch_vectors", "normalize", "stats"]
+__all__ = ["backward", "backward_input", "backward_sums", "forward", "normalize", "stats"]
 
-TILE = 4096  # elements per tile: with 8 warps, 16 per thread, so two 16-byte loads of bf16 per map
-WARPS = 8
-PROGRAMS_PER_PROCESSOR = 4  # of a reducing pass; more would only make the table of partial results longer
+
+class Shape(NamedTuple):
+    """How the programs of one pass share the chip."""
+
+    tile: int  # elements per tile
+    warps: int
+    programs: int  # per processor; their registers must fit side by side
+
+
+# 16 warps with one or two 16-byte loads of bf16 in flight per map and thread. A pass that keeps sums in registers has
+# the smaller tile. More programs would only make the table of partial results longer.
+FORWARD = Shape(tile=8192, warps=16, programs=2)
+BACKWARD = Shape(tile=4096, warps=16, programs=2)
+SINGLE = Shape(tile=4096, warps=8, programs=4)  # one tile per program
+MERGED = 4096  # elements of the table that are read at a time
 
 
 class Grid(NamedTuple):
@@ -36,12 +42,23 @@ class Grid(NamedTuple):
     C: int
     S: int
     rows: bool
+    wide: bool  # offsets need 64 bits
     block_m: int
     block_c: int
+    block_p: int
     tiles: int
     c_blocks: int
     splits: int
-    wide: bool  # offsets need 64 bits
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """What every pass takes first."""
+        return self.M, self.C, self.S, self.tiles
+
+    @property
+    def blocks(self) -> tuple[bool, bool, int, int]:
+        """What every pass takes last."""
+        return self.rows, self.wide, self.block_m, self.block_c
 
 
 @cache
@@ -49,311 +66,188 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
-def plan(x: Tensor) -> Grid:
-    """The tiles of a matrix view."""
-    rows = x.dim() == 2
-    C, S = x.shape[1], 1 if rows else x.shape[2]
-    M = x.shape[0] * S
+def plan(size: torch.Size, rows: bool, device: torch.device, shape: Shape) -> Grid:
+    """The tiles of a map."""
+    C, S = size[1], 1 if rows else size[2:].numel()
+    M = size.numel() // max(1, C)
     block_c = min(64, triton.next_power_of_2(C)) if rows else 1
-    block_m = min(TILE // block_c, max(16, triton.next_power_of_2(M)))
+    block_m = min(shape.tile // block_c, max(16, triton.next_power_of_2(M)))
     tiles, c_blocks = triton.cdiv(M, block_m), triton.cdiv(C, block_c)
-    splits = max(1, min(tiles, PROGRAMS_PER_PROCESSOR * _processors(x.device) // c_blocks))
+    splits = max(1, min(tiles, shape.programs * _processors(device) // c_blocks))
+    block_p = min(max(1, MERGED // block_c), triton.next_power_of_2(splits))
     wide = (M + block_m) * (C + block_c) >= 2**31
-    return Grid(M, C, S, rows, block_m, block_c, tiles, c_blocks, splits, wide)
+    return Grid(M, C, S, rows, wide, block_m, block_c, block_p, tiles, c_blocks, splits)
 
 
-# ---- pieces ---------------------------------------------------------------------------------------------------------
+# ---- launches, one set per kind of layer ----------------------------------------------------------------------------
+# All that a kernel is specialized on is an argument here, the dtypes of every pointer included; see kernels/launch.py.
+
+once = lru_cache(maxsize=1 << 12)  # bounded, for those whose maps have a new size in every step
 
 
-@triton.jit
-def _tile(tile, c, M, C, S, ROWS: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Offsets and mask of one tile."""
-    m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    inside = (m < M)[:, None] & (c < C)[None, :]
-    if WIDE:
-        m = m.to(tl.int64)
-        c = c.to(tl.int64)
-    if ROWS:
-        offsets = m[:, None] * C + c[None, :]
-    else:
-        sample = m // S
-        offsets = (sample * C * S + (m - sample * S))[:, None] + c[None, :] * S
-    return offsets, inside
-
-
-@triton.jit
-def _gradient(kept, dz, residual, mean, invstd, weight, bias, p, ACT: tl.constexpr, INVERTED: tl.constexpr):
-    """x̂ and dy of a tile; `residual` is 0 where there is none."""
-    if INVERTED:
-        y, d = invert(kept, p, ACT)
-        xhat = (y - bias[None, :]) / weight[None, :]
-        dy = dz * d
-    else:
-        xhat = (kept - mean[None, :]) * invstd[None, :]
-        dy = dz
-        if ACT != "identity":
-            dy = dz * derivative(xhat * weight[None, :] + bias[None, :] + residual, p, ACT)
-    return xhat, dy
-
-
-# ---- kernels --------------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _stats_kernel(
-    x_ptr, table_ptr, M, C, S, tiles,
-    ROWS: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
-):  # fmt: skip
-    """Count, mean and squared deviations of this program's share, by Welford's update in every lane of the tile."""
-    c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
-    split, splits = tl.program_id(1), tl.num_programs(1)
-    mean = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
-    m2 = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
-    for tile in range(split, tiles, splits):
-        offsets, inside = _tile(tile, c, M, C, S, ROWS, WIDE, BLOCK_M)
-        x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
-        step = (tile - split) // splits + 1
-        delta = tl.where(inside, x - mean, 0.0)
-        mean += delta * (1.0 / step)
-        m2 += delta * (x - mean)
-    # Every lane saw every step, but for those that the last tile of the map leaves out.
-    steps = (tiles - 1 - split) // splits + 1
-    m = (split + (steps - 1) * splits) * BLOCK_M + tl.arange(0, BLOCK_M)
-    count = tl.where(m < M, steps, steps - 1).to(tl.float32)[:, None]
-    total = tl.sum(count, 0)
-    center = tl.sum(count * mean, 0) / total
-    away = mean - center[None, :]
-    at = table_ptr + split * C + c
-    tl.store(at, tl.zeros([BLOCK_C], tl.float32) + total, mask=c < C)
-    tl.store(at + splits * C, center, mask=c < C)
-    tl.store(at + 2 * splits * C, tl.sum(m2 + count * away * away, 0), mask=c < C)
-
-
-@triton.jit
-def _merged(table_ptr, c, C, splits, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Mean and biased variance of all shares."""
-    total = tl.zeros([BLOCK_C], tl.float32)
-    weighted = tl.zeros([BLOCK_C], tl.float32)
-    for start in range(0, splits, BLOCK_P):
-        row = start + tl.arange(0, BLOCK_P)
-        inside = (row < splits)[:, None] & (c < C)[None, :]
-        at = table_ptr + row[:, None] * C + c[None, :]
-        count = tl.load(at, mask=inside, other=0.0)
-        total += tl.sum(count, 0)
-        weighted += tl.sum(count * tl.load(at + splits * C, mask=inside, other=0.0), 0)
-    total = tl.maximum(total, 1.0)  # columns beyond C
-    mean = weighted / total
-    m2 = tl.zeros([BLOCK_C], tl.float32)
-    for start in range(0, splits, BLOCK_P):
-        row = start + tl.arange(0, BLOCK_P)
-        inside = (row < splits)[:, None] & (c < C)[None, :]
-        at = table_ptr + row[:, None] * C + c[None, :]
-        count = tl.load(at, mask=inside, other=0.0)
-        away = tl.load(at + splits * C, mask=inside, other=0.0) - mean[None, :]
-        m2 += tl.sum(tl.load(at + 2 * splits * C, mask=inside, other=0.0) + count * away * away, 0)
-    return mean, m2 / total
-
-
-@triton.jit
-def _finish_stats_kernel(table_ptr, out_ptr, C, splits, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr):
-    c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
-    mean, var = _merged(table_ptr, c, C, splits, BLOCK_P, BLOCK_C)
-    tl.store(out_ptr + c, mean, mask=c < C)
-    tl.store(out_ptr + C + c, var, mask=c < C)
-
-
-@triton.jit(do_not_specialize=["eps", "momentum", "unbias"])
-def _finish_vectors_kernel(
-    table_ptr, out_ptr, weight_ptr, bias_ptr, running_mean_ptr, running_var_ptr, eps, momentum, unbias, C, splits,
-    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, ABSOLUTE: tl.constexpr, HAS_RUNNING: tl.constexpr,
-    BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
-):  # fmt: skip
-    """(mean, invstd, γ̂, β), and the running statistics: one launch for what would be a dozen of a few bytes each."""
-    c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
-    mean, var = _merged(table_ptr, c, C, splits, BLOCK_P, BLOCK_C)
-    weight = tl.full([BLOCK_C], 1.0, tl.float32)
-    bias = tl.zeros([BLOCK_C], tl.float32)
-    if HAS_WEIGHT:
-        weight = tl.load(weight_ptr + c, mask=c < C, other=1.0).to(tl.float32)
-        if ABSOLUTE:
-            weight = tl.abs(weight) + eps
-    if HAS_BIAS:
-        bias = tl.load(bias_ptr + c, mask=c < C, other=0.0).to(tl.float32)
-    tl.store(out_ptr + c, mean, mask=c < C)
-    tl.store(out_ptr + C + c, 1.0 / tl.sqrt(var + eps), mask=c < C)
-    tl.store(out_ptr + 2 * C + c, weight, mask=c < C)
-    tl.store(out_ptr + 3 * C + c, bias, mask=c < C)
-    if HAS_RUNNING:
-        old_mean = tl.load(running_mean_ptr + c, mask=c < C, other=0.0).to(tl.float32)
-        old_var = tl.load(running_var_ptr + c, mask=c < C, other=0.0).to(tl.float32)
-        new_mean = old_mean + momentum * (mean - old_mean)
-        new_var = old_var + momentum * (var * unbias - old_var)
-        tl.store(running_mean_ptr + c, new_mean.to(running_mean_ptr.dtype.element_ty), mask=c < C)
-        tl.store(running_var_ptr + c, new_var.to(running_var_ptr.dtype.element_ty), mask=c < C)
-
-
-@triton.jit
-def _normalize_kernel(
-    x_ptr, residual_ptr, out_ptr, mean_ptr, invstd_ptr, weight_ptr, bias_ptr, p, M, C, S, tiles,
-    ACT: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    ROWS: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
-):  # fmt: skip
-    c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-    offsets, inside = _tile(tiles - 1 - tl.program_id(0), c, M, C, S, ROWS, WIDE, BLOCK_M)
-    mean = tl.load(mean_ptr + c, mask=c < C, other=0.0)
-    scale = tl.load(invstd_ptr + c, mask=c < C, other=0.0) * tl.load(weight_ptr + c, mask=c < C, other=0.0)
-    bias = tl.load(bias_ptr + c, mask=c < C, other=0.0)
-    x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
-    y = (x - mean[None, :]) * scale[None, :] + bias[None, :]
-    if HAS_RESIDUAL:
-        y += tl.load(residual_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out_ptr + offsets, activate(y, p, ACT).to(out_ptr.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _sums_kernel(
-    kept_ptr, dz_ptr, residual_ptr, dy_ptr, table_ptr, mean_ptr, invstd_ptr, weight_ptr, bias_ptr, p, M, C, S, tiles,
-    ACT: tl.constexpr, INVERTED: tl.constexpr, HAS_RESIDUAL: tl.constexpr, STORE_DY: tl.constexpr,
-    ROWS: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
-):  # fmt: skip
-    """Σ dy and Σ x̂·dy of this program's share; stores dy where it is the gradient of a residual."""
-    c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
-    split, splits = tl.program_id(1), tl.num_programs(1)
-    mean = tl.load(mean_ptr + c, mask=c < C, other=0.0)
-    invstd = tl.load(invstd_ptr + c, mask=c < C, other=0.0)
-    weight = tl.load(weight_ptr + c, mask=c < C, other=1.0)
-    bias = tl.load(bias_ptr + c, mask=c < C, other=0.0)
-    sum_dy = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
-    sum_xhat_dy = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
-    for tile in range(split, tiles, splits):
-        offsets, inside = _tile(tile, c, M, C, S, ROWS, WIDE, BLOCK_M)
-        kept = tl.load(kept_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
-        dz = tl.load(dz_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
-        residual = 0.0
-        if HAS_RESIDUAL:
-            residual = tl.load(residual_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
-        xhat, dy = _gradient(kept, dz, residual, mean, invstd, weight, bias, p, ACT, INVERTED)
-        if STORE_DY:
-            tl.store(dy_ptr + offsets, dy.to(dy_ptr.dtype.element_ty), mask=inside)
-        sum_dy += dy
-        sum_xhat_dy += dy * xhat
-    at = table_ptr + split * C + c
-    tl.store(at, tl.sum(sum_dy, 0), mask=c < C)
-    tl.store(at + splits * C, tl.sum(sum_xhat_dy, 0), mask=c < C)
-
-
-@triton.jit
-def _finish_sums_kernel(table_ptr, out_ptr, C, splits, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr):
-    c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
-    which = tl.program_id(1)
-    total = tl.zeros([BLOCK_C], tl.float32)
-    for start in range(0, splits, BLOCK_P):
-        row = start + tl.arange(0, BLOCK_P)
-        inside = (row < splits)[:, None] & (c < C)[None, :]
-        at = table_ptr + (which * splits + row)[:, None] * C + c[None, :]
-        total += tl.sum(tl.load(at, mask=inside, other=0.0), 0)
-    tl.store(out_ptr + which * C + c, total, mask=c < C)
-
-
-@triton.jit(do_not_specialize=["scale"])
-def _input_kernel(
-    kept_ptr, dz_ptr, residual_ptr, out_ptr, sums_ptr, mean_ptr, invstd_ptr, weight_ptr, bias_ptr, p, scale,
-    M, C, S, tiles,
-    ACT: tl.constexpr, INVERTED: tl.constexpr, HAS_RESIDUAL: tl.constexpr, TRAINING: tl.constexpr,
-    ROWS: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
-):  # fmt: skip
-    """dx; `scale` turns sums into means."""
-    c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-    offsets, inside = _tile(tiles - 1 - tl.program_id(0), c, M, C, S, ROWS, WIDE, BLOCK_M)
-    mean = tl.load(mean_ptr + c, mask=c < C, other=0.0)
-    invstd = tl.load(invstd_ptr + c, mask=c < C, other=0.0)
-    weight = tl.load(weight_ptr + c, mask=c < C, other=1.0)
-    bias = tl.load(bias_ptr + c, mask=c < C, other=0.0)
-    kept = tl.load(kept_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
-    dz = tl.load(dz_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
-    residual = 0.0
-    if HAS_RESIDUAL:
-        residual = tl.load(residual_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
-    xhat, dx = _gradient(kept, dz, residual, mean, invstd, weight, bias, p, ACT, INVERTED)
-    if TRAINING:
-        mean_dy = tl.load(sums_ptr + c, mask=c < C, other=0.0) * scale
-        mean_xhat_dy = tl.load(sums_ptr + C + c, mask=c < C, other=0.0) * scale
-        dx = dx - mean_dy[None, :] - xhat * mean_xhat_dy[None, :]
-    dx = dx * (weight * invstd)[None, :]
-    tl.store(out_ptr + offsets, dx.to(out_ptr.dtype.element_ty), mask=inside)
-
-
-# ---- launches -------------------------------------------------------------------------------------------------------
-
-
-def _shares(x: Tensor) -> tuple[Tensor, Grid, int]:
-    """The first pass: the table of shares, its grid, and the block that reduces it."""
-    g = plan(x)
-    table = torch.empty(3, g.splits, g.C, dtype=torch.float32, device=x.device)
-    _stats_kernel[(g.c_blocks, g.splits)](
-        x, table, g.M, g.C, g.S, g.tiles, g.rows, g.wide, g.block_m, g.block_c, num_warps=WARPS
+@once
+def _stats_launches(
+    size: torch.Size, rows: bool, dtype: torch.dtype, device: torch.device
+) -> tuple[Grid, Launch, Launch]:
+    g = plan(size, rows, device, FORWARD)
+    finish = (g.M, g.C, g.tiles, g.splits, g.block_m, g.block_c, g.block_p)
+    return (
+        g,
+        Launch(passes.stats_kernel, device, (g.c_blocks, g.splits), (*g.sizes, *g.blocks), FORWARD.warps),
+        Launch(passes.finish_stats_kernel, device, (g.c_blocks,), finish, 4),
     )
-    return table, g, min(256, triton.next_power_of_2(g.splits))
 
 
-def stats(x: Tensor) -> Tensor:
+@once
+def _forward_launch(
+    size: torch.Size, rows: bool, dtypes: tuple[torch.dtype | None, ...], device: torch.device, act: str,
+    absolute: bool, added: bool, counted: bool,
+) -> Launch:  # fmt: skip
+    g = plan(size, rows, device, FORWARD)
+    _, weight, bias, running = dtypes
+    flags = (act, added, weight is not None, bias is not None, absolute, running is not None, counted)
+    constants = (*g.sizes, *flags, *g.blocks, g.block_p)
+    return Launch(passes.forward_kernel, device, (g.c_blocks, g.splits), constants, FORWARD.warps)
+
+
+@once
+def _normalize_launch(
+    size: torch.Size, rows: bool, dtype: torch.dtype, device: torch.device, act: str, added: bool
+) -> Launch:
+    g = plan(size, rows, device, SINGLE)
+    constants = (*g.sizes, act, added, *g.blocks)
+    return Launch(passes.normalize_kernel, device, (g.tiles, g.c_blocks), constants, SINGLE.warps)
+
+
+@once
+def _sums_launches(
+    size: torch.Size, rows: bool, dtype: torch.dtype, device: torch.device, act: str, inverted: bool, added: bool,
+    stored: bool,
+) -> tuple[Grid, Launch, Launch]:  # fmt: skip
+    g = plan(size, rows, device, BACKWARD)
+    constants = (*g.sizes, act, inverted, added, stored, *g.blocks)
+    finish = (g.C, g.splits, g.block_c, g.block_p)
+    return (
+        g,
+        Launch(passes.sums_kernel, device, (g.c_blocks, g.splits), constants, BACKWARD.warps),
+        Launch(passes.finish_sums_kernel, device, (g.c_blocks, 2), finish, 4),
+    )
+
+
+@once
+def _backward_launch(
+    size: torch.Size, rows: bool, dtypes: tuple[torch.dtype, ...], device: torch.device, act: str, inverted: bool,
+    added: bool,
+) -> Launch:  # fmt: skip
+    g = plan(size, rows, device, BACKWARD)
+    constants = (*g.sizes, act, inverted, added, *g.blocks, g.block_p)
+    return Launch(passes.backward_kernel, device, (g.c_blocks, g.splits), constants, BACKWARD.warps)
+
+
+@once
+def _input_launch(
+    size: torch.Size, rows: bool, dtype: torch.dtype, device: torch.device, act: str, inverted: bool, added: bool,
+    training: bool,
+) -> Launch:  # fmt: skip
+    g = plan(size, rows, device, SINGLE)
+    constants = (*g.sizes, act, inverted, added, training, *g.blocks)
+    return Launch(passes.input_kernel, device, (g.tiles, g.c_blocks), constants, SINGLE.warps)
+
+
+# ---- what ops/abn.py calls ------------------------------------------------------------------------------------------
+
+
+def stats(x: Tensor, rows: bool) -> Tensor:
     """(mean, biased variance) as a (2, channels) float32 tensor."""
-    table, g, block_p = _shares(x)
-    out = torch.empty(2, g.C, dtype=torch.float32, device=x.device)
-    _finish_stats_kernel[(triton.cdiv(g.C, 16),)](table, out, g.C, g.splits, block_p, 16)
+    g, share, finish = _stats_launches(x.shape, rows, x.dtype, x.device)
+    table = torch.empty((2, g.splits, g.C), dtype=torch.float32, device=x.device)
+    out = torch.empty((2, g.C), dtype=torch.float32, device=x.device)
+    share((x, table))
+    finish((table, out))
     return out
 
 
-def batch_vectors(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, absolute: bool,
-    running: tuple[Tensor, Tensor] | None, momentum: float,
+def forward(
+    x: Tensor, rows: bool, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, out: Tensor, *,
+    eps: float, absolute: bool, running: tuple[Tensor, Tensor] | None, momentum: float, counter: Tensor | None,
+    act: str, p: float,
 ) -> Tensor:  # fmt: skip
-    """(mean, invstd, γ̂, β) as a (4, channels) float32 tensor; moves the running statistics on."""
-    table, g, block_p = _shares(x)
-    out = torch.empty(4, g.C, dtype=torch.float32, device=x.device)
-    parameters = (out if weight is None else weight, out if bias is None else bias)
-    _finish_vectors_kernel[(triton.cdiv(g.C, 16),)](
-        table, out, *parameters, *(running or (out, out)), eps, momentum, g.M / max(1, g.M - 1), g.C, g.splits,
-        weight is not None, bias is not None, absolute, running is not None, block_p, 16,
+    """z into `out`; returns (mean, invstd, γ̂, β) as a (4, channels) float32 tensor, moves running statistics on."""
+    size, device = x.shape, x.device
+    g, share, _ = _stats_launches(size, rows, x.dtype, device)
+    dtypes = (
+        x.dtype,
+        None if weight is None else weight.dtype,
+        None if bias is None else bias.dtype,
+        None if running is None else running[0].dtype,
+    )
+    finish = _forward_launch(size, rows, dtypes, device, act, absolute, residual is not None, counter is not None)
+    table = torch.empty((2, g.splits, g.C), dtype=torch.float32, device=device)
+    vectors = torch.empty((4, g.C), dtype=torch.float32, device=device)
+    share((x, table))
+    running_mean, running_var = (vectors, vectors) if running is None else running
+    finish(
+        (
+            x, x if residual is None else residual, out, table, vectors, vectors if weight is None else weight,
+            vectors if bias is None else bias, running_mean, running_var, vectors if counter is None else counter,
+        ),
+        (eps, momentum, g.M / max(1, g.M - 1), p),
     )  # fmt: skip
-    return out
+    return vectors
 
 
-def normalize(x: Tensor, vectors: tuple[Tensor, ...], act: str, p: float, residual: Tensor | None, out: Tensor) -> None:
+def normalize(
+    x: Tensor, rows: bool, vectors: Tensor, act: str, p: float, residual: Tensor | None, out: Tensor
+) -> None:  # fmt: skip
     """out = act(γ·x̂ + β + residual)."""
-    g = plan(x)
-    _normalize_kernel[(g.tiles, g.c_blocks)](
-        x, x if residual is None else residual, out, *vectors, p, g.M, g.C, g.S, g.tiles,
-        act, residual is not None, g.rows, g.wide, g.block_m, g.block_c, num_warps=WARPS,
-    )  # fmt: skip
+    launch = _normalize_launch(x.shape, rows, x.dtype, x.device, act, residual is not None)
+    launch((x, x if residual is None else residual, out, vectors), (p,))
 
 
 def backward_sums(
-    kept: Tensor, dz: Tensor, residual: Tensor | None, dy_out: Tensor | None,
-    vectors: tuple[Tensor, ...], act: str, p: float, inverted: bool,
+    kept: Tensor, dz: Tensor, rows: bool, residual: Tensor | None, dy_out: Tensor | None,
+    vectors: Tensor, act: str, p: float, inverted: bool,
 ) -> Tensor:  # fmt: skip
     """(Σ dy, Σ x̂·dy) as a (2, channels) float32 tensor."""
-    g = plan(dz)
-    table = torch.empty(2, g.splits, g.C, dtype=torch.float32, device=dz.device)
-    out = torch.empty(2, g.C, dtype=torch.float32, device=dz.device)
-    _sums_kernel[(g.c_blocks, g.splits)](
-        kept, dz, kept if residual is None else residual, dz if dy_out is None else dy_out, table, *vectors, p,
-        g.M, g.C, g.S, g.tiles, act, inverted, residual is not None, dy_out is not None,
-        g.rows, g.wide, g.block_m, g.block_c, num_warps=WARPS,
-    )  # fmt: skip
-    block_p = min(256, triton.next_power_of_2(g.splits))
-    _finish_sums_kernel[(triton.cdiv(g.C, 16), 2)](table, out, g.C, g.splits, block_p, 16)
+    table, finish = _shares(kept, dz, rows, residual, dy_out, vectors, act, p, inverted)
+    out = torch.empty((2, dz.shape[1]), dtype=torch.float32, device=dz.device)
+    finish((table, out))
     return out
 
 
+def _shares(
+    kept: Tensor, dz: Tensor, rows: bool, residual: Tensor | None, dy_out: Tensor | None,
+    vectors: Tensor, act: str, p: float, inverted: bool,
+) -> tuple[Tensor, Launch]:  # fmt: skip
+    g, share, finish = _sums_launches(
+        dz.shape, rows, dz.dtype, dz.device, act, inverted, residual is not None, dy_out is not None
+    )
+    table = torch.empty((2, g.splits, g.C), dtype=torch.float32, device=dz.device)
+    share((kept, dz, kept if residual is None else residual, dz if dy_out is None else dy_out, table, vectors), (p,))
+    return table, finish
+
+
+def backward(
+    kept: Tensor, dz: Tensor, rows: bool, residual: Tensor | None, dy_out: Tensor | None, vectors: Tensor, act: str,
+    p: float, inverted: bool, *, out: Tensor, dweight: Tensor, dbias: Tensor,
+) -> None:  # fmt: skip
+    """Both passes: dy into `dy_out` if that is given, then dx into `out`, dγ̂ and dβ into theirs."""
+    table, _ = _shares(kept, dz, rows, residual, dy_out, vectors, act, p, inverted)
+    if dy_out is not None:
+        assert not inverted
+        dz, residual, act = dy_out, None, "identity"
+    dtypes = (dz.dtype, dweight.dtype, dbias.dtype)
+    launch = _backward_launch(dz.shape, rows, dtypes, dz.device, act, inverted, residual is not None)
+    launch((kept, dz, kept if residual is None else residual, out, table, vectors, dweight, dbias), (p,))
+
+
 def backward_input(
-    kept: Tensor, dz: Tensor, residual: Tensor | None, sums: Tensor | None, count: float,
-    vectors: tuple[Tensor, ...], act: str, p: float, inverted: bool, out: Tensor,
+    kept: Tensor, dz: Tensor, rows: bool, residual: Tensor | None, sums: Tensor | None, count: float,
+    vectors: Tensor, act: str, p: float, inverted: bool, out: Tensor,
 ) -> None:  # fmt: skip
     """Writes dx into `out`; without `sums`, as in eval mode."""
-    g = plan(dz)
-    _input_kernel[(g.tiles, g.c_blocks)](
-        kept, dz, kept if residual is None else residual, out, kept if sums is None else sums, *vectors, p, 1.0 / count,
-        g.M, g.C, g.S, g.tiles, act, inverted, residual is not None, sums is not None,
-        g.rows, g.wide, g.block_m, g.block_c, num_warps=WARPS,
+    launch = _input_launch(
+        dz.shape, rows, dz.dtype, dz.device, act, inverted, residual is not None, sums is not None
     )  # fmt: skip
+    tensors = (kept, dz, kept if residual is None else residual, out, vectors if sums is None else sums, vectors)
+    launch(tensors, (p, 1.0 / count))

@@ -107,17 +107,20 @@ class ABN(nn.Module):
         return None
 
     def _call(self, use_batch: bool) -> Call:
-        factor = 0.0
+        factor, counter = 0.0, None
         if self.training and self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1)
-            factor = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+            if self.momentum is None:
+                factor = 1.0 / float(self.num_batches_tracked.add_(1))
+            else:
+                factor, counter = self.momentum, self.num_batches_tracked
         running = (self.running_mean, self.running_var)
         if use_batch and not self.training:
             running = (None, None)
         group = self._group() if use_batch else None
         return Call(
-            self._known, self._function, self.eps, use_batch, *running, factor, self.absolute, False, False, group
-        )
+            self._known, self._function, self.eps, use_batch, *running, factor, self.absolute, False, False, group,
+            counter,
+        )  # fmt: skip
 
     def _check(self, x: Tensor, residual: Tensor | None, use_batch: bool) -> None:
         if x.dim() < 2 or x.shape[1] != self.num_features:
@@ -139,6 +142,8 @@ class ABN(nn.Module):
             raise RuntimeError("synchronized batch norm is not supported under torch.compile and torch.func")
         weight = self.weight if self.weight is None or not self.absolute else self.weight.abs() + self.eps
         mean, var = call.running_mean, call.running_var
+        if call.counter is not None:
+            call.counter.add_(1)
         return F.batch_norm(x, mean, var, weight, self.bias, call.training, call.momentum, self.eps)
 
     def _activate(self, y: Tensor, residual: Tensor | None) -> Tensor:

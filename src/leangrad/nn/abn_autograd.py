@@ -47,6 +47,7 @@ class Call:
     invert: bool
     in_place: bool
     group: dist.ProcessGroup | None  # synchronize over it
+    counter: Tensor | None = None  # the number of batches, still to be increased
 
 
 class ABNFunction(torch.autograd.Function):
@@ -57,14 +58,11 @@ class ABNFunction(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, call: Call
     ) -> Tensor:
         """Take a dense x; write z over it if `call.in_place`."""
-        vectors, count = _vectors(x, weight, bias, call)
-        v = ops.Vectors(*vectors)
         channels = spare = None
         if call.invert:
-            channels, spare = _spare_channels(x, v, call.activation)
+            channels, spare = _spare_channels(x, weight, bias, call)
         z = x if call.in_place else torch.empty_like(x)
-        if x.numel():
-            ops.normalize(x, v, call.activation, residual=residual, out=z)
+        vectors, count = _normalize(x, weight, bias, residual, call, z)
         if call.function is not None:
             z = call.function(z)
             if z.shape != x.shape:
@@ -111,46 +109,77 @@ def _backward(ctx: Any, dz: Tensor, mine: bool) -> tuple[Tensor | None, ...]:
     call: Call = ctx.call
     vectors, kept_map, residual, channels, spare = ctx.saved_tensors
     need_x, need_weight, need_bias, need_residual = ctx.needs_input_grad[:4]
-    v = ops.Vectors(*vectors)
     kept = ops.Kept(kept_map, call.invert, residual, channels, spare)
     act = call.activation
     if dz.stride() != kept_map.stride() or dz.dtype != kept_map.dtype:
         dz, mine = torch.empty_like(kept_map).copy_(dz), True
     if call.function is not None:
-        dz, mine = _through_function(call.function, kept, dz, v), True
+        dz, mine = _through_function(call.function, kept, dz, vectors), True
         kept = ops.Kept(kept_map, False)
+    in_kernels = serves(dz)
+    dx: Tensor | None
+    dweight: Tensor | None
+    dbias: Tensor | None
     dy = None
     if need_residual:
         # dy is the residual's gradient: a buffer of its own, from which dx is then computed.
         dy = dz if act.name == "identity" or mine else torch.empty_like(dz)
-    elif need_x and not call.invert and act.name != "identity" and not serves(dz):
+    elif need_x and not call.invert and act.name != "identity" and not in_kernels:
         # The eager second pass is faster from dy than from dz; a kernel would only write one map more.
         dy = dz if mine else torch.empty_like(dz)
+    if in_kernels and call.training and call.group is None and need_x and channels is None:
+        dx, dweight, dbias = _in_kernels(ctx, kept, dz, vectors, dy, mine and not need_residual)
+    else:
+        dx, dweight, dbias = _in_steps(ctx, kept, dz, vectors, dy, mine)
+    if ctx.sign is not None and dweight is not None:
+        dweight = dweight * ctx.sign
+    return dx, dweight if need_weight else None, dbias if need_bias else None, dy if need_residual else None, None
+
+
+def _in_kernels(
+    ctx: Any, kept: ops.Kept, dz: Tensor, vectors: Tensor, dy: Tensor | None, mine: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dx, dγ̂ and dβ in two launches."""
+    out = dz if mine else torch.empty_like(dz)
+    dweight = torch.empty(dz.shape[1], dtype=ctx.weight_dtype, device=dz.device)
+    dbias = torch.empty(dz.shape[1], dtype=ctx.bias_dtype, device=dz.device)
+    dy_out = None if ctx.call.activation.name == "identity" else dy
+    ops.fused_backward(
+        kept, dz, vectors, ctx.call.activation, dy_out=dy_out, out=out, dweight=dweight, dbias=dbias
+    )  # fmt: skip
+    return out, dweight, dbias
+
+
+def _in_steps(
+    ctx: Any, kept: ops.Kept, dz: Tensor, vectors: Tensor, dy: Tensor | None, mine: bool
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """dx, dγ̂ and dβ: the sums, then over all processes, then dx."""
+    call: Call = ctx.call
+    act = call.activation
+    need_x, need_weight, need_bias, need_residual = ctx.needs_input_grad[:4]
     sums = None
     if dz.numel() == 0:
-        sums = v.mean.new_zeros(2, v.mean.numel())
+        sums = vectors.new_zeros(2, vectors.shape[1])
     elif (need_x and call.training) or need_weight or need_bias or (dy is not None and act.name != "identity"):
-        sums = ops.backward_sums(kept, dz, v, act, dy_out=None if act.name == "identity" else dy)
+        sums = ops.backward_sums(kept, dz, vectors, act, dy_out=None if act.name == "identity" else dy)
     dx = None
     if need_x:
         means, count = (sums, ctx.count) if call.training else (None, 1)
         if means is not None and call.group is not None:
             means, count = _mean_over_group(means, ctx.count, call.group), 1
         if dy is not None:
-            dz, kept, act, mine = dy, ops.Kept(kept_map, call.invert), ops.Activation("identity"), not need_residual
+            dz, kept, act, mine = dy, ops.Kept(kept.map, call.invert), ops.Activation("identity"), not need_residual
         out = dz if mine else torch.empty_like(dz)
-        dx = ops.backward_input(kept, dz, v, act, means, count, out=out) if dz.numel() else out
-    dweight = dbias = None
-    if need_weight and sums is not None:
-        dweight = (sums[1] if ctx.sign is None else sums[1] * ctx.sign).to(ctx.weight_dtype)
-    if need_bias and sums is not None:
-        dbias = sums[0].to(ctx.bias_dtype)
-    return dx, dweight, dbias, dy if need_residual else None, None
+        dx = ops.backward_input(kept, dz, vectors, act, means, count, out=out) if dz.numel() else out
+    dweight = sums[1].to(ctx.weight_dtype) if need_weight and sums is not None else None
+    dbias = sums[0].to(ctx.bias_dtype) if need_bias and sums is not None else None
+    return dx, dweight, dbias
 
 
-def _through_function(function: Callable[[Tensor], Tensor], kept: ops.Kept, dz: Tensor, v: ops.Vectors) -> Tensor:
+def _through_function(function: Callable[[Tensor], Tensor], kept: ops.Kept, dz: Tensor, vectors: Tensor) -> Tensor:
     """dy of an activation that is only known as a function: rebuilds y and differentiates there."""
-    y = ops.normalize(kept.map, v, ops.Activation("identity"), residual=kept.residual, out=torch.empty_like(kept.map))
+    y = torch.empty_like(kept.map)
+    ops.normalize(kept.map, vectors, ops.Activation("identity"), residual=kept.residual, out=y)
     with torch.enable_grad():
         z = function(y.requires_grad_())
     if _leaves(z.grad_fn) > 1:
@@ -173,35 +202,52 @@ def _leaves(root: Any) -> int:
     return leaves
 
 
-def _vectors(x: Tensor, weight: Tensor | None, bias: Tensor | None, call: Call) -> tuple[Tensor, Any]:
-    """(mean, invstd, γ̂, β) as one tensor, and the count of values behind the mean (a tensor if it is synchronized)."""
+def _normalize(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, call: Call, z: Tensor
+) -> tuple[Tensor, Any]:
+    """Write z; return the vectors, and the count of values behind the mean (a tensor if it is synchronized)."""
     count: Any = x.numel() // x.shape[1]
-    dtype = ops.accumulation_dtype(x.dtype)
     running = None
     if call.running_mean is not None and call.running_var is not None:
         running = (call.running_mean, call.running_var)
-    form: dict[str, Any] = {"eps": call.eps, "absolute": call.absolute}
     if call.training and call.group is None:
-        return ops.batch_vectors(x, weight, bias, **form, running=running, momentum=call.momentum), count
+        vectors = ops.forward(
+            x, weight, bias, call.activation, eps=call.eps, absolute=call.absolute, running=running,
+            momentum=call.momentum, counter=call.counter, residual=residual, out=z,
+        )  # fmt: skip
+        return vectors, count
+    dtype = ops.accumulation_dtype(x.dtype)
     if call.training and call.group is not None:
         mean, var = ops.stats(x) if count else (x.new_zeros(x.shape[1], dtype=dtype) for _ in range(2))
         mean, var, count = _stats_over_group(mean, var, count, call.group)
         if running is not None:
             ops.update_running(running, mean, var, count, call.momentum)
+        if call.counter is not None:
+            call.counter.add_(1)
     else:
         assert running is not None
         mean, var = (t.to(dtype) for t in running)
-    return ops.stack_vectors(mean, var, weight, bias, **form), count
+    vectors = ops.stack_vectors(mean, var, weight, bias, eps=call.eps, absolute=call.absolute)
+    if x.numel():
+        ops.normalize(x, vectors, call.activation, residual=residual, out=z)
+    return vectors, count
 
 
-def _spare_channels(x: Tensor, v: ops.Vectors, act: ops.Activation) -> tuple[Tensor | None, Tensor | None]:
+def _spare_channels(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, call: Call
+) -> tuple[Tensor | None, Tensor | None]:
     """The channels that cannot be inverted, and a copy of their input.
 
     z is rounded to its dtype, so x̂ = (act⁻¹(z) − β)/γ̂ carries that rounding times (|x̂| + |β/γ̂|), for elu also times
     e^−y: a channel inverts if this stays small, and if γ̂ is not so small that z is subnormal.
     """
-    info = torch.finfo(x.dtype)
-    gamma, beta = v.weight.abs(), v.bias.abs()
+    if weight is None and bias is None:
+        return None, None
+    info, act = torch.finfo(x.dtype), call.activation
+    some: Any = bias if weight is None else weight
+    gamma = torch.ones_like(some) if weight is None else weight.detach().abs()
+    gamma = gamma + call.eps if call.absolute and weight is not None else gamma
+    beta = torch.zeros_like(some) if bias is None else bias.detach().abs()
     slope = min(1.0, act.param) if act.name == "leaky_relu" else 1.0
     fits = (gamma * slope >= info.smallest_normal) & (beta <= 4 * gamma)
     if act.name == "elu":
@@ -280,7 +326,7 @@ class Recipe:
             raise _changed(residual, "the residual of an activated batch norm")
         out = torch.empty_like(self.x) if out is None else out
         with torch.no_grad():
-            return ops.normalize(self.x, ops.Vectors(*self.vectors), self.activation, residual=residual, out=out)
+            return ops.normalize(self.x, self.vectors, self.activation, residual=residual, out=out)
 
 
 def recipe_of(t: Tensor) -> Recipe | None:

@@ -1,0 +1,317 @@
+"""The passes of activated batch norm over a map, in Triton; all formulas are in `ops/abn.py`.
+
+A map of M values per channel is (rows, channels), where S is 1, or planes, (samples, channels, positions), where M
+counts samples × positions and S positions. A program owns a block of channels and every `splits`-th tile of BLOCK_M
+values of them, so that all programs move through memory together.
+
+[Note: two launches] A reduction leaves one row per program in a (splits, channels) table; each program of the pass that
+follows reads its channels' rows and reduces them for itself. That costs it a few µs of reading from the L2 cache, less
+than a third launch would, and there are no atomics: results do not depend on timing. The second pass walks backwards,
+and finds the end of the map still in the cache.
+
+`vectors` is (mean, invstd, γ̂, β), a (4, channels) float32 tensor.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from leangrad.kernels.activation import activate, derivative, invert
+
+__all__ = [
+    "backward_kernel", "finish_stats_kernel", "finish_sums_kernel", "forward_kernel", "input_kernel",
+    "normalize_kernel", "stats_kernel", "sums_kernel",
+]  # fmt: skip
+
+
+# ---- pieces ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _tile(tile, c, M, C, S, ROWS: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Offsets and mask of one tile."""
+    m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    inside = (m < M)[:, None] & (c < C)[None, :]
+    if WIDE:
+        m = m.to(tl.int64)
+        c = c.to(tl.int64)
+    if ROWS:
+        offsets = m[:, None] * C + c[None, :]
+    else:
+        sample = m // S
+        offsets = (sample * C * S + (m - sample * S))[:, None] + c[None, :] * S
+    return offsets, inside
+
+
+@triton.jit
+def _vectors(vectors_ptr, c, C):
+    mean = tl.load(vectors_ptr + c, mask=c < C, other=0.0)
+    invstd = tl.load(vectors_ptr + C + c, mask=c < C, other=0.0)
+    weight = tl.load(vectors_ptr + 2 * C + c, mask=c < C, other=1.0)
+    bias = tl.load(vectors_ptr + 3 * C + c, mask=c < C, other=0.0)
+    return mean, invstd, weight, bias
+
+
+@triton.jit
+def _output(x, residual, mean, scale, bias, p, ACT: tl.constexpr):
+    """z of a tile; one function for the forward and for rebuilding, so that both give the same bits."""
+    return activate((x - mean[None, :]) * scale[None, :] + bias[None, :] + residual, p, ACT)
+
+
+@triton.jit
+def _gradient(kept, dz, residual, mean, invstd, weight, bias, p, ACT: tl.constexpr, INVERTED: tl.constexpr):
+    """x̂ and dy of a tile; `residual` is 0 where there is none."""
+    if INVERTED:
+        y, d = invert(kept, p, ACT)
+        xhat = (y - bias[None, :]) / weight[None, :]
+        dy = dz * d
+    else:
+        xhat = (kept - mean[None, :]) * invstd[None, :]
+        dy = dz
+        if ACT != "identity":
+            # As in `_output`: y has the sign that it had there.
+            y = (kept - mean[None, :]) * (invstd * weight)[None, :] + bias[None, :] + residual
+            dy = dz * derivative(y, p, ACT)
+    return xhat, dy
+
+
+@triton.jit
+def _moments(
+    table_ptr, c, M, C, tiles, splits, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr
+):  # fmt: skip
+    """Mean and biased variance from the table of shares: merged in every lane, then over lanes."""
+    count = tl.zeros([BLOCK_P], tl.float32)
+    mean = tl.zeros([BLOCK_P, BLOCK_C], tl.float32)
+    m2 = tl.zeros([BLOCK_P, BLOCK_C], tl.float32)
+    for start in range(0, splits, BLOCK_P):
+        split = start + tl.arange(0, BLOCK_P)
+        inside = (split < splits)[:, None] & (c < C)[None, :]
+        at = table_ptr + split[:, None] * C + c[None, :]
+        steps = (tiles - 1 - split) // splits + 1
+        # The share that holds the last tile lacks what that reaches over the end of the map.
+        size = steps * BLOCK_M - tl.where((tiles - 1) % splits == split, tiles * BLOCK_M - M, 0)
+        size = tl.where(split < splits, size, 0).to(tl.float32)
+        total = count + size
+        part = size / tl.maximum(total, 1.0)
+        delta = tl.load(at, mask=inside, other=0.0) - mean
+        delta = tl.where(inside, delta, 0.0)
+        mean += delta * part[:, None]
+        m2 += tl.load(at + splits * C, mask=inside, other=0.0) + delta * delta * (count * part)[:, None]
+        count = total
+    center = tl.sum(count[:, None] * mean, 0) / M
+    away = mean - center[None, :]
+    return center, tl.sum(m2 + count[:, None] * away * away, 0) / M
+
+
+@triton.jit
+def _total(table_ptr, c, C, splits, BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr):
+    """The sum of a table's rows."""
+    total = tl.zeros([BLOCK_P, BLOCK_C], tl.float32)
+    for start in range(0, splits, BLOCK_P):
+        split = start + tl.arange(0, BLOCK_P)
+        inside = (split < splits)[:, None] & (c < C)[None, :]
+        total += tl.load(table_ptr + split[:, None] * C + c[None, :], mask=inside, other=0.0)
+    return tl.sum(total, 0)
+
+
+# ---- forward --------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def stats_kernel(
+    x_ptr, table_ptr, M, C, S, tiles,
+    ROWS: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """Mean and squared deviations of this program's share, by Welford's update in every lane of the tile."""
+    c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    split, splits = tl.program_id(1), tl.num_programs(1)
+    mean = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
+    m2 = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
+    for tile in range(split, tiles, splits):
+        offsets, inside = _tile(tile, c, M, C, S, ROWS, WIDE, BLOCK_M)
+        x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+        step = (tile - split) // splits + 1
+        delta = tl.where(inside, x - mean, 0.0)
+        mean += delta * (1.0 / step)
+        m2 += delta * (x - mean)
+    # Every lane saw every step, but for those that the last tile of the map leaves out.
+    steps = (tiles - 1 - split) // splits + 1
+    m = (split + (steps - 1) * splits) * BLOCK_M + tl.arange(0, BLOCK_M)
+    count = tl.where(m < M, steps, steps - 1).to(tl.float32)[:, None]
+    center = tl.sum(count * mean, 0) / tl.sum(count, 0)
+    away = mean - center[None, :]
+    at = table_ptr + split * C + c
+    tl.store(at, center, mask=c < C)
+    tl.store(at + splits * C, tl.sum(m2 + count * away * away, 0), mask=c < C)
+
+
+@triton.jit
+def finish_stats_kernel(
+    table_ptr, out_ptr, M, C, tiles, splits, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr
+):  # fmt: skip
+    """(mean, biased variance), where they are wanted by themselves."""
+    c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    mean, var = _moments(table_ptr, c, M, C, tiles, splits, BLOCK_M, BLOCK_C, BLOCK_P)
+    tl.store(out_ptr + c, mean, mask=c < C)
+    tl.store(out_ptr + C + c, var, mask=c < C)
+
+
+@triton.jit
+def forward_kernel(
+    x_ptr, residual_ptr, out_ptr, table_ptr, vectors_ptr, weight_ptr, bias_ptr, running_mean_ptr, running_var_ptr,
+    counter_ptr, eps, momentum, unbias, p, M, C, S, tiles,
+    ACT: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
+    ABSOLUTE: tl.constexpr, HAS_RUNNING: tl.constexpr, HAS_COUNTER: tl.constexpr,
+    ROWS: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr,
+):  # fmt: skip
+    """z from x and the table of shares; the first split also stores the vectors and moves the running statistics."""
+    c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    split, splits = tl.program_id(1), tl.num_programs(1)
+    mean, var = _moments(table_ptr, c, M, C, tiles, splits, BLOCK_M, BLOCK_C, BLOCK_P)
+    invstd = 1.0 / tl.sqrt(var + eps)
+    weight = tl.full([BLOCK_C], 1.0, tl.float32)
+    bias = tl.zeros([BLOCK_C], tl.float32)
+    if HAS_WEIGHT:
+        weight = tl.load(weight_ptr + c, mask=c < C, other=1.0).to(tl.float32)
+        if ABSOLUTE:
+            weight = tl.abs(weight) + eps
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + c, mask=c < C, other=0.0).to(tl.float32)
+    if split == 0:
+        tl.store(vectors_ptr + c, mean, mask=c < C)
+        tl.store(vectors_ptr + C + c, invstd, mask=c < C)
+        tl.store(vectors_ptr + 2 * C + c, weight, mask=c < C)
+        tl.store(vectors_ptr + 3 * C + c, bias, mask=c < C)
+        if HAS_RUNNING:
+            old_mean = tl.load(running_mean_ptr + c, mask=c < C, other=0.0).to(tl.float32)
+            old_var = tl.load(running_var_ptr + c, mask=c < C, other=0.0).to(tl.float32)
+            new_mean = old_mean + momentum * (mean - old_mean)
+            new_var = old_var + momentum * (var * unbias - old_var)
+            tl.store(running_mean_ptr + c, new_mean.to(running_mean_ptr.dtype.element_ty), mask=c < C)
+            tl.store(running_var_ptr + c, new_var.to(running_var_ptr.dtype.element_ty), mask=c < C)
+        if HAS_COUNTER and tl.program_id(0) == 0:
+            tl.store(counter_ptr, tl.load(counter_ptr) + 1)
+    scale = invstd * weight
+    for step in range(split, tiles, splits):
+        offsets, inside = _tile(tiles - 1 - step, c, M, C, S, ROWS, WIDE, BLOCK_M)
+        x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+        residual = 0.0
+        if HAS_RESIDUAL:
+            residual = tl.load(residual_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+        z = _output(x, residual, mean, scale, bias, p, ACT)
+        tl.store(out_ptr + offsets, z.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def normalize_kernel(
+    x_ptr, residual_ptr, out_ptr, vectors_ptr, p, M, C, S, tiles,
+    ACT: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    ROWS: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """z from x and given vectors, one tile per program."""
+    c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    offsets, inside = _tile(tl.program_id(0), c, M, C, S, ROWS, WIDE, BLOCK_M)
+    mean, invstd, weight, bias = _vectors(vectors_ptr, c, C)
+    x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+    residual = 0.0
+    if HAS_RESIDUAL:
+        residual = tl.load(residual_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+    z = _output(x, residual, mean, invstd * weight, bias, p, ACT)
+    tl.store(out_ptr + offsets, z.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+# ---- backward -------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def sums_kernel(
+    kept_ptr, dz_ptr, residual_ptr, dy_ptr, table_ptr, vectors_ptr, p, M, C, S, tiles,
+    ACT: tl.constexpr, INVERTED: tl.constexpr, HAS_RESIDUAL: tl.constexpr, STORE_DY: tl.constexpr,
+    ROWS: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """Σ dy and Σ x̂·dy of this program's share; stores dy where it is the gradient of a residual."""
+    c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    split, splits = tl.program_id(1), tl.num_programs(1)
+    mean, invstd, weight, bias = _vectors(vectors_ptr, c, C)
+    sum_dy = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
+    sum_xhat_dy = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
+    for tile in range(split, tiles, splits):
+        offsets, inside = _tile(tile, c, M, C, S, ROWS, WIDE, BLOCK_M)
+        kept = tl.load(kept_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+        dz = tl.load(dz_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+        residual = 0.0
+        if HAS_RESIDUAL:
+            residual = tl.load(residual_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+        xhat, dy = _gradient(kept, dz, residual, mean, invstd, weight, bias, p, ACT, INVERTED)
+        if STORE_DY:
+            tl.store(dy_ptr + offsets, dy.to(dy_ptr.dtype.element_ty), mask=inside)
+        sum_dy += dy
+        sum_xhat_dy += dy * xhat
+    at = table_ptr + split * C + c
+    tl.store(at, tl.sum(sum_dy, 0), mask=c < C)
+    tl.store(at + splits * C, tl.sum(sum_xhat_dy, 0), mask=c < C)
+
+
+@triton.jit
+def finish_sums_kernel(table_ptr, out_ptr, C, splits, BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr):
+    """(Σ dy, Σ x̂·dy), where they are wanted by themselves."""
+    c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    which = tl.program_id(1)
+    tl.store(
+        out_ptr + which * C + c, _total(table_ptr + which * splits * C, c, C, splits, BLOCK_C, BLOCK_P), mask=c < C
+    )
+
+
+@triton.jit
+def backward_kernel(
+    kept_ptr, dz_ptr, residual_ptr, out_ptr, table_ptr, vectors_ptr, dweight_ptr, dbias_ptr, p, M, C, S, tiles,
+    ACT: tl.constexpr, INVERTED: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    ROWS: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr,
+):  # fmt: skip
+    """dx from the table of sums; the first split also stores dγ̂ and dβ."""
+    c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    split, splits = tl.program_id(1), tl.num_programs(1)
+    sum_dy = _total(table_ptr, c, C, splits, BLOCK_C, BLOCK_P)
+    sum_xhat_dy = _total(table_ptr + splits * C, c, C, splits, BLOCK_C, BLOCK_P)
+    if split == 0:
+        tl.store(dweight_ptr + c, sum_xhat_dy.to(dweight_ptr.dtype.element_ty), mask=c < C)
+        tl.store(dbias_ptr + c, sum_dy.to(dbias_ptr.dtype.element_ty), mask=c < C)
+    mean, invstd, weight, bias = _vectors(vectors_ptr, c, C)
+    mean_dy, mean_xhat_dy, scale = sum_dy / M, sum_xhat_dy / M, weight * invstd
+    for step in range(split, tiles, splits):
+        offsets, inside = _tile(tiles - 1 - step, c, M, C, S, ROWS, WIDE, BLOCK_M)
+        kept = tl.load(kept_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+        dz = tl.load(dz_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+        residual = 0.0
+        if HAS_RESIDUAL:
+            residual = tl.load(residual_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+        xhat, dy = _gradient(kept, dz, residual, mean, invstd, weight, bias, p, ACT, INVERTED)
+        dx = (dy - mean_dy[None, :] - xhat * mean_xhat_dy[None, :]) * scale[None, :]
+        tl.store(out_ptr + offsets, dx.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def input_kernel(
+    kept_ptr, dz_ptr, residual_ptr, out_ptr, sums_ptr, vectors_ptr, p, scale, M, C, S, tiles,
+    ACT: tl.constexpr, INVERTED: tl.constexpr, HAS_RESIDUAL: tl.constexpr, TRAINING: tl.constexpr,
+    ROWS: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """dx from given sums (`scale` turns them into means), or in eval mode without; one tile per program."""
+    c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    offsets, inside = _tile(tiles - 1 - tl.program_id(0), c, M, C, S, ROWS, WIDE, BLOCK_M)
+    mean, invstd, weight, bias = _vectors(vectors_ptr, c, C)
+    kept = tl.load(kept_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+    dz = tl.load(dz_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+    residual = 0.0
+    if HAS_RESIDUAL:
+        residual = tl.load(residual_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+    xhat, dx = _gradient(kept, dz, residual, mean, invstd, weight, bias, p, ACT, INVERTED)
+    if TRAINING:
+        mean_dy = tl.load(sums_ptr + c, mask=c < C, other=0.0) * scale
+        mean_xhat_dy = tl.load(sums_ptr + C + c, mask=c < C, other=0.0) * scale
+        dx = dx - mean_dy[None, :] - xhat * mean_xhat_dy[None, :]
+    dx = dx * (weight * invstd)[None, :]
+    tl.store(out_ptr + offsets, dx.to(out_ptr.dtype.element_ty), mask=inside)
