@@ -408,3 +408,12 @@ def fused_rms_norm_backward(
         return None
     dx, dweight = torch.ops.aten._fused_rms_norm_backward(g, x, [x.shape[-1]], rstd, weight, [True, needs_dweight])
     return dx, dweight if needs_dweight else None
+
+
+def storage_holders(tensor: Tensor) -> int | None:
+    """How many tensors see this memory, those that only C++ holds included; None where torch does not tell."""
+    try:
+        storage = tensor.untyped_storage()
+        return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # without the storage object in our hand
+    except (AttributeError, NotImplementedError, RuntimeError):
+        return None

@@ -141,6 +141,8 @@ class PackedGradients:
 
     def _settled(self) -> list[Tensor]:
         """Every range that stands, with zeros wherever there is no gradient."""
+        for range_ in self.ranges:
+            range_.leave()
         for parameter, slot in self._pairs:
             slot.settle(parameter)
         for range_ in self.ranges:

@@ -53,6 +53,8 @@ class Reduction:
     def finish(self) -> None:
         """Send what is left, wait for everything, and give a gradient to each parameter that has one anywhere."""
         # Held until the end: on this process nothing else may keep the buffer of a range without a gradient alive.
+        for range_ in self._queue:
+            range_.leave()
         bases = [range_.standing() for range_ in self._queue]
         unsent = set(self._queue)
         for parameter, slot in self._pairs:

@@ -8,6 +8,12 @@ Nobody but the gradients in it. A range remembers its buffer by a weak reference
 one, and the first gradient that arrives afterwards allocates the range again. At every moment the ranges that stand
 are those with a gradient in them: in backward, which fills them from the last to the first, one is partly filled.
 
+[Note: held gradients]
+Whoever keeps a gradient beyond `zero_grad`, to compare it with the next one, must find it unchanged, as in plain. So a
+buffer in which no gradient of the model stands any more, and which is alive all the same, is left to its holder, and
+the next gradient gets a new one. Where other gradients still stand in it, the count of tensors that see it tells
+whether somebody holds an earlier one; then the next gradient stays outside the buffer, and a pass over it raises.
+
 [Note: when a gradient is new]
 `.grad` itself is the only state. None: nothing has been written since `zero_grad`, the arrival overwrites. The slot's
 view: something has, the arrival adds. Any other tensor: somebody has put it there; autograd adds to it as it always
@@ -35,6 +41,9 @@ ALIGNMENT_BYTES = 256
 #: Whether `.grad` may be told to have another dtype than its parameter (torch has had this since 2.10 or later).
 HAS_GRAD_DTYPE = hasattr(Tensor, "grad_dtype")
 
+#: Why a gradient is not in the buffer where [Note: held gradients] applies.
+HELD = "an earlier gradient is still held by somebody, beside others of its range"
+
 #: `compute(out, add)` writes a gradient over `out`, or adds it there; where `out` is None it returns a new tensor.
 Compute = Callable[[Tensor | None, bool], Tensor]
 
@@ -56,6 +65,7 @@ class Range:
         self.device, self.dtype, self.parameter_dtype = device, dtype, parameter_dtype
         self.slots: list[Slot] = []
         self.numel = 0
+        self.generation = 0  # how many buffers have stood
         self.watcher: Watcher | None = None
         self.stream: torch.cuda.Stream | None = None  # where the buffer was allocated
         self._base: TensorWeakRef | None = None
@@ -96,8 +106,20 @@ class Range:
                 dtype = self.dtype if HAS_GRAD_DTYPE else self.parameter_dtype
                 base = torch.empty(self.bytes // dtype.itemsize, dtype=dtype, device=self.device)
                 self._base, self.stream = TensorWeakRef(base), stream_of(self.device)
+                self.generation += 1
                 self.forget_zeros()
             return base
+
+    def leave(self) -> None:
+        """If no gradient stands in the buffer, leave it to whoever keeps it alive. See [Note: held gradients]."""
+        with self._lock:
+            if self.base() is not None and not any(slot.stands() for slot in self.slots):
+                self._base = None
+
+    def is_held(self) -> bool:
+        """Whether somebody may hold a part of the buffer that is no gradient of the model now."""
+        base = self.base()
+        return base is not None and _torch.storage_holders(base) != 1 + sum(slot.stands() for slot in self.slots)
 
     def clear_pads(self) -> None:
         """Zero what lies between the gradients, so that one pass over the buffer sees the gradients only."""
@@ -133,6 +155,8 @@ class Slot:
         self.counts: Counter[str] = Counter()
         self.how, self.why = "none", "no gradient has arrived"
         self.why_added = why_added
+        self._parameter = TensorWeakRef(parameter)
+        self._generation = -1  # of the buffer that the latest gradient was put into
         self._attached: TensorWeakRef | None = None
         self._pointer = 0
         self._home: torch.cuda.Stream | None = None  # where autograd accumulates; known after the first arrival
@@ -166,6 +190,18 @@ class Slot:
             self.numel == 0 or grad.data_ptr() == flat.data_ptr() + self.offset * self.range.dtype.itemsize
         )
 
+    def stands(self) -> bool:
+        """Whether the parameter's gradient is in the buffer now."""
+        parameter = self._parameter()
+        return parameter is not None and parameter.grad is not None and self.holds(parameter.grad)
+
+    def is_free(self) -> bool:
+        """Whether a new gradient may be put here: nobody can see an earlier one. See [Note: held gradients]."""
+        if self._generation != self.range.generation:
+            return True  # none has been here since the buffer was made
+        self.range.leave()
+        return not self.range.is_held()
+
     def attach(self, parameter: nn.Parameter, view: Tensor) -> None:
         """Make `view` the parameter's `.grad`."""
         if view.dtype == parameter.dtype or HAS_GRAD_DTYPE:
@@ -178,6 +214,7 @@ class Slot:
             stand_in.data = view
             view = stand_in
         self._attached, self._pointer = TensorWeakRef(view), view.data_ptr()
+        self._generation = self.range.generation
 
     def check(self, parameter: nn.Parameter) -> None:
         """Raise if the parameter is no longer what was packed."""
@@ -229,6 +266,8 @@ class Slot:
         if parameter.grad is not None and not self.holds(parameter.grad):
             self._was_replaced = True
             return ".grad had been replaced by another tensor"
+        if parameter.grad is None and not self.is_free():
+            return HELD
         return None
 
     def arrived(self, parameter: nn.Parameter) -> None:
@@ -244,9 +283,8 @@ class Slot:
             self.is_zero = False
             self._refuse_if_sent(unless=was_written)
             self._tell("written" if was_written else "added", why_now or self.why_added)
-        elif grad.requires_grad or grad.layout is not torch.strided:
-            kind = "create_graph=True: it carries a graph" if grad.requires_grad else f"its layout is {grad.layout}"
-            self._tell("plain", kind)
+        elif why_outside := self._why_outside(grad):
+            self._tell("plain", why_outside)
             return
         else:
             self.check(parameter)
@@ -255,6 +293,14 @@ class Slot:
             self._tell("copied" if was_replaced else "added", why_now or self.why_added)
         if self.range.watcher is not None:
             self.range.watcher.arrived(self)
+
+    def _why_outside(self, grad: Tensor) -> str | None:
+        """Why a gradient that stands elsewhere cannot be moved into the slot, or None where it can."""
+        if grad.requires_grad:
+            return "create_graph=True: it carries a graph"
+        if grad.layout is not torch.strided:
+            return f"its layout is {grad.layout}"
+        return None if self.is_free() else HELD
 
     def move_in(self, parameter: nn.Parameter, grad: Tensor) -> None:
         """Copy a gradient that stands elsewhere into the slot; what it stood in is released at once."""
@@ -270,13 +316,15 @@ class Slot:
         grad = parameter.grad
         if grad is None:
             if not self.is_zero and self.range.base() is not None:
+                if not self.is_free():
+                    raise LeangradError(f"{self.name} has no gradient, but {HELD}; clone what you keep")
                 self.view().zero_()
                 self.is_zero = True
         elif not self.holds(grad):
-            if grad.requires_grad or grad.layout is not torch.strided:
+            if why_outside := self._why_outside(grad):
                 raise LeangradError(
-                    f"the gradient of {self.name} stands outside the buffer ({self.why}); "
-                    "detach or zero it before a pass over the packed gradients"
+                    f"the gradient of {self.name} stands outside the buffer ({why_outside}); "
+                    "detach, zero or clone it before a pass over the packed gradients"
                 )
             self.check(parameter)
             self.move_in(parameter, grad)
