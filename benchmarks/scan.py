@@ -1,0 +1,232 @@
+"""The scans against the plain loop over time, in one process, in turns: time, kept bytes, and how those grow with T.
+
+    python -m benchmarks.scan                  # on the CPU
+    python -m benchmarks.scan --device cuda    # and the kernels one by one
+
+The plain loop takes each step's slices by `unbind`; with `u[:, t]` its backward would be quadratic in T. "doubling", on
+CUDA only, is plain PyTorch without a loop: log2(T) passes over all states. The rows go to
+benchmarks/results/scan_<device>.json, the picture of the growth to benchmarks/results/scan_kept_bytes.svg.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.environment import RESULTS, write_rows
+from leangrad.measure import measure
+from leangrad.nn.scan import _plain, rg_lru, selective_scan
+
+Step = Callable[[], None]
+LENGTHS = (256, 512, 1024, 2048, 4096)
+
+
+def plain_selective_scan(u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor) -> Tensor:
+    state = u.new_zeros(u.shape[0], *A.shape)
+    outputs = []
+    for u_t, dt_t, B_t, C_t in zip(*(x.unbind(1) for x in (u, dt, B, C)), strict=True):
+        decay = torch.exp(-dt_t.unsqueeze(-1) * A)
+        state = decay * state + (1 - decay) / A * B_t.unsqueeze(1) * u_t.unsqueeze(-1)
+        outputs.append((C_t.unsqueeze(1) * state).sum(-1) + D * u_t)
+    return torch.stack(outputs, 1)
+
+
+def plain_rg_lru(x: Tensor, r: Tensor, i: Tensor, lam: Tensor) -> Tensor:
+    state = x.new_zeros(x.shape[0], x.shape[2])
+    outputs = []
+    log = 8 * F.logsigmoid(lam)
+    for x_t, r_t, i_t in zip(*(x.unbind(1) for x in (x, r, i)), strict=True):
+        a = torch.exp(r_t * log)
+        state = a * state + (1 - a) * i_t * x_t
+        outputs.append(state)
+    return torch.stack(outputs, 1)
+
+
+def mamba_inputs(batch: int, T: int, width: int, N: int, device: str, dtype: torch.dtype) -> list[Tensor]:
+    u, dt = torch.randn(batch, T, width), torch.rand(batch, T, width) * 0.1
+    A = torch.arange(1.0, N + 1).repeat(width, 1)
+    B, C = torch.randn(batch, T, N), torch.randn(batch, T, N)
+    maps = [x.to(device, dtype) for x in (u, dt, B, C)]
+    inputs = [maps[0], maps[1], A.to(device), maps[2], maps[3], torch.ones(width, device=device)]
+    return [x.requires_grad_() for x in inputs]
+
+
+def rg_lru_inputs(batch: int, T: int, width: int, device: str, dtype: torch.dtype) -> list[Tensor]:
+    maps = [torch.randn(batch, T, width), torch.rand(batch, T, width), torch.rand(batch, T, width)]
+    inputs = [*(x.to(device, dtype) for x in maps), torch.linspace(2, 6, width, device=device)]
+    return [x.requires_grad_() for x in inputs]
+
+
+def forward_and_backward(function: Callable[..., Any], inputs: list[Tensor]) -> Step:
+    grad = torch.randn_like(inputs[0])
+
+    def step() -> None:
+        out = function(*inputs)
+        z = out[0] if isinstance(out, tuple) else out
+        torch.autograd.backward(z, grad)
+        for x in inputs:
+            x.grad = None
+
+    return step
+
+
+def doubling(u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor) -> Tensor:
+    return _plain("zoh", u, dt, A, B, C, D, None, None)[0]
+
+
+def seconds_of(step: Step, device: str) -> float:
+    if device == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    step()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def compare(case: str, plain: Step, lean: Step, device: str, rounds: int) -> dict[str, Any]:
+    """Both in turns; the time ratio is the median over the turns."""
+    for step in (plain, lean, lean):
+        step()
+    pairs = [(seconds_of(plain, device), seconds_of(lean, device)) for _ in range(rounds)]
+    memory = [measure(step, timed_runs=0) for step in (plain, lean)]
+    row = {
+        "case": case,
+        "plain_ms": 1e3 * statistics.median(p for p, _ in pairs),
+        "lean_ms": 1e3 * statistics.median(q for _, q in pairs),
+        "time_ratio": statistics.median(q / p for p, q in pairs),
+        "plain_kept_bytes": memory[0].kept_bytes,
+        "lean_kept_bytes": memory[1].kept_bytes,
+        "kept_ratio": memory[1].kept_bytes / memory[0].kept_bytes,
+        "plain_peak_bytes": memory[0].peak_bytes,
+        "lean_peak_bytes": memory[1].peak_bytes,
+    }
+    print(row, flush=True)
+    return row
+
+
+def growth(device: str) -> list[dict[str, Any]]:
+    """Kept bytes of both for growing T, with the output, which both make."""
+    rows = []
+    for T in LENGTHS:
+        inputs = mamba_inputs(1, T, 512, 16, device, torch.float32)
+        plain, lean = (forward_and_backward(f, inputs) for f in (plain_selective_scan, selective_scan))
+        kept = [measure(step, timed_runs=0).kept_bytes for step in (plain, lean)]
+        rows.append(
+            {"case": "kept bytes, width 512, N 16", "T": T, "plain_kept_bytes": kept[0], "lean_kept_bytes": kept[1]}
+        )
+        print(rows[-1], flush=True)
+    return rows
+
+
+def kernels(device: str, rounds: int) -> list[dict[str, Any]]:
+    """Training sizes in bfloat16, lean only: wall time beside the time of each kernel."""
+    from torch.profiler import ProfilerActivity, profile
+
+    rows = []
+    single, low = torch.float32, torch.bfloat16
+    cases: list[tuple[str, Callable[..., Any], list[Tensor]]] = [
+        (
+            "selective_scan, 1 x 4096 x 512, N 16, float32",
+            selective_scan,
+            mamba_inputs(1, 4096, 512, 16, device, single),
+        ),
+        (
+            "selective_scan, 8 x 2048 x 2048, N 16, bfloat16",
+            selective_scan,
+            mamba_inputs(8, 2048, 2048, 16, device, low),
+        ),
+        ("rg_lru, 8 x 2048 x 2048, bfloat16", rg_lru, rg_lru_inputs(8, 2048, 2048, device, low)),
+    ]
+    for case, function, inputs in cases:
+        step = forward_and_backward(function, inputs)
+        step()
+        wall = statistics.median(seconds_of(step, device) for _ in range(rounds))
+        with profile(activities=[ProfilerActivity.CUDA]) as found:
+            step()
+            torch.cuda.synchronize()
+        times = {e.key: round(e.self_device_time_total) for e in found.key_averages() if e.self_device_time_total > 0}
+        largest = dict(sorted(times.items(), key=lambda item: -item[1])[:8])
+        rows.append(
+            {"case": case, "wall_ms": 1e3 * wall, "kernels_ms": sum(times.values()) / 1e3, "kernels_us": largest}
+        )
+        print(rows[-1], flush=True)
+    return rows
+
+
+def draw(rows: list[dict[str, Any]]) -> str:
+    """Kept bytes over T, both axes logarithmic, as SVG."""
+    from math import log10
+
+    width, height, left, bottom = 560, 360, 70, 45
+    lengths = [row["T"] for row in rows]
+    top_bytes, low_bytes = 2e9, 1e6
+
+    def place(T: float, count: float) -> tuple[float, float]:
+        x = left + (width - left - 110) * (log10(T / lengths[0]) / log10(lengths[-1] / lengths[0]))
+        y = height - bottom - (height - bottom - 20) * log10(count / low_bytes) / log10(top_bytes / low_bytes)
+        return round(x, 1), round(y, 1)
+
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}"',
+        ' font-family="sans-serif" font-size="12">',
+        f'<rect width="{width}" height="{height}" fill="white"/>',
+        f'<text x="{width / 2}" y="{height - 8}" text-anchor="middle">steps T (width 512, 16 states)</text>',
+        f'<text x="14" y="{height / 2}" text-anchor="middle" transform="rotate(-90 14 {height / 2})">kept bytes</text>',
+    ]
+    for count, label in ((1e6, "1 MB"), (1e7, "10 MB"), (1e8, "100 MB"), (1e9, "1 GB")):
+        (x, y), (end, _) = place(lengths[0], count), place(lengths[-1], count)
+        parts.append(
+            f'<path d="M{x} {y}H{end}" stroke="#ddd"/><text x="{x - 6}" y="{y + 4}" text-anchor="end">{label}</text>'
+        )
+    for T in lengths:
+        x, y = place(T, low_bytes)
+        parts.append(f'<text x="{x}" y="{y + 16}" text-anchor="middle">{T}</text>')
+    for key, label, color in (("plain_kept_bytes", "plain loop", "#c44"), ("lean_kept_bytes", "leangrad", "#26a")):
+        points = [place(row["T"], row[key]) for row in rows]
+        path = " ".join(f"{x},{y}" for x, y in points)
+        parts.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="2"/>')
+        parts += [f'<circle cx="{x}" cy="{y}" r="3" fill="{color}"/>' for x, y in points]
+        parts.append(f'<text x="{points[-1][0] + 8}" y="{points[-1][1] + 4}" fill="{color}">{label}</text>')
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    device, rounds = options.device, options.rounds
+    inputs = mamba_inputs(1, 4096, 512, 16, device, torch.float32)
+    gates = rg_lru_inputs(1, 4096, 512, device, torch.float32)
+    scan = forward_and_backward(selective_scan, inputs)
+    against = partial(compare, device=device, rounds=rounds)
+    title = "selective_scan, 1 x 4096 x 512, N 16, float32, against "
+    rows = [
+        against(title + "the loop", forward_and_backward(plain_selective_scan, inputs), scan),
+        against(
+            "rg_lru, 1 x 4096 x 512, float32, against the loop",
+            forward_and_backward(plain_rg_lru, gates),
+            forward_and_backward(rg_lru, gates),
+        ),
+    ]
+    if device == "cuda":
+        rows.append(against(title + "doubling", forward_and_backward(doubling, inputs), scan))
+        rows += kernels(device, 10)
+    else:
+        rows += (grown := growth(device))
+        (RESULTS / "scan_kept_bytes.svg").write_text(draw(grown))
+    print(write_rows(f"scan_{device}", device, rows))
+
+
+if __name__ == "__main__":
+    main()

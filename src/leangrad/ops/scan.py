@@ -1,0 +1,380 @@
+"""The diagonal scan of state-space models, forward and backward, which keeps the states at chunk boundaries only.
+
+    ā_t = exp(−dt_t·A)                  A is (N, D): N states for each of D channels
+    s_t = ā_t·s_{t−1} + w_t·B_t·v_t     v = gate·u
+    z_t = Σ_n C_t·s_t + D·u_t
+
+and w by its form:
+
+    "zoh"   (1 − ā)/A        zero-order hold, as in Mamba; dt where A is 0
+    "ema"   1 − ā            as in the RG-LRU
+    "rms"   √(1 − ā²)        the RG-LRU's other form
+
+Backward, with g_t = C_t·dz_t + ā_{t+1}·g_{t+1} the gradient of s_t, rebuilds the states of one chunk at a time:
+
+    dv = Σ_n g·w·B    dB = Σ_d g·w·v    dC = Σ_d dz·s    dD = Σ dz·u
+    d(dt) = Σ_n g·(B·v·∂w/∂dt − A·ā·s_{t−1})       dA = Σ_t g·(B·v·∂w/∂A − dt·ā·s_{t−1})
+
+Nothing here knows of autograd. Maps may be in a low precision; states and sums are float32, or float64 if a map is. On
+CUDA `leangrad.kernels.scan` does the work; the code below serves all else. There, what is not recurrent is done for a
+whole chunk at once, and a step of the recurrence is one `addcmul` into a buffer that is used again for every chunk.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Iterator
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from leangrad.kernels import serves
+
+__all__ = ["FORMS", "Gradients", "Scan", "backward", "chunk_length", "forward"]
+
+FORMS = ("zoh", "ema", "rms")
+# States of one step that are worked on together: the buffers of a chunk then fit a cache, whatever the batch.
+STEP_STATES = 1 << 13
+
+
+class Scan(NamedTuple):
+    """The inputs of one scan: u, dt and gate (batch, T, D), A (N, D), B and C (batch, T, N), D (D,)."""
+
+    form: str
+    u: Tensor
+    dt: Tensor
+    A: Tensor
+    B: Tensor | None = None
+    C: Tensor | None = None
+    D: Tensor | None = None
+    gate: Tensor | None = None
+
+
+class Gradients(NamedTuple):
+    """In the shapes of the inputs; `start` is (batch, N, D). dA is None if it was not asked for."""
+
+    u: Tensor
+    dt: Tensor
+    A: Tensor | None
+    B: Tensor | None
+    C: Tensor | None
+    D: Tensor | None
+    gate: Tensor | None
+    start: Tensor
+
+
+def chunk_length(steps: int) -> int:
+    """Steps between two kept states: a power of two near √steps / 2, from 16 to 128.
+
+    Kept states, steps / chunk, and rebuilt ones, about six buffers of a chunk, are then of one size.
+
+    >>> [chunk_length(steps) for steps in (1, 100, 4096, 10**6)]
+    [16, 16, 32, 128]
+    """
+    return min(128, max(16, 1 << round(math.log2(max(1, steps)) / 2 - 1)))
+
+
+def state_dtype(scan: Scan) -> torch.dtype:
+    """float64 if one of the inputs is, else float32."""
+    double = any(isinstance(x, Tensor) and x.dtype == torch.float64 for x in scan)
+    return torch.float64 if double else torch.float32
+
+
+def forward(scan: Scan, start: Tensor | None, chunk: int) -> tuple[Tensor, Tensor]:
+    """z, and the states at the boundaries, (chunks + 1, batch, N, D): bounds[0] is `start`, bounds[-1] the end.
+
+    >>> one = torch.ones(1, 3, 1)
+    >>> z, bounds = forward(Scan("ema", one, one, torch.full((1, 1), math.log(2))), None, 2)
+    >>> z.flatten().tolist(), bounds.flatten().tolist()
+    ([0.5, 0.75, 0.875], [0.0, 0.75, 0.875])
+    """
+    batch, T, D = scan.u.shape
+    bounds = scan.u.new_empty(-(-T // chunk) + 1, batch, scan.A.shape[0], D, dtype=state_dtype(scan))
+    if start is None:
+        bounds[0].zero_()
+    else:
+        bounds[0].copy_(start)
+    z = torch.empty_like(scan.u, memory_format=torch.contiguous_format)
+    if z.numel() and _kernels_serve(scan):
+        maps, columns, vectors = _for_kernels(scan)
+        _kernels().forward(maps, vectors[0], columns, vectors[1], bounds, z, form=scan.form, chunk=chunk)
+    else:
+        for rows in _row_groups(scan):
+            _forward_rows(scan, rows, bounds, z, chunk)
+    return z, bounds
+
+
+def backward(
+    scan: Scan, bounds: Tensor, dz: Tensor, end: Tensor | None, chunk: int, *, needs_dA: bool = True
+) -> Gradients:
+    """All gradients, from those of z and of the last state (batch, N, D).
+
+    >>> one = torch.ones(1, 3, 1)
+    >>> scan = Scan("ema", one, one, torch.full((1, 1), math.log(2)))
+    >>> _, bounds = forward(scan, None, 2)
+    >>> backward(scan, bounds, one, None, 2).u.flatten().tolist()
+    [0.875, 0.75, 0.5]
+    """
+    if scan.u.numel() and _kernels_serve(scan):
+        maps, columns, vectors = _for_kernels(scan)
+        du, dgate, ddt, dA, dB, dC, dD, start = _kernels().backward(
+            maps, vectors[0], columns, vectors[1], bounds, dz.contiguous(), end, form=scan.form, chunk=chunk
+        )
+        return Gradients(du, ddt, dA, dB, dC, dD, dgate, start)
+    into = _empty_gradients(scan, bounds, end, needs_dA)
+    for rows in _row_groups(scan):
+        _backward_rows(scan, rows, bounds, dz, chunk, into)
+    if into.D is not None:
+        torch.sum((dz * scan.u).to(into.D.dtype), (0, 1), out=into.D)
+    return into
+
+
+# ---- without kernels ------------------------------------------------------------------------------------------------
+
+
+class _Rates(NamedTuple):
+    """What depends on A alone."""
+
+    A: Tensor
+    minus: Tensor
+    inverse: Tensor
+
+
+def _rates(scan: Scan, dtype: torch.dtype) -> _Rates:
+    A = scan.A.to(dtype)
+    if scan.form == "zoh":
+        # Where A is 0 or so small that dt·A could underflow, a tiny A gives the same: w = dt to the last bit.
+        tiny = math.sqrt(torch.finfo(dtype).tiny)
+        A = torch.where(A.abs() < tiny, tiny, A)
+    return _Rates(A, -A, 1 / A)
+
+
+class _Block(NamedTuple):
+    """One chunk of some rows of the batch, time first: u, v, dt are (L, R, 1, D); B, C (L, R, N)."""
+
+    u: Tensor
+    v: Tensor
+    dt: Tensor
+    B: Tensor | None
+    C: Tensor | None
+
+
+def _blocks(scan: Scan, rows: slice, chunk: int, dtype: torch.dtype, reverse: bool = False) -> Iterator[Any]:
+    """(index, times, block) of every chunk."""
+    T = scan.u.shape[1]
+    indices = range(-(-T // chunk))
+    for k in reversed(indices) if reverse else indices:
+        times = slice(k * chunk, min(T, (k + 1) * chunk))
+        u, dt = (_cut(x, rows, times, dtype).unsqueeze(2) for x in (scan.u, scan.dt))
+        v = u if scan.gate is None else u * _cut(scan.gate, rows, times, dtype).unsqueeze(2)
+        B, C = (None if x is None else _cut(x, rows, times, dtype) for x in (scan.B, scan.C))
+        yield k, times, _Block(u, v, dt, B, C)
+
+
+def _cut(x: Tensor, rows: slice, times: slice, dtype: torch.dtype) -> Tensor:
+    return x[rows, times].transpose(0, 1).to(dtype)
+
+
+def _row_groups(scan: Scan) -> list[slice]:
+    """The batch in groups whose states fit a cache together."""
+    batch, step = scan.u.shape[0], max(1, STEP_STATES // scan.A.numel())
+    return [slice(first, min(batch, first + step)) for first in range(0, batch, step)]
+
+
+def _buffers(count: int, scan: Scan, rows: slice, chunk: int, dtype: torch.dtype) -> list[Tensor]:
+    """Buffers (L, R, N, D), in one allocation."""
+    L = min(chunk, scan.u.shape[1])
+    return list(scan.u.new_empty(count, L, rows.stop - rows.start, *scan.A.shape, dtype=dtype))
+
+
+def _forward_rows(scan: Scan, rows: slice, bounds: Tensor, z: Tensor, chunk: int) -> None:
+    rates = _rates(scan, bounds.dtype)
+    decays, states = _buffers(2, scan, rows, chunk, bounds.dtype)
+    decay_steps, state_steps = decays.unbind(), states.unbind()
+    for k, times, block in _blocks(scan, rows, chunk, bounds.dtype):
+        L = times.stop - times.start
+        _weigh(scan.form, rates, block, decays[:L], states[:L])
+        _drive(block, states[:L], into=states[:L])
+        _recur(decay_steps[:L], state_steps[:L], bounds[k, rows])
+        bounds[k + 1, rows] = state_steps[L - 1]
+        y = _over_states(block.C, states[:L])
+        if scan.D is not None:
+            y = torch.addcmul(y, block.u[:, :, 0], scan.D.to(y.dtype))
+        z[rows, times] = y.transpose(0, 1)
+
+
+def _weigh(form: str, rates: _Rates, block: _Block, decays: Tensor, weights: Tensor) -> None:
+    """ā and w; w by expm1, so that it keeps its digits where ā is near 1."""
+    torch.mul(block.dt, rates.minus, out=decays)
+    if form == "rms":
+        torch.mul(decays, 2, out=weights).expm1_().neg_().clamp_min_(0).sqrt_()
+    else:
+        torch.expm1(decays, out=weights)
+        weights.mul_(-rates.inverse) if form == "zoh" else weights.neg_()
+    decays.exp_()
+
+
+def _drive(block: _Block, weights: Tensor, into: Tensor) -> None:
+    """w·B·v."""
+    torch.mul(weights, block.v, out=into)
+    if block.B is not None:
+        into.mul_(block.B.unsqueeze(-1))
+
+
+def _recur(decays: tuple[Tensor, ...], states: tuple[Tensor, ...], state: Tensor) -> None:
+    """s_t = ā_t·s_{t−1} + what is in its place."""
+    for decay, after in zip(decays, states, strict=True):
+        state = torch.addcmul(after, decay, state, out=after)
+
+
+def _recur_back(decays: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
+    """g_t = ā_{t+1}·g_{t+1} + what is in its place."""
+    later = grads[-1]
+    for decay, earlier in zip(reversed(decays[1:]), reversed(grads[:-1]), strict=True):
+        later = torch.addcmul(earlier, decay, later, out=earlier)
+
+
+def _over_states(weights: Tensor | None, states: Tensor) -> Tensor:
+    """Σ_n weights·states: (L, R, N) and (L, R, N, D) to (L, R, D)."""
+    if weights is None:
+        return states.sum(2) if states.shape[2] > 1 else states[:, :, 0]
+    L, R, N, D = states.shape
+    return torch.bmm(weights.reshape(L * R, 1, N), states.view(L * R, N, D)).view(L, R, D)
+
+
+def _over_channels(states: Tensor, weights: Tensor) -> Tensor:
+    """Σ_d states·weights: (L, R, N, D) and (L, R, 1, D) to (L, R, N)."""
+    L, R, N, D = states.shape
+    return torch.bmm(states.view(L * R, N, D), weights.reshape(L * R, D, 1)).view(L, R, N)
+
+
+def _empty_gradients(scan: Scan, bounds: Tensor, end: Tensor | None, needs_dA: bool) -> Gradients:
+    """Buffers for all gradients; `start` begins as the gradient of the last state and is carried back to the first."""
+    dtype = bounds.dtype
+    u, dt = torch.empty_like(scan.u).zero_(), torch.empty_like(scan.dt).zero_()
+    A = torch.zeros_like(scan.A, dtype=dtype) if needs_dA else None
+    B, C = (None if x is None else torch.zeros_like(x) for x in (scan.B, scan.C))
+    D = None if scan.D is None else torch.zeros_like(scan.D, dtype=dtype)
+    gate = None if scan.gate is None else torch.empty_like(scan.gate).zero_()
+    start = torch.zeros_like(bounds[0])
+    return Gradients(u, dt, A, B, C, D, gate, start if end is None else start.copy_(end))
+
+
+def _backward_rows(scan: Scan, rows: slice, bounds: Tensor, dz: Tensor, chunk: int, into: Gradients) -> None:
+    dtype = bounds.dtype
+    rates = _rates(scan, dtype)
+    decays, weights, states, grads, spare, more = _buffers(6, scan, rows, chunk, dtype)
+    decay_steps, state_steps, grad_steps = decays.unbind(), states.unbind(), grads.unbind()
+    carried = into.start[rows]
+    for k, times, block in _blocks(scan, rows, chunk, dtype, reverse=True):
+        L = times.stop - times.start
+        a, w, s, g = decays[:L], weights[:L], states[:L], grads[:L]
+        first = bounds[k, rows]
+        _weigh(scan.form, rates, block, a, w)
+        _drive(block, w, into=s)
+        _recur(decay_steps[:L], state_steps[:L], first)
+
+        dy = _cut(dz, rows, times, dtype).unsqueeze(2)
+        if block.C is None:
+            g.copy_(dy)
+        else:
+            torch.mul(block.C.unsqueeze(-1), dy, out=g)
+        g[-1] += carried
+        _recur_back(decay_steps[:L], grad_steps[:L])
+        torch.mul(a[0], g[0], out=carried)
+
+        if into.C is not None:
+            into.C[rows, times] = _over_channels(s, dy).transpose(0, 1)
+        gw = torch.mul(g, w, out=spare[:L])
+        dv = _over_states(block.B, gw)
+        if into.B is not None:
+            into.B[rows, times] = _over_channels(gw, block.v).transpose(0, 1)
+        du = dv if scan.gate is None else dv * _cut(scan.gate, rows, times, dtype)
+        if scan.D is not None:
+            du = torch.addcmul(du, dy[:, :, 0], scan.D.to(dtype))
+        into.u[rows, times] = du.transpose(0, 1)
+        if into.gate is not None:
+            into.gate[rows, times] = (dv * block.u[:, :, 0]).transpose(0, 1)
+
+        ddt = _backward_rates(scan.form, rates, block, _Chunk(a, w, s, g, first, spare[:L], more[:L]), into.A)
+        into.dt[rows, times] = ddt.transpose(0, 1)
+
+
+class _Chunk(NamedTuple):
+    """The buffers of a chunk in backward. All but the decays are overwritten by `_backward_rates`."""
+
+    decays: Tensor
+    weights: Tensor
+    states: Tensor
+    grads: Tensor
+    first: Tensor
+    spare: Tensor
+    more: Tensor
+
+
+def _backward_rates(form: str, rates: _Rates, block: _Block, c: _Chunk, dA: Tensor | None) -> Tensor:
+    """The gradient of dt, (L, R, D); that of A is added to `dA`."""
+    a, w, s, g, first, spare, more = c
+    decayed = torch.mul(g, a, out=spare)  # g·ā
+    if form == "zoh":  # ∂w/∂dt = ā
+        ddt = _over_states(block.B, decayed).mul_(block.v[:, :, 0])
+    decayed[1:].mul_(s[:-1])
+    decayed[0].mul_(first)  # g·ā·s_{t−1}
+    # The states are not needed any more: their buffer takes what is summed up next.
+    if form == "zoh":
+        ddt -= torch.mul(decayed, rates.A, out=s).sum(2)
+        if dA is not None:
+            dA -= decayed.mul_(block.dt).sum((0, 1))
+            slope = _zoh_slope(rates, block, a, w, out=more, spare=s)
+            dA -= _drive_gradient(block, slope, g).sum((0, 1))
+        return ddt
+    if form == "ema":  # ∂w/∂x = ā, x = dt·A
+        slope = torch.mul(a, 1, out=more)
+    else:  # ∂w/∂x = ā²/w; where w is 0, at dt = 0, there is no slope: 0 is its limit times dt
+        slope = torch.mul(a, a, out=more).div_(w).masked_fill_(w == 0, 0)
+    dx = _drive_gradient(block, slope, g).sub_(decayed)
+    ddt = torch.mul(dx, rates.A, out=s).sum(2)
+    if dA is not None:
+        dA += dx.mul_(block.dt).sum((0, 1))
+    return ddt
+
+
+def _drive_gradient(block: _Block, slope: Tensor, g: Tensor) -> Tensor:
+    """slope·g·B·v, over the slope."""
+    slope.mul_(g)
+    _drive(block, slope, into=slope)
+    return slope
+
+
+def _zoh_slope(rates: _Rates, block: _Block, a: Tensor, w: Tensor, out: Tensor, spare: Tensor) -> Tensor:
+    """−∂w/∂A = (w − dt·ā)/A; near x = dt·A = 0, where that cancels, dt²·Σ_k (−x)^(k−1)·k/(k+1)!."""
+    y = torch.mul(block.dt, rates.minus, out=out)
+    near_zero = y.abs() < 1 / 16
+    terms = 9 if y.dtype == torch.float64 else 5  # the next one is below the rounding at x = 1/16
+    series = spare.fill_(terms / math.factorial(terms + 1))
+    for k in range(terms - 1, 0, -1):
+        series.mul_(y).add_(k / math.factorial(k + 1))
+    series.mul_(block.dt.square())
+    away = torch.mul(block.dt, a, out=out).neg_().add_(w).mul_(rates.inverse)
+    return torch.where(near_zero, series, away, out=out)
+
+
+# ---- kernels --------------------------------------------------------------------------------------------------------
+
+
+def _kernels_serve(scan: Scan) -> bool:
+    return all(serves(x) for x in scan if isinstance(x, Tensor))
+
+
+def _for_kernels(scan: Scan) -> tuple[Any, Any, Any]:
+    """(u, gate, dt), (B, C) and (A, D) as the kernels take them."""
+    u, dt, B, C, gate = (None if x is None else x.contiguous() for x in (scan.u, scan.dt, scan.B, scan.C, scan.gate))
+    return (u, gate, dt), (B, C), (scan.A.float().contiguous(), None if scan.D is None else scan.D.float())
+
+
+@cache
+def _kernels() -> Any:
+    return importlib.import_module("leangrad.kernels.scan")
