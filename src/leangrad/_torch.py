@@ -417,3 +417,11 @@ def storage_holders(tensor: Tensor) -> int | None:
         return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # without the storage object in our hand
     except (AttributeError, NotImplementedError, RuntimeError):
         return None
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """Whether a tensor has memory of its own: one that stands for a batch (`is_grads_batched=True`) does not."""
+    try:
+        return tensor.untyped_storage() is not None
+    except (NotImplementedError, RuntimeError):
+        return False
