@@ -2,21 +2,17 @@
 
 import copy
 import gc
-import itertools
 import pickle
 import threading
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 import leangrad
 from leangrad import workspace as module
 from leangrad.errors import StaleError
 from leangrad.workspace import Workspace
-from tests.fuzz import fuzz_settings
 
 NAN = float("nan")
 
@@ -473,190 +469,3 @@ def test_a_borrow_may_be_given_back_by_another_thread():
     thread.join()
     touch(workspace, "a", (4,))
     assert workspace.allocations == 1
-
-
-# Random sequences against a model of the rules
-
-
-class Model:
-    """The rules, once more, with no memory in it: buffers are dicts."""
-
-    def __init__(self):
-        self.buffers = {}
-        self.allocations = self.high_water = 0
-
-    @property
-    def bytes(self):
-        return sum(8 * torch.Size(b["capacity"]).numel() for row in self.buffers.values() for b in row)
-
-    def borrow(self, name, shape):
-        row = self.buffers.setdefault((name, len(shape)), [])
-        free = [b for b in row if not b["lent"]]
-        power = tuple(next(1 << k for k in range(9) if 1 << k >= size) for size in shape)
-        if not free:
-            row.append({"capacity": power, "lent": True, "holds": [], "fresh": True})
-            return self._allocated(row[-1])
-        buffer = free[0]
-        buffer["lent"] = True
-        exceeds = any(p > c for p, c in zip(power, buffer["capacity"], strict=True))
-        falls = all(size * 4 <= c for size, c in zip(shape, buffer["capacity"], strict=True))
-        if falls and power != buffer["capacity"]:
-            buffer["capacity"] = power
-        elif exceeds:
-            buffer["capacity"] = tuple(max(p, c) for p, c in zip(power, buffer["capacity"], strict=True))
-        elif not any(hold["alive"] for hold in buffer["holds"]):
-            return buffer
-        return self._allocated(buffer)
-
-    def _allocated(self, buffer):
-        buffer["holds"] = []
-        self.allocations += 1
-        self.high_water = max(self.high_water, self.bytes)
-        return buffer
-
-    def clear(self):
-        self.buffers = {}
-
-
-def graph(t):
-    return torch.ones_like(t, requires_grad=True) * t
-
-
-HOLDS = [  # how something is held, and how its value is read later
-    (lambda t: t, lambda held: held),
-    (lambda t: t.view(-1)[:1], lambda held: held),
-    (lambda t: t.detach(), lambda held: held),
-    (lambda t: t.numpy(), torch.from_numpy),
-    (lambda t: graph(t).sum(), lambda held: held.grad_fn.next_functions[0][0]._saved_other),
-]
-
-sizes = st.integers(1, 70)
-actions = st.one_of(
-    st.tuples(st.just("borrow"), st.sampled_from("ab"), st.lists(sizes, min_size=1, max_size=2).map(tuple)),
-    st.tuples(st.just("release"), st.integers(0, 9), st.just(None)),
-    st.tuples(st.just("hold"), st.integers(0, 9), st.sampled_from(range(len(HOLDS)))),
-    st.tuples(st.just("drop"), st.integers(0, 9), st.just(None)),
-    st.tuples(st.just("clear"), st.just(0), st.just(None)),
-)
-
-
-def ranges(borrows):
-    """The bytes that each live borrow covers."""
-    return sorted((t.data_ptr(), t.data_ptr() + t.numel() * 8) for t in (b.tensor for b in borrows))
-
-
-@pytest.mark.fuzz
-@fuzz_settings(150, 5000)
-@given(st.lists(actions, min_size=5, max_size=40))
-def test_random_sequences_follow_the_model(sequence):
-    """No two live borrows overlap, what is held keeps its value, no NaN leaks, and every allocation is foreseen."""
-    workspace, model = Workspace(), Model()
-    live, held, number = [], [], 0
-    for action, which, what in sequence:
-        if action == "borrow":
-            number += 1
-            borrowed = workspace.borrow(which, what, dtype=torch.float64)
-            # A product that must not read what it writes over.
-            column = torch.full((borrowed.tensor.numel(), 1), float(number), dtype=torch.float64)
-            torch.mm(column, torch.ones(1, 1, dtype=torch.float64), out=borrowed.tensor.view(-1, 1))
-            live.append((borrowed, model.borrow(which, what), number))
-        elif action == "release" and live:
-            borrowed, buffer, _ = live.pop(which % len(live))
-            if not any(hold["alive"] for hold in buffer["holds"]):
-                borrowed.tensor.fill_(NAN)
-            borrowed.release()
-            buffer["lent"] = False
-            with pytest.raises(StaleError):
-                _ = borrowed.tensor
-        elif action == "hold" and live:
-            borrowed, buffer, value = live[which % len(live)]
-            hold = {"alive": True}
-            buffer["holds"].append(hold)
-            make, read = HOLDS[what]
-            held.append((make(borrowed.tensor), read, hold, value))
-        elif action == "drop" and held:
-            held.pop(which % len(held))[2]["alive"] = False
-        elif action == "clear":
-            workspace.clear()
-            model.clear()
-        covered = ranges([borrowed for borrowed, _, _ in live])
-        assert all(end <= start for (_, end), (start, _) in itertools.pairwise(covered))
-        assert all(borrowed.tensor.eq(value).all() for borrowed, _, value in live)
-        assert all(read(h).eq(value).all() for h, read, _, value in held)
-        found = (workspace.allocations, workspace.bytes, workspace.high_water)
-        assert found == (model.allocations, model.bytes, model.high_water)
-
-
-# CUDA
-
-
-@pytest.mark.gpu
-def test_streams_have_buffers_of_their_own():
-    workspace, side = Workspace(), torch.cuda.Stream()
-    with workspace.borrow("a", (4,), device="cuda") as first, torch.cuda.stream(side):
-        with workspace.borrow("a", (4,), device="cuda:0") as second:
-            assert first.tensor.data_ptr() != second.tensor.data_ptr()
-        first.release()
-        with workspace.borrow("a", (4,), device="cuda") as third:
-            assert third.tensor.data_ptr() != 0
-    assert workspace.allocations == 2
-
-
-@pytest.mark.gpu
-def test_a_borrower_on_another_stream_is_waited_for():
-    """The side stream reads late; the next borrower of the buffer must not write before it has."""
-    workspace, side = Workspace(), torch.cuda.Stream()
-    n = 1 << 20
-    copies = []
-    for i in range(5):
-        with workspace.borrow("a", (n,), device="cuda") as borrowed:
-            torch.cuda._sleep(10_000_000)
-            borrowed.tensor.fill_(i)
-            with torch.cuda.stream(side):
-                tensor = borrowed.tensor  # waits for the fill
-                torch.cuda._sleep(50_000_000)
-                copies.append(tensor.clone())
-                del tensor
-    torch.cuda.synchronize()
-    assert workspace.allocations == 1
-    assert [copy.unique().tolist() for copy in copies] == [[float(i)] for i in range(5)]
-
-
-@pytest.mark.gpu
-def test_backward_on_its_own_thread_has_buffers_of_its_own():
-    workspace, addresses = Workspace(), []
-
-    class Scaled(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            with workspace.borrow("a", x.shape, like=x) as borrowed:
-                addresses.append((threading.get_ident(), borrowed.tensor.data_ptr()))
-                return torch.mul(x, 2, out=borrowed.tensor).clone()
-
-        @staticmethod
-        def backward(ctx, grad):
-            with workspace.borrow("a", grad.shape, like=grad) as borrowed:
-                addresses.append((threading.get_ident(), borrowed.tensor.data_ptr()))
-                return torch.mul(grad, 2, out=borrowed.tensor).clone()
-
-    x = torch.randn(64, device="cuda", requires_grad=True)
-    for _ in range(3):
-        grad = torch.randn(64, device="cuda")
-        (found,) = torch.autograd.grad(Scaled.apply(x), x, grad)
-        assert torch.equal(found, 2 * grad)
-    assert len(set(addresses)) == 2
-    assert workspace.allocations == 2
-
-
-@pytest.mark.gpu
-def test_a_captured_graph_gets_memory_of_its_own():
-    workspace = Workspace()
-    x = torch.ones(64, device="cuda")
-    touch(workspace, "a", (64,), device="cuda")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph), workspace.borrow("a", (64,), like=x) as borrowed:
-        y = torch.mul(x, 2, out=borrowed.tensor).clone()
-    assert workspace.bytes == 256
-    x.fill_(3)
-    graph.replay()
-    assert y.eq(6).all()
