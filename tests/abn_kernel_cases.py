@@ -11,7 +11,7 @@ from torch import Tensor
 from leangrad.kernels import abn as kernels
 from leangrad.kernels import serves
 from leangrad.nn.abn import ABN, InPlaceABN
-from leangrad.nn.abn_autograd import rebuilding
+from leangrad.nn.abn_recipe import rebuilding
 from leangrad.ops import abn as ops
 
 SHAPES = {

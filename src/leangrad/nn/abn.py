@@ -34,7 +34,7 @@ class ABN(nn.Module):
         absolute: apply |γ| + eps in the place of γ, as older in-place batch norms do.
 
     Keeps for backward: one map, the input, and 16 bytes per channel. What uses the output keeps that itself, but inside
-    `leangrad.nn.abn_autograd.rebuilding()`, as in a model from `convert_abn`, it keeps nothing.
+    `leangrad.nn.abn_recipe.rebuilding()`, as in a model from `convert_abn`, it keeps nothing.
 
     >>> abn = ABN(3, activation="silu")
     >>> plain = nn.Sequential(nn.BatchNorm2d(3), nn.SiLU())

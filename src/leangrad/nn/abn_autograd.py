@@ -1,8 +1,7 @@
-"""The autograd side of activated batch norm: what a layer keeps, and how its output is rebuilt for others.
+"""The autograd side of activated batch norm: what a layer keeps, and whose buffers its backward writes to.
 
 A layer keeps one map. If its output can be inverted that is the output, which the next convolution keeps anyway, made
-over the input. Otherwise it is the input; the output is then what the next convolution would keep as a second map, and
-inside `rebuilding()` it keeps a recipe instead: this layer's input and vectors, one cheap pass away from the output.
+over the input. Otherwise it is the input; how the output is then rebuilt for others is in `abn_recipe.py`.
 
 The backward writes dx over the incoming gradient if nobody else can see that, else into a new buffer. The kept map is
 never overwritten, so a second backward (`retain_graph=True`), a held output and a second consumer need no special care.
@@ -11,8 +10,7 @@ never overwritten, so a second backward (`retain_graph=True`), a held output and
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,16 +18,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from leangrad._torch import saved_tensor_hooks_active, version
-from leangrad.errors import ChangedError, LeangradError
+from leangrad._torch import graph_is_kept
+from leangrad.errors import LeangradError
 from leangrad.kernels import serves
+from leangrad.nn.abn_recipe import Recipe
 from leangrad.ops import abn as ops
 from leangrad.own import owned
 
-__all__ = ["ABNFunction", "Call", "Recipe", "rebuilding"]
-
-# A recipe may rest on the recipe of its residual, and so on. ResNet-50's longest chain is 6; see Recipe.
-MAX_DEPTH = 8
+__all__ = ["ABNFunction", "Call", "once"]
 
 
 @dataclass
@@ -75,18 +71,26 @@ class ABNFunction(torch.autograd.Function):
         ctx.weight_dtype = None if weight is None else weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.sign = weight.detach().sign() if call.absolute and weight is not None else None
-        ctx.recipe = None if call.invert or call.function is not None else Recipe.of(x, vectors, residual, z, call)
+        known = not call.invert and call.function is None
+        ctx.recipe = Recipe.of(x, vectors, residual, z, call.activation) if known else None
         return z
 
     @staticmethod
     def backward(ctx: Any, dz: Tensor) -> tuple[Tensor | None, ...]:
         """Write dx over dz where that is owned."""
         mine = owned(dz)
-        ctx.recipe = None  # consumers hold it themselves; here it would keep the input alive until the graph dies
+        recipe, ctx.recipe = ctx.recipe, None  # consumers hold it themselves; here it would keep the input alive
+        if recipe is not None and not graph_is_kept():
+            recipe.session.released_bytes += recipe.x.nbytes
         if not torch.is_grad_enabled():
             return _backward(ctx, dz, mine)
         with torch.no_grad():
-            gradients = _backward(ctx, dz, False)
+            return once(_backward(ctx, dz, False))
+
+
+def once(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    """The same gradients, of a backward with `create_graph=True`, so that differentiating them raises."""
+    with torch.enable_grad():
         return _Once.apply(torch.zeros((), requires_grad=True), *gradients)  # type: ignore[no-any-return]
 
 
@@ -274,105 +278,3 @@ def _mean_over_group(sums: Tensor, total: Tensor, group: dist.ProcessGroup) -> T
     everywhere = sums.clone()  # the local sums are dβ and dγ: data parallelism averages those itself
     dist.all_reduce(everywhere, group=group)
     return everywhere.div_(total)
-
-
-# ---- recipes --------------------------------------------------------------------------------------------------------
-
-
-class Recipe:
-    """How to make a layer's output again: its kept input, its vectors, and its residual (a tensor or another recipe).
-
-    The bits are those of the forward. A rebuilt map is held until its last reader has read it, so an output with two
-    consumers is rebuilt once. A recipe deeper than MAX_DEPTH is not made: that output is kept, and ends the chain.
-    """
-
-    def __init__(
-        self, x: Tensor, vectors: Tensor, residual: Tensor | Recipe | None, activation: ops.Activation
-    ) -> None:
-        self.x, self.x_version = x.detach(), version(x)
-        self.z_version = 0
-        self.vectors, self.activation = vectors, activation
-        self.residual = residual
-        self.residual_version = version(residual) if isinstance(residual, Tensor) else 0
-        self.depth: int = 1 + (residual.depth if isinstance(residual, Recipe) else 0)
-        self.readers = 0
-        self.value: Tensor | None = None
-
-    @staticmethod
-    def of(x: Tensor, vectors: Tensor, residual: Tensor | None, z: Tensor, call: Call) -> Recipe | None:
-        """A recipe for z, or None where the chain would become too deep."""
-        source: Tensor | Recipe | None = residual
-        if residual is not None:
-            source = recipe_of(residual) or residual.detach()
-        recipe = Recipe(x, vectors, source, call.activation)
-        recipe.z_version = version(z)
-        return recipe if recipe.depth <= MAX_DEPTH else None
-
-    def read(self) -> Tensor:
-        """The output, for one of the readers that packed it."""
-        z = self.rebuild() if self.value is None else self.value
-        self.readers -= 1
-        self.value = z if self.readers > 0 else None
-        return z
-
-    def rebuild(self) -> Tensor:
-        """The output, in a buffer of its own."""
-        if version(self.x) != self.x_version:
-            raise _changed(self.x, "the input of an activated batch norm")
-        residual, out = self.residual, None
-        if isinstance(residual, Recipe):
-            residual, out = (residual.value, None) if residual.value is not None else 2 * (residual.rebuild(),)
-        elif residual is not None and version(residual) != self.residual_version:
-            raise _changed(residual, "the residual of an activated batch norm")
-        out = torch.empty_like(self.x) if out is None else out
-        with torch.no_grad():
-            return ops.normalize(self.x, self.vectors, self.activation, residual=residual, out=out)
-
-
-def recipe_of(t: Tensor) -> Recipe | None:
-    """The recipe of a tensor that is an unchanged output of ABNFunction."""
-    recipe = getattr(t.grad_fn, "recipe", None)
-    return recipe if isinstance(recipe, Recipe) and version(t) == recipe.z_version else None
-
-
-@contextmanager
-def rebuilding() -> Iterator[None]:
-    """Inside, whatever would keep the output of an activated batch norm keeps a recipe for it instead.
-
-    Does nothing where other saved-tensor hooks are in force (checkpointing, offloading) and under torch.compile.
-
-    >>> from leangrad.nn.abn import ABN
-    >>> abn, conv = ABN(4, activation="relu"), torch.nn.Conv2d(4, 4, 1)
-    >>> with rebuilding():
-    ...     y = conv(abn(torch.randn(2, 4, 8, 8, requires_grad=True)))
-    >>> y.sum().backward()  # the convolution's input is rebuilt here
-    """
-    if torch.compiler.is_compiling() or saved_tensor_hooks_active():
-        yield
-        return
-    with torch.autograd.graph.saved_tensors_hooks(_pack, _unpack):
-        yield
-
-
-def _pack(t: Tensor) -> Recipe | tuple[Tensor, int]:
-    recipe = recipe_of(t)
-    if recipe is None:
-        return t.detach(), version(t)  # detached: a node that keeps its own output must not keep itself alive
-    recipe.readers += 1
-    return recipe
-
-
-def _unpack(packed: Recipe | tuple[Tensor, int]) -> Tensor:
-    if isinstance(packed, Recipe):
-        return packed.read()
-    t, at_pack = packed
-    if version(t) != at_pack:
-        raise _changed(t, "a tensor that backward needs")
-    return t
-
-
-def _changed(t: Tensor, what: str) -> ChangedError:
-    return ChangedError(
-        f"{what}, of shape {tuple(t.shape)} and {t.dtype}, was changed in place after it was kept; "
-        "write the change out of place, or clone the tensor before it"
-    )
