@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from leangrad import tape
+from leangrad.ops import chain
 from leangrad.errors import ConsumedError
 from leangrad.lease import release_scratch
 from leangrad.measure import measure
@@ -52,7 +52,7 @@ SIZES = [5, 16, 7, 3]
 @pytest.fixture(autouse=True, params=[0, 1 << 20], ids=["rebuilt", "stored"])
 def _rebuilding(request, monkeypatch):
     """Small maps are stored, not rebuilt: test both, whatever the size."""
-    monkeypatch.setattr(tape, "_REBUILD_MIN_BYTES", request.param)
+    monkeypatch.setattr(chain, "REBUILD_MIN_BYTES", request.param)
 
 
 def plain_of(mlp: MLP) -> nn.Sequential:
@@ -310,7 +310,7 @@ def test_an_optimizer_inside_backward_never_changes_dx():
 @pytest.mark.parametrize(("activation", "maps"), [("relu", 1), ("gelu", 1), ("swiglu", 2), ("tanh", 1)])
 def test_kept_bytes(activation, maps, monkeypatch):
     """One map for each hidden layer, and the caller's own output and input."""
-    monkeypatch.setattr(tape, "_REBUILD_MIN_BYTES", 0)
+    monkeypatch.setattr(chain, "REBUILD_MIN_BYTES", 0)
     mlp, x, g = MLP([32, 32, 32, 32, 32], activation), torch.randn(2048, 32), torch.randn(2048, 32)
     release_scratch()
     mlp(x).backward(g)  # warm-up: the scratch stands before the step

@@ -81,14 +81,10 @@ class Pool:
 
     def borrow(self, shape: torch.Size, like: Tensor) -> Lease:
         """A lease on memory of this shape, with anything in it, that must come back before the tape is done."""
-        dead = self.dead
-        if dead is not None and dead.shape == shape and _alike(dead, like):
-            self.dead = None
-            return Lease(dead)
-        numel = shape.numel()
+        dead, numel = self.dead, shape.numel()
         if dead is not None and dead.numel() >= numel and _alike(dead, like):
             self.dead = None
-            return Lease(dead.view(-1)[:numel].view(shape), dead)
+            return Lease(dead if dead.shape == shape else dead.view(-1)[:numel].view(shape), dead)
         for i, memory in enumerate(self.scratch):
             if memory.numel() >= numel and _alike(memory, like):
                 del self.scratch[i]

@@ -1,6 +1,6 @@
 """Dense layers whose activations are kept once and moved out by backward: `Dense`, `MLP`.
 
-A chain of layers is one autograd node (`leangrad.node`). It keeps the caller's own input, and one map a
+A chain of layers (`leangrad.ops.chain`) is one autograd node. It keeps the caller's own input, and one map a
 layer: the output where the activation can run backward from it (relu, tanh, ...), else the input of the activation.
 Whatever the chain cannot serve (hooks on a child, a child that was replaced, a tensor subclass, `torch.compile`,
 `torch.func`) runs as the plain `nn.Sequential` that an `MLP` also is.
@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from leangrad._torch import has_global_hooks, has_hooks
 from leangrad.functional import activate, autocast_enabled, runs_plain
-from leangrad.node import run
+from leangrad.node import run_recorded
 from leangrad.ops.activation import Activation, resolve
-from leangrad.tape import Tape, Var
+from leangrad.ops.chain import Chain
 
 __all__ = ["MLP", "Activate", "Dense"]
 
@@ -140,21 +140,23 @@ class MLP(nn.Sequential):
         return None if has_global_hooks() else layers
 
 
-class _Chain:
-    """The program of a chain on a tape, and the same on autograd's own ops."""
+class _Program:
+    """The activations of a chain, and the ways to run it; `parameters` are the weight and bias of each layer."""
 
-    def __init__(self, records: tuple[Activation | None, ...]):
+    def __init__(self, records: list[Activation | None]):
         self.records = records
 
-    def __call__(self, tape: Tape, x: Var, *parameters: Var | None) -> Var:
-        for record, weight, bias in zip(self.records, parameters[::2], parameters[1::2], strict=True):
-            assert weight is not None
-            x = tape.linear(x, weight, bias)
-            if record is not None:
-                x = tape.activate(x, record)
-        return x
+    def record(self, tensors: Sequence[Tensor | None], needs: Sequence[bool]) -> tuple[Tensor, Chain]:
+        """Forward, with what backward needs."""
+        run = Chain(self.records, needs)
+        return run.forward(tensors), run
+
+    def infer(self, x: Tensor, *parameters: Tensor | None) -> Tensor:
+        """Forward with no backward: each activation is written over its input."""
+        return Chain(self.records, (False,) * (1 + len(parameters))).forward((x, *parameters))
 
     def plain(self, x: Tensor, *parameters: Tensor | None) -> Tensor:
+        """The same on autograd's own ops."""
         for record, weight, bias in zip(self.records, parameters[::2], parameters[1::2], strict=True):
             assert weight is not None
             x = F.linear(x, weight, bias)
@@ -168,11 +170,13 @@ def _forward(x: Tensor, layers: list[Layer]) -> Tensor:
     parameters: list[Tensor | None] = []
     for layer, _ in layers:
         parameters += (layer.weight, layer.bias)
-    chain = _Chain(tuple(record for _, record in layers))
+    program = _Program([record for _, record in layers])
     device_type = x.device.type
     autocast = autocast_enabled(device_type)
-    if runs_plain(x, *parameters) or (autocast and any(r is not None and r.float32_in_autocast for r in chain.records)):
-        return chain.plain(x, *parameters)
+    if runs_plain(x, *parameters) or (
+        autocast and any(r is not None and r.float32_in_autocast for r in program.records)
+    ):
+        return program.plain(x, *parameters)
     if autocast:
         dtype = torch.get_autocast_dtype(device_type)
         x, *parameters = (_autocast(t, dtype) for t in (x, *parameters))  # type: ignore[assignment]
@@ -180,20 +184,10 @@ def _forward(x: Tensor, layers: list[Layer]) -> Tensor:
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     with torch.autocast(device_type, enabled=False) if autocast else nullcontext():
         if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *parameters)):
-            y = run(chain, chain.plain, rows, *parameters)
+            y = run_recorded(program.record, program.plain, rows, *parameters)
         else:
-            y = _infer(chain, rows, parameters)
+            y = program.infer(rows, *parameters)
     return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
-
-
-def _infer(chain: _Chain, x: Tensor, parameters: list[Tensor | None]) -> Tensor:
-    """The plain chain, with activations written over the map that nobody else has seen."""
-    for record, weight, bias in zip(chain.records, parameters[::2], parameters[1::2], strict=True):
-        assert weight is not None
-        x = F.linear(x, weight, bias)
-        if record is not None:
-            x = record.forward(x, record.parameter, x if record.in_place else None)
-    return x
 
 
 def _autocast(t: Tensor | None, dtype: torch.dtype) -> Tensor | None:
