@@ -33,7 +33,7 @@ Statistics = tuple[Tensor, ...]
 Gradients = tuple[Tensor, Tensor | None, Tensor | None]
 
 # Elements that are taken at a time: small enough to stay in cache, large enough that the calls do not show.
-_CHUNK = 1 << 17
+_CHUNK = 1 << 18
 
 
 @dataclass(frozen=True)
