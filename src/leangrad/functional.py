@@ -50,7 +50,10 @@ def runs_plain(*tensors: Tensor | None) -> bool:
     tracing = torch.jit.is_tracing()  # type: ignore[attr-defined]
     if tracing or torch.compiler.is_compiling() or transforms_active() or forward_mode_active():
         return True
-    return any(type(t) not in (Tensor, torch.nn.Parameter) for t in tensors if t is not None)
+    return not _OWN_TYPES.issuperset(map(type, tensors))
+
+
+_OWN_TYPES = frozenset((Tensor, torch.nn.Parameter, type(None)))
 
 
 def autocast_enabled(device_type: str) -> bool:

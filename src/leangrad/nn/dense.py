@@ -22,8 +22,6 @@ from leangrad.ops.chain import Chain
 
 __all__ = ["MLP", "Activate", "Dense"]
 
-Layer = tuple[nn.Linear, Activation | None]
-
 
 class Activate(nn.Module):
     """An activation by name, as a module. Equals `nn.ReLU()`, `nn.GELU()`, ...; see `leangrad.functional.activate`.
@@ -74,7 +72,7 @@ class Dense(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in_features) to (..., out_features)."""
-        return _forward(x, [(self, self.record)])
+        return _forward(x, _Program([self.record], [self.weight, self.bias]))
 
     def extra_repr(self) -> str:
         """As nn.Linear, and the activation."""
@@ -119,32 +117,35 @@ class MLP(nn.Sequential):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., sizes[0]) to (..., sizes[-1])."""
-        layers = None if torch.compiler.is_compiling() else self._layers()
-        if layers is None:
+        program = None if torch.compiler.is_compiling() else self._program()
+        if program is None:
             y: Tensor = super().forward(x)
             return y
-        return _forward(x, layers) if layers else x
+        return _forward(x, program) if program.records else x
 
-    def _layers(self) -> list[Layer] | None:
-        """The children as layers, or None if one of them is not what this class made, or has hooks."""
-        layers: list[Layer] = []
+    def _program(self) -> "_Program | None":
+        """The children as a chain, or None if one of them is not what this class made, or has hooks."""
+        records: list[Activation | None] = []
+        parameters: list[Tensor | None] = []
         for child in self:
             if has_hooks(child):
                 return None
             if type(child) is nn.Linear:
-                layers.append((child, None))
-            elif type(child) is Activate and layers and layers[-1][1] is None:
-                layers[-1] = (layers[-1][0], child.record)
+                records.append(None)
+                parameters.append(child.weight)
+                parameters.append(child.bias)
+            elif type(child) is Activate and records and records[-1] is None:
+                records[-1] = child.record
             else:
                 return None
-        return None if has_global_hooks() else layers
+        return None if has_global_hooks() else _Program(records, parameters)
 
 
 class _Program:
-    """The activations of a chain, and the ways to run it; `parameters` are the weight and bias of each layer."""
+    """The layers of a chain (the activation of each, or None; its weight and its bias), and the ways to run it."""
 
-    def __init__(self, records: list[Activation | None]):
-        self.records = records
+    def __init__(self, records: list[Activation | None], parameters: list[Tensor | None]):
+        self.records, self.parameters = records, parameters
 
     def record(self, tensors: Sequence[Tensor | None], needs: Sequence[bool]) -> tuple[Tensor, Chain]:
         """Forward, with what backward needs."""
@@ -165,22 +166,17 @@ class _Program:
         return x
 
 
-def _forward(x: Tensor, layers: list[Layer]) -> Tensor:
+def _forward(x: Tensor, program: _Program) -> Tensor:
     """Run the layers as one node, or plainly where that is all that is asked for or all that can be done."""
-    parameters: list[Tensor | None] = []
-    for layer, _ in layers:
-        parameters += (layer.weight, layer.bias)
-    program = _Program([record for _, record in layers])
+    records, parameters = program.records, program.parameters
     device_type = x.device.type
     autocast = autocast_enabled(device_type)
-    if runs_plain(x, *parameters) or (
-        autocast and any(r is not None and r.float32_in_autocast for r in program.records)
-    ):
+    if runs_plain(x, *parameters) or (autocast and any(r is not None and r.float32_in_autocast for r in records)):
         return program.plain(x, *parameters)
     if autocast:
         dtype = torch.get_autocast_dtype(device_type)
         x, *parameters = (_autocast(t, dtype) for t in (x, *parameters))  # type: ignore[assignment]
-    _check(x, layers[0][0].in_features, parameters[0])
+    _check(x, parameters[0])
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     with torch.autocast(device_type, enabled=False) if autocast else nullcontext():
         if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *parameters)):
@@ -195,12 +191,12 @@ def _autocast(t: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return t if t is None or not t.is_floating_point() or t.dtype == torch.float64 else t.to(dtype)
 
 
-def _check(x: Tensor, in_features: int, weight: Tensor | None) -> None:
-    if x.dim() == 0 or x.shape[-1] != in_features:
-        raise ValueError(f"x: expected (..., {in_features}), got {tuple(x.shape)}")
-    if weight is None or x.dtype != weight.dtype:
-        expected = None if weight is None else weight.dtype
-        raise TypeError(f"x: expected the dtype of the weights, {expected}, got {x.dtype}; convert x or the module")
+def _check(x: Tensor, weight: Tensor | None) -> None:
+    assert weight is not None
+    if x.dim() == 0 or x.shape[-1] != weight.shape[1]:
+        raise ValueError(f"x: expected (..., {weight.shape[1]}), got {tuple(x.shape)}")
+    if x.dtype != weight.dtype:
+        raise TypeError(f"x: expected the dtype of the weights, {weight.dtype}, got {x.dtype}; convert x or the module")
     if x.device != weight.device:
         raise ValueError(
             f"x: expected the device of the weights, {weight.device}, got {x.device}; move x or the module"
