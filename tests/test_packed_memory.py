@@ -135,6 +135,22 @@ def test_passes_over_the_buffer_allocate_next_to_nothing() -> None:
         assert peak_bytes(memory_events(call)) < WEIGHT_BYTES // 64
 
 
+@pytest.mark.parametrize("clips", [True, False])
+def test_casting_holds_both_forms_of_one_range_at_most(clips: bool) -> None:
+    mine = deep().bfloat16()
+    packed = pack_gradients(mine, torch.float32, range_bytes=WEIGHT_BYTES)
+    backward = backward_of(mine, torch.randn(ROWS, WIDTH).bfloat16())
+    mark = 8 * WEIGHT_BYTES
+
+    def step() -> None:
+        backward()
+        torch.empty(mark, dtype=torch.uint8)
+        packed.clip_norm_(1.0, cast=True) if clips else packed.cast_()
+
+    large = [e for e in memory_events(step) if abs(e) >= WEIGHT_BYTES // 2]
+    assert large[large.index(-mark) + 1 :] == [WEIGHT_BYTES // 2, -WEIGHT_BYTES] * 6
+
+
 @pytest.mark.parametrize("rows", [4, 64, 1024])
 @pytest.mark.parametrize("micro_batches", [1, 4])
 def test_the_peak_of_a_step_is_at_most_one_range_above_plain(rows: int, micro_batches: int) -> None:

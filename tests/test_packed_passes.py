@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from leangrad.packed import PackedGradients, pack_gradients, slots
+from leangrad.packed import PackedGradients, pack_gradients, ranges
 
 
 def odd() -> nn.Module:
@@ -130,8 +130,8 @@ def test_an_infinite_step_leaves_no_trace(set_to_none: bool) -> None:
 def _grad_dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ways: with `Tensor.grad_dtype`, and as on a torch that has none."""
     if request.param == "without grad_dtype":
-        monkeypatch.setattr(slots, "HAS_GRAD_DTYPE", False)
-    elif not slots.HAS_GRAD_DTYPE:
+        monkeypatch.setattr(ranges, "HAS_GRAD_DTYPE", False)
+    elif not ranges.HAS_GRAD_DTYPE:
         pytest.skip("this torch has no Tensor.grad_dtype")
 
 
@@ -224,6 +224,28 @@ def test_a_backward_after_cast_without_zero_grad_goes_on_in_float32() -> None:
         assert a.dtype == torch.float32
         torch.testing.assert_close(a, b + 2 * c, rtol=2e-2, atol=2e-2)
     del reference
+
+
+@pytest.mark.usefixtures("_grad_dtype")
+@pytest.mark.parametrize("all_go", [True, False])
+def test_a_wide_gradient_that_is_kept_stays_as_it_is(all_go: bool) -> None:
+    _, mine, packed = wide_twins()
+    filled(mine)
+    kept = [g.detach() for g in gradients(mine)] if all_go else [mine[0].weight.grad.detach()]
+    expected = [k.clone() for k in kept]
+    for parameter in mine.parameters() if all_go else [mine[0].weight]:
+        parameter.grad = None
+    filled(mine, 1)
+    for a, b in zip(kept, expected, strict=True):
+        assert torch.equal(a, b)
+    assert packed.report()["0.weight"].how == ("written" if all_go else "plain")
+    del kept
+    mine.zero_grad()
+    filled(mine, 2)
+    mine[0].weight.grad = None
+    filled(mine, 3)
+    packed.norm()
+    assert len(packed.flats()) == 1
 
 
 @pytest.mark.usefixtures("_grad_dtype")

@@ -19,9 +19,11 @@ import contextlib
 import functools
 import inspect
 import sys
+import threading
 import warnings
 import weakref
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -257,7 +259,7 @@ def private_names() -> dict[str, bool]:
     """
     tensor = torch.ones(1, requires_grad=True) * 1
     owners: list[Any] = [torch, torch._C, torch._C._autograd, torch.autograd, torch.autograd.forward_ad]
-    owners += [torch.autograd.Variable]
+    owners += [torch.autograd.Variable, torch.autograd.graph]
     owners += [torch.nn.Module(), torch.nn.modules.module, torch.ops.aten, torch.ops.aten.add.Tensor]
     owners += [tensor, tensor.untyped_storage(), tensor.grad_fn]
     there = {name for owner in owners for name in dir(owner)}
@@ -425,3 +427,19 @@ def has_memory(tensor: Tensor) -> bool:
         return tensor.untyped_storage() is not None
     except (NotImplementedError, RuntimeError):
         return False
+
+
+def backward_elsewhere() -> bool:
+    """Whether another thread is inside a backward pass; True, with other threads about, where torch does not tell."""
+    if threading.active_count() == 1:
+        return False
+    enter = getattr(torch.autograd.graph, "_engine_run_backward", None)
+    if enter is None:
+        return True
+    for ident, frame in sys._current_frames().items():
+        caller: FrameType | None = frame if ident != threading.get_ident() else None
+        while caller is not None:
+            if caller.f_code is enter.__code__:
+                return True
+            caller = caller.f_back
+    return False

@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from leangrad.errors import ChangedError, LeangradError
 
-from . import slots as slots_module
+from . import ranges
 from .layout import check_packable, has_plain_weight, lay_out, reasons_for_adding
 from .modules import teach, unteach
 from .passes import are_finite, narrow, norms_of, scale, whole
@@ -52,7 +52,7 @@ class PackedGradients:
         for parameter, slot in self._pairs:
             SLOTS.add(parameter, slot)
             self._hooks.append(parameter.register_post_accumulate_grad_hook(slot.arrived))
-            if slot.range.dtype != parameter.dtype and slots_module.HAS_GRAD_DTYPE:
+            if slot.range.dtype != parameter.dtype and ranges.HAS_GRAD_DTYPE:
                 parameter.grad_dtype = None  # any: autograd adds in place to whatever dtype stands there
 
     def unpack(self) -> None:
@@ -68,7 +68,7 @@ class PackedGradients:
             if grad is not None and grad.dtype != parameter.dtype:
                 parameter.grad = None
                 parameter.grad = grad.to(parameter.dtype)
-            if slots_module.HAS_GRAD_DTYPE:
+            if ranges.HAS_GRAD_DTYPE:
                 parameter.grad_dtype = parameter.dtype
         self._pairs, self._outside, self._hooks, self._modules, self.ranges = [], [], [], [], []
 
@@ -141,8 +141,6 @@ class PackedGradients:
 
     def _settled(self) -> list[Tensor]:
         """Every range that stands, with zeros wherever there is no gradient."""
-        for range_ in self.ranges:
-            range_.leave()
         for parameter, slot in self._pairs:
             slot.settle(parameter)
         for range_ in self.ranges:

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
+from leangrad import _torch
+
 from .slots import SLOTS, deliver
 
 #: Elements that are widened at a time: large enough to be fast, too small to matter.
@@ -128,7 +130,7 @@ class PackedProduct(torch.autograd.Function):
         ctx.save_for_backward(x, w if ctx.needs_input_grad[0] else None)
         # Parameters are held as they are: in backward their `.grad` is written, and their values are not read, except
         # under create_graph, which checks the version.
-        ctx.weight, ctx.bias, ctx.version = weight, bias, weight._version
+        ctx.weight, ctx.bias, ctx.version = weight, bias, _torch.version(weight)
         ctx.is_transposed, ctx.adds_inside = is_transposed, adds_inside
         return y
 
@@ -156,10 +158,11 @@ class PackedProduct(torch.autograd.Function):
 
 def _weight_as_it_was(ctx: Any) -> Tensor:
     weight: Tensor = ctx.weight
-    if weight._version != ctx.version:
+    version = _torch.version(weight)
+    if version != ctx.version:
         raise RuntimeError(
             "create_graph=True differentiates through a weight that was changed in place after the forward pass "
-            f"(version {weight._version}, expected {ctx.version}); run backward before the change"
+            f"(version {version}, expected {ctx.version}); run backward before the change"
         )
     return weight
 

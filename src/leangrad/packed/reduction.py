@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .slots import Range, Slot
+from .ranges import Range
+from .slots import Slot
 from .streams import order, stream_of
 
 
