@@ -141,6 +141,7 @@ class _Rates(NamedTuple):
     A: Tensor
     minus: Tensor
     inverse: Tensor
+    one: Tensor
 
 
 def _rates(scan: Scan, dtype: torch.dtype) -> _Rates:
@@ -149,7 +150,7 @@ def _rates(scan: Scan, dtype: torch.dtype) -> _Rates:
         # Where A is 0 or so small that dt·A could underflow, a tiny A gives the same: w = dt to the last bit.
         tiny = math.sqrt(torch.finfo(dtype).tiny)
         A = torch.where(A.abs() < tiny, tiny, A)
-    return _Rates(A, -A, 1 / A)
+    return _Rates(A, -A, 1 / A, A.new_ones(()))
 
 
 class _Block(NamedTuple):
@@ -192,11 +193,11 @@ def _buffers(count: int, scan: Scan, rows: slice, chunk: int, dtype: torch.dtype
 
 def _forward_rows(scan: Scan, rows: slice, bounds: Tensor, z: Tensor, chunk: int) -> None:
     rates = _rates(scan, bounds.dtype)
-    decays, states = _buffers(2, scan, rows, chunk, bounds.dtype)
+    decays, states, *spare = _buffers(5, scan, rows, chunk, bounds.dtype)
     decay_steps, state_steps = decays.unbind(), states.unbind()
     for k, times, block in _blocks(scan, rows, chunk, bounds.dtype):
         L = times.stop - times.start
-        _weigh(scan.form, rates, block, decays[:L], states[:L])
+        _weigh(scan.form, rates, block, decays[:L], states[:L], *(x[:L] for x in spare))
         _drive(block, states[:L], into=states[:L])
         _recur(decay_steps[:L], state_steps[:L], bounds[k, rows])
         bounds[k + 1, rows] = state_steps[L - 1]
@@ -206,15 +207,47 @@ def _forward_rows(scan: Scan, rows: slice, bounds: Tensor, z: Tensor, chunk: int
         z[rows, times] = y.transpose(0, 1)
 
 
-def _weigh(form: str, rates: _Rates, block: _Block, decays: Tensor, weights: Tensor) -> None:
-    """ā and w; w by expm1, so that it keeps its digits where ā is near 1."""
+def _weigh(
+    form: str, rates: _Rates, block: _Block, decays: Tensor, weights: Tensor, slopes: Tensor, *spare: Tensor
+) -> None:
+    """Write ā, w, and the slope of w: −∂w/∂A for "zoh", else ∂w/∂x, where x = dt·A."""
     torch.mul(block.dt, rates.minus, out=decays)
-    if form == "rms":
-        torch.mul(decays, 2, out=weights).expm1_().neg_().clamp_min_(0).sqrt_()
+    if form == "zoh":
+        _weigh_zoh(rates, block, decays, weights, slopes, *spare)
+    elif form == "ema":
+        torch.expm1(decays, out=weights).neg_()
+        slopes.copy_(decays.exp_())
     else:
-        torch.expm1(decays, out=weights)
-        weights.mul_(-rates.inverse) if form == "zoh" else weights.neg_()
+        torch.mul(decays, 2, out=weights).expm1_().neg_().clamp_min_(0).sqrt_()
+        # ā²/w; where w is 0, at dt = 0, there is no slope: 0 is its limit times dt.
+        torch.mul(decays.exp_(), decays, out=slopes).div_(weights).masked_fill_(weights == 0, 0)
+
+
+def _weigh_zoh(
+    rates: _Rates, block: _Block, decays: Tensor, weights: Tensor, slopes: Tensor, far: Tensor, direct: Tensor
+) -> None:
+    """The slope q = (w − dt·ā)/A first, then w = dt·ā + A·q, in which nothing cancels.
+
+    q is its series dt²·Σ_k (−x)^(k−1)·k/(k+1)! for |x| < 1/2, where the direct form loses digits. On a CPU `expm1`
+    costs as much as 27 products, and `torch.where` 14: so the series serves w as well, and `lerp` selects. Both sides
+    must be finite for that: the series gets a clamped x, and a dt whose square does not overflow.
+    """
+    minus_x = decays
+    terms = 14 if minus_x.dtype == torch.float64 else 8  # the next one is below the rounding at x = 1/2
+    clamped = torch.clamp(minus_x, -1 / 2, 1 / 2, out=far)
+    series = torch.mul(clamped, terms / math.factorial(terms + 1), out=slopes)
+    for k in range(terms - 1, 0, -1):
+        series.add_(k / math.factorial(k + 1))
+        if k > 1:
+            series.mul_(clamped)
+    limit = math.sqrt(torch.finfo(minus_x.dtype).max)
+    series.mul_(block.dt.clamp(-limit, limit).square_())
+    torch.abs(minus_x, out=far).ge_(1 / 2)
     decays.exp_()
+    dt_decays = torch.mul(block.dt, decays, out=weights)
+    torch.sub(rates.one, decays, out=direct).mul_(rates.inverse).sub_(dt_decays).mul_(rates.inverse)
+    torch.lerp(series, direct, far, out=slopes)
+    torch.addcmul(dt_decays, rates.A, slopes, out=weights)
 
 
 def _drive(block: _Block, weights: Tensor, into: Tensor) -> None:
@@ -266,14 +299,14 @@ def _empty_gradients(scan: Scan, bounds: Tensor, end: Tensor | None, needs_dA: b
 def _backward_rows(scan: Scan, rows: slice, bounds: Tensor, dz: Tensor, chunk: int, into: Gradients) -> None:
     dtype = bounds.dtype
     rates = _rates(scan, dtype)
-    decays, weights, states, grads, spare, more = _buffers(6, scan, rows, chunk, dtype)
+    decays, weights, slopes, states, grads, spare = _buffers(6, scan, rows, chunk, dtype)
     decay_steps, state_steps, grad_steps = decays.unbind(), states.unbind(), grads.unbind()
     carried = into.start[rows]
     for k, times, block in _blocks(scan, rows, chunk, dtype, reverse=True):
         L = times.stop - times.start
-        a, w, s, g = decays[:L], weights[:L], states[:L], grads[:L]
+        a, w, q, s, g = (x[:L] for x in (decays, weights, slopes, states, grads))
         first = bounds[k, rows]
-        _weigh(scan.form, rates, block, a, w)
+        _weigh(scan.form, rates, block, a, w, q, s, g)
         _drive(block, w, into=s)
         _recur(decay_steps[:L], state_steps[:L], first)
 
@@ -299,67 +332,41 @@ def _backward_rows(scan: Scan, rows: slice, bounds: Tensor, dz: Tensor, chunk: i
         if into.gate is not None:
             into.gate[rows, times] = (dv * block.u[:, :, 0]).transpose(0, 1)
 
-        ddt = _backward_rates(scan.form, rates, block, _Chunk(a, w, s, g, first, spare[:L], more[:L]), into.A)
+        ddt = _backward_rates(scan.form, rates, block, _Chunk(a, g, q, s, first, spare[:L]), into.A)
         into.dt[rows, times] = ddt.transpose(0, 1)
 
 
 class _Chunk(NamedTuple):
-    """The buffers of a chunk in backward. All but the decays are overwritten by `_backward_rates`."""
+    """The buffers of a chunk in backward. All but the first two are overwritten by `_backward_rates`."""
 
     decays: Tensor
-    weights: Tensor
-    states: Tensor
     grads: Tensor
+    slopes: Tensor
+    states: Tensor
     first: Tensor
     spare: Tensor
-    more: Tensor
 
 
 def _backward_rates(form: str, rates: _Rates, block: _Block, c: _Chunk, dA: Tensor | None) -> Tensor:
     """The gradient of dt, (L, R, D); that of A is added to `dA`."""
-    a, w, s, g, first, spare, more = c
-    decayed = torch.mul(g, a, out=spare)  # g·ā
+    decayed = torch.mul(c.grads, c.decays, out=c.spare)  # g·ā
     if form == "zoh":  # ∂w/∂dt = ā
         ddt = _over_states(block.B, decayed).mul_(block.v[:, :, 0])
-    decayed[1:].mul_(s[:-1])
-    decayed[0].mul_(first)  # g·ā·s_{t−1}
-    # The states are not needed any more: their buffer takes what is summed up next.
+    decayed[1:].mul_(c.states[:-1])
+    decayed[0].mul_(c.first)  # g·ā·s_{t−1}
+    sloped = c.slopes.mul_(c.grads)
+    if form == "zoh" and dA is None:
+        return ddt.sub_(decayed.mul_(rates.A).sum(2))
+    _drive(block, sloped, into=sloped)  # g·B·v·slope
     if form == "zoh":
-        ddt -= torch.mul(decayed, rates.A, out=s).sum(2)
-        if dA is not None:
-            dA -= decayed.mul_(block.dt).sum((0, 1))
-            slope = _zoh_slope(rates, block, a, w, out=more, spare=s)
-            dA -= _drive_gradient(block, slope, g).sum((0, 1))
+        assert dA is not None
+        ddt -= torch.mul(decayed, rates.A, out=c.states).sum(2)
+        dA -= decayed.mul_(block.dt).add_(sloped).sum((0, 1))
         return ddt
-    if form == "ema":  # ∂w/∂x = ā, x = dt·A
-        slope = torch.mul(a, 1, out=more)
-    else:  # ∂w/∂x = ā²/w; where w is 0, at dt = 0, there is no slope: 0 is its limit times dt
-        slope = torch.mul(a, a, out=more).div_(w).masked_fill_(w == 0, 0)
-    dx = _drive_gradient(block, slope, g).sub_(decayed)
-    ddt = torch.mul(dx, rates.A, out=s).sum(2)
+    dx = sloped.sub_(decayed)
     if dA is not None:
-        dA += dx.mul_(block.dt).sum((0, 1))
-    return ddt
-
-
-def _drive_gradient(block: _Block, slope: Tensor, g: Tensor) -> Tensor:
-    """slope·g·B·v, over the slope."""
-    slope.mul_(g)
-    _drive(block, slope, into=slope)
-    return slope
-
-
-def _zoh_slope(rates: _Rates, block: _Block, a: Tensor, w: Tensor, out: Tensor, spare: Tensor) -> Tensor:
-    """−∂w/∂A = (w − dt·ā)/A; near x = dt·A = 0, where that cancels, dt²·Σ_k (−x)^(k−1)·k/(k+1)!."""
-    y = torch.mul(block.dt, rates.minus, out=out)
-    near_zero = y.abs() < 1 / 16
-    terms = 9 if y.dtype == torch.float64 else 5  # the next one is below the rounding at x = 1/16
-    series = spare.fill_(terms / math.factorial(terms + 1))
-    for k in range(terms - 1, 0, -1):
-        series.mul_(y).add_(k / math.factorial(k + 1))
-    series.mul_(block.dt.square())
-    away = torch.mul(block.dt, a, out=out).neg_().add_(w).mul_(rates.inverse)
-    return torch.where(near_zero, series, away, out=out)
+        dA += torch.mul(dx, block.dt, out=c.states).sum((0, 1))
+    return dx.mul_(rates.A).sum(2)
 
 
 # ---- kernels --------------------------------------------------------------------------------------------------------
