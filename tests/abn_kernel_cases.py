@@ -128,6 +128,23 @@ def check_layer(layout: str, name: str, dtype: torch.dtype, device: str, kind: t
         close("running statistics", a, b, torch.float32)
 
 
+def check_hidden_write(device: str) -> None:
+    """A weight that is written through `.data` after the device was asked gives NaN, not a wrong gradient."""
+    layers = [InPlaceABN(3).to(device) for _ in range(2)]
+    x = case("planes", torch.float32, device)[0].requires_grad_()
+    for layer in (*layers, layers[0]):
+        layer(x * 1)  # the second asks for both, the third finds an answer
+    layers[0](x * 1)  # asks for both
+    layers[1].weight.data[1] = 1e-30
+    layers[1].bias.data[1] = 0.5
+    z = layers[1](x * 1)
+    assert z.isfinite().all()
+    (dw,) = torch.autograd.grad(z.square().sum(), layers[1].weight)
+    assert dw.isfinite().tolist() == [True, False, True]
+    (dw,) = torch.autograd.grad(layers[1](x * 1).square().sum(), layers[1].weight)  # asked afresh
+    assert dw.isfinite().all()
+
+
 def check_all(device: str) -> None:
     for layout in SHAPES:
         check_stats(layout, device)
@@ -142,6 +159,7 @@ def check_all(device: str) -> None:
     check_passes("many tiles", ops.Activation("leaky_relu", 0.3), torch.float32, device, inverted=True, added=False)
     check_passes("wide rows", ops.Activation("silu"), torch.float32, device, inverted=False, added=True)
     check_module(device)
+    check_hidden_write(device)
     for name in ops.Activation.NAMES:
         check_layer("channels_last", name, torch.float32, device, ABN, added=name in ("relu", "identity"))
         check_layer("planes", name, torch.float32, device, InPlaceABN, added=False)

@@ -101,11 +101,11 @@ def _stats_launches(
 @once
 def _forward_launch(
     size: torch.Size, rows: bool, dtypes: tuple[torch.dtype | None, ...], device: torch.device, act: str,
-    absolute: bool, added: bool, counted: bool,
+    absolute: bool, added: bool, counted: bool, checked: bool,
 ) -> Launch:  # fmt: skip
     g = plan(size, rows, device, FORWARD)
     _, weight, bias, running = dtypes
-    flags = (act, added, weight is not None, bias is not None, absolute, running is not None, counted)
+    flags = (act, added, weight is not None, bias is not None, absolute, running is not None, counted, checked)
     constants = (*g.sizes, *flags, *g.blocks, g.block_p)
     return Launch(passes.forward_kernel, device, (g.c_blocks, g.splits), constants, FORWARD.warps)
 
@@ -170,9 +170,12 @@ def stats(x: Tensor, rows: bool) -> Tensor:
 def forward(
     x: Tensor, rows: bool, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, out: Tensor, *,
     eps: float, absolute: bool, running: tuple[Tensor, Tensor] | None, momentum: float, counter: Tensor | None,
-    act: str, p: float,
+    act: str, p: float, check: tuple[float, float, float] | None,
 ) -> Tensor:  # fmt: skip
-    """z into `out`; returns (mean, invstd, γ̂, β) as a (4, channels) float32 tensor, moves running statistics on."""
+    """z into `out`; returns (mean, invstd, γ̂, β) as a (4, channels) float32 tensor, moves running statistics on.
+
+    With `check` (lower, ratio, upper), γ̂ is returned as NaN where the channel does not invert.
+    """
     size, device = x.shape, x.device
     g, share, _ = _stats_launches(size, rows, x.dtype, device)
     dtypes = (
@@ -181,7 +184,8 @@ def forward(
         None if bias is None else bias.dtype,
         None if running is None else running[0].dtype,
     )
-    finish = _forward_launch(size, rows, dtypes, device, act, absolute, residual is not None, counter is not None)
+    flags = (absolute, residual is not None, counter is not None, check is not None)
+    finish = _forward_launch(size, rows, dtypes, device, act, *flags)
     table = torch.empty((2, g.splits, g.C), dtype=torch.float32, device=device)
     vectors = torch.empty((4, g.C), dtype=torch.float32, device=device)
     share((x, table))
@@ -191,7 +195,7 @@ def forward(
             x, x if residual is None else residual, out, table, vectors, vectors if weight is None else weight,
             vectors if bias is None else bias, running_mean, running_var, vectors if counter is None else counter,
         ),
-        (eps, momentum, g.M / max(1, g.M - 1), p),
+        (eps, momentum, g.M / max(1, g.M - 1), p, *(check or (0.0, 0.0, 0.0))),
     )  # fmt: skip
     return vectors
 

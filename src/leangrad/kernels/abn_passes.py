@@ -162,9 +162,9 @@ def finish_stats_kernel(
 @triton.jit
 def forward_kernel(
     x_ptr, residual_ptr, out_ptr, table_ptr, vectors_ptr, weight_ptr, bias_ptr, running_mean_ptr, running_var_ptr,
-    counter_ptr, eps, momentum, unbias, p, M, C, S, tiles,
+    counter_ptr, eps, momentum, unbias, p, lower, ratio, upper, M, C, S, tiles,
     ACT: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
-    ABSOLUTE: tl.constexpr, HAS_RUNNING: tl.constexpr, HAS_COUNTER: tl.constexpr,
+    ABSOLUTE: tl.constexpr, HAS_RUNNING: tl.constexpr, HAS_COUNTER: tl.constexpr, CHECK: tl.constexpr,
     ROWS: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
     """z from x and the table of shares; the first split also stores the vectors and moves the running statistics."""
@@ -183,7 +183,12 @@ def forward_kernel(
     if split == 0:
         tl.store(vectors_ptr + c, mean, mask=c < C)
         tl.store(vectors_ptr + C + c, invstd, mask=c < C)
-        tl.store(vectors_ptr + 2 * C + c, weight, mask=c < C)
+        kept_weight = weight
+        if CHECK:  # as `poison` in nn/abn_spare.py does
+            gamma, beta = tl.abs(weight), tl.abs(bias)
+            inverts = (gamma >= lower) & (beta <= ratio * gamma) & (6 * gamma + beta <= upper)
+            kept_weight = tl.where(inverts, weight, float("nan"))
+        tl.store(vectors_ptr + 2 * C + c, kept_weight, mask=c < C)
         tl.store(vectors_ptr + 3 * C + c, bias, mask=c < C)
         if HAS_RUNNING:
             old_mean = tl.load(running_mean_ptr + c, mask=c < C, other=0.0).to(tl.float32)

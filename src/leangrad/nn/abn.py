@@ -12,7 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from leangrad._torch import forward_mode_active, is_view, keeps_output, transforms_active
+from leangrad.kernels import serves
 from leangrad.nn.abn_autograd import ABNFunction, Call
+from leangrad.nn.abn_spare import limits_of, spare_channels
 from leangrad.ops.abn import Activation, is_rows
 
 __all__ = ["ABN", "InPlaceABN", "InPlaceABNSync"]
@@ -210,7 +212,15 @@ class InPlaceABN(ABN):
         able = self._function is None and self._known.inverts and residual is None
         coarse = self._known.name == "elu" and x.dtype.itemsize < 4
         call.invert = able and (not coarse if self.invert is None else self.invert)
-        call.in_place = call.invert and torch.is_grad_enabled() and _may_be_overwritten(x)
+        if not call.invert or not torch.is_grad_enabled():
+            return
+        if x.is_cuda and torch.cuda.is_current_stream_capturing():
+            call.invert = False  # which channels do not invert will be another matter in each replay
+            return
+        call.in_place = _may_be_overwritten(x)
+        limits = limits_of(self._known, x.dtype, self.eps if self.absolute else 0.0)
+        call.spare_channels = spare_channels(self, limits)
+        call.limits = limits if serves(x) else None
 
 
 class InPlaceABNSync(InPlaceABN):

@@ -9,7 +9,6 @@ never overwritten, so a second backward (`retain_graph=True`), a held output and
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +21,7 @@ from leangrad._torch import graph_is_kept
 from leangrad.errors import LeangradError
 from leangrad.kernels import serves
 from leangrad.nn.abn_recipe import Recipe
+from leangrad.nn.abn_spare import Limits, note_backward, poison
 from leangrad.ops import abn as ops
 from leangrad.own import owned
 
@@ -44,6 +44,8 @@ class Call:
     in_place: bool
     group: dist.ProcessGroup | None  # synchronize over it
     counter: Tensor | None = None  # the number of batches, still to be increased
+    spare_channels: Tensor | None = None  # the channels that cannot be inverted
+    limits: Limits | None = None  # what the others have to keep to, if that is to be checked again
 
 
 class ABNFunction(torch.autograd.Function):
@@ -54,9 +56,9 @@ class ABNFunction(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, call: Call
     ) -> Tensor:
         """Take a dense x; write z over it if `call.in_place`."""
-        channels = spare = None
-        if call.invert:
-            channels, spare = _spare_channels(x, weight, bias, call)
+        channels, spare = call.spare_channels, None
+        if channels is not None:
+            spare = x.index_select(1, channels).contiguous()
         z = x if call.in_place else torch.empty_like(x)
         vectors, count = _normalize(x, weight, bias, residual, call, z)
         if call.function is not None:
@@ -79,6 +81,8 @@ class ABNFunction(torch.autograd.Function):
     def backward(ctx: Any, dz: Tensor) -> tuple[Tensor | None, ...]:
         """Write dx over dz where that is owned."""
         mine = owned(dz)
+        if ctx.call.invert:
+            note_backward()
         recipe, ctx.recipe = ctx.recipe, None  # consumers hold it themselves; here it would keep the input alive
         if recipe is not None and not graph_is_kept():
             recipe.session.released_bytes += recipe.x.nbytes
@@ -215,10 +219,14 @@ def _normalize(
     if call.running_mean is not None and call.running_var is not None:
         running = (call.running_mean, call.running_var)
     if call.training and call.group is None:
+        in_kernel = call.limits is not None and call.spare_channels is None
+        check = call.limits.wider()[:3] if call.limits is not None and in_kernel else None
         vectors = ops.forward(
             x, weight, bias, call.activation, eps=call.eps, absolute=call.absolute, running=running,
-            momentum=call.momentum, counter=call.counter, residual=residual, out=z,
+            momentum=call.momentum, counter=call.counter, residual=residual, out=z, check=check,
         )  # fmt: skip
+        if call.limits is not None and not in_kernel:
+            poison(vectors, call.spare_channels, call.limits)
         return vectors, count
     dtype = ops.accumulation_dtype(x.dtype)
     if call.training and call.group is not None:
@@ -232,34 +240,11 @@ def _normalize(
         assert running is not None
         mean, var = (t.to(dtype) for t in running)
     vectors = ops.stack_vectors(mean, var, weight, bias, eps=call.eps, absolute=call.absolute)
+    if call.limits is not None:
+        poison(vectors, call.spare_channels, call.limits)
     if x.numel():
         ops.normalize(x, vectors, call.activation, residual=residual, out=z)
     return vectors, count
-
-
-def _spare_channels(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, call: Call
-) -> tuple[Tensor | None, Tensor | None]:
-    """The channels that cannot be inverted, and a copy of their input.
-
-    z is rounded to its dtype, so x̂ = (act⁻¹(z) − β)/γ̂ carries that rounding times (|x̂| + |β/γ̂|), for elu also times
-    e^−y: a channel inverts if this stays small, and if γ̂ is not so small that z is subnormal.
-    """
-    if weight is None and bias is None:
-        return None, None
-    info, act = torch.finfo(x.dtype), call.activation
-    some: Any = bias if weight is None else weight
-    gamma = torch.ones_like(some) if weight is None else weight.detach().abs()
-    gamma = gamma + call.eps if call.absolute and weight is not None else gamma
-    beta = torch.zeros_like(some) if bias is None else bias.detach().abs()
-    slope = min(1.0, act.param) if act.name == "leaky_relu" else 1.0
-    fits = (gamma * slope >= info.smallest_normal) & (beta <= 4 * gamma)
-    if act.name == "elu":
-        fits &= 6 * gamma + beta <= -0.5 * math.log(info.eps)
-    channels = fits.logical_not_().nonzero().squeeze(1)
-    if channels.numel() == 0:
-        return None, None
-    return channels, x.index_select(1, channels).contiguous()
 
 
 def _stats_over_group(mean: Tensor, var: Tensor, count: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:

@@ -145,17 +145,21 @@ def _stats_of_planes(x: Tensor) -> tuple[Tensor, Tensor]:
 def forward(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, act: Activation, *, eps: float, absolute: bool,
     running: tuple[Tensor, Tensor] | None = None, momentum: float = 0.0, counter: Tensor | None = None,
-    residual: Tensor | None = None, out: Tensor,
+    residual: Tensor | None = None, out: Tensor, check: tuple[float, float, float] | None = None,
 ) -> Tensor:  # fmt: skip
-    """`normalize` with the statistics of the batch; returns the vectors, moves running statistics and counter on."""
+    """`normalize` with the statistics of the batch; returns the vectors, moves running statistics and counter on.
+
+    `check` (lower, ratio, upper) is for kernels only: they return a γ̂ of NaN where the channel does not invert.
+    """
     if serves(x):
         vectors: Tensor = _kernels().forward(
             x, is_rows(x), weight, bias, residual, out, eps=eps, absolute=absolute, running=running,
-            momentum=momentum, counter=counter, act=act.name, p=act.param,
+            momentum=momentum, counter=counter, act=act.name, p=act.param, check=check,
         )  # fmt: skip
         if running is not None:
             torch.autograd.graph.increment_version(running if counter is None else (*running, counter))
         return vectors
+    assert check is None
     mean, var = stats(x)
     if running is not None:
         update_running(running, mean, var, x.numel() // x.shape[1], momentum)
