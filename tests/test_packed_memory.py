@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from leangrad.nn import MLP
 from leangrad.packed import pack_gradients
 
 WIDTH, ROWS = 256, 8
@@ -55,6 +56,17 @@ def test_the_tool_sees_what_it_should() -> None:
 
 def test_the_second_micro_batch_allocates_nothing_of_a_weights_size() -> None:
     plain = deep()
+    mine = copy.deepcopy(plain)
+    pack_gradients(mine)
+    x = torch.randn(ROWS, WIDTH)
+    for model in (plain, mine):
+        backward_of(model, x)()
+    assert of_weight_size(memory_events(backward_of(plain, x))) == 6
+    assert of_weight_size(memory_events(backward_of(mine, x))) == 0
+
+
+def test_an_mlp_allocates_nothing_of_a_weights_size() -> None:
+    plain = MLP([WIDTH] * 7, "gelu", bias=False)
     mine = copy.deepcopy(plain)
     pack_gradients(mine)
     x = torch.randn(ROWS, WIDTH)

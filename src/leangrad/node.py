@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from leangrad._torch import graph_is_kept, saved_tensor_hooks_active
+from leangrad.ops.chain import Chain, Writer
 from leangrad.own import owned, take
 from leangrad.tape import Tape, Var
 
-__all__ = ["Recording", "run", "run_recorded"]
+__all__ = ["Recording", "register_writer", "run", "run_recorded"]
 
 Tensors = Sequence[Tensor | None]
 
@@ -38,6 +39,17 @@ class Recording(Protocol):
         self, grad: Tensor, tensors: Tensors, output: Tensor | None, *, ours: bool, spent: bool
     ) -> Sequence[Tensor | None]:
         """A gradient for each tensor that needs one; `grad` may be overwritten if `ours`, what is kept if `spent`."""
+
+
+#: `writer_of(node, tensors)` makes what writes the gradients of parameters in place of autograd; see `register_writer`.
+WriterOf = Callable[[Any, Tensors], Writer | None]
+_writer_of: WriterOf = lambda node, tensors: None  # noqa: E731
+
+
+def register_writer(writer_of: WriterOf) -> None:
+    """Let `writer_of` be asked in each backward; `leangrad.packed`, which stands above this file, is."""
+    global _writer_of
+    _writer_of = writer_of
 
 
 Record = Callable[[Tensors, Sequence[bool]], tuple[Tensor, Recording]]
@@ -95,6 +107,8 @@ class _Node(torch.autograd.Function):
             handed = ctx.handed
             if handed:
                 recording.take_back(kept)
+            if isinstance(recording, Chain):
+                recording.writer = _writer_of(ctx, tensors)
             gradients = recording.backward(grad, tensors, output, ours=ours, spent=not (again or handed))
             if handed:
                 recording.take_back(None)

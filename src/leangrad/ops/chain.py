@@ -13,6 +13,7 @@ map out of its caching allocator costs none.
 """
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +28,16 @@ __all__ = ["Chain"]
 REBUILD_MIN_BYTES = 1 << 20
 
 Tensors = Sequence[Tensor | None]  # x, W_0, b_0, W_1, b_1, ...
+
+
+class Writer(Protocol):
+    """Somebody who has a place for the gradients of parameters: each is computed there, or returned as usual."""
+
+    def product(self, index: int, x: Tensor, g: Tensor) -> Tensor | None:
+        """gᵀ x for the weight `tensors[index]`, or None where it has been written."""
+
+    def sum(self, index: int, g: Tensor) -> Tensor | None:
+        """Σ_rows g for the bias `tensors[index]`, or None where it has been written."""
 
 
 class Chain:
@@ -48,6 +59,7 @@ class Chain:
         self.kept: list[Tensor | None] = [None] * len(records)
         self.hidden: list[Tensor | None] = [None] * len(records)
         self.reads_output = False
+        self.writer: Writer | None = None
 
     def forward(self, tensors: Tensors) -> Tensor:
         """The output of the last layer, in memory of its own."""
@@ -91,7 +103,7 @@ class Chain:
 
         `g` is overwritten where it is `ours`, and the maps where they are `spent`: nobody reads them after this.
         """
-        needs, pool = self.needs, Pool()
+        needs, pool, writer = self.needs, Pool(), self.writer
         found: list[Tensor | None] = [None] * len(needs)
         first = needs.index(True)
         grad, zeros = Lease(g) if ours else borrowed(g), None
@@ -108,10 +120,10 @@ class Chain:
                 if h is None:
                     room = self._rebuild(k - 1, pool)
                     h = room.tensor
-                found[2 * k + 1] = torch.mm(g.t(), h)
+                found[2 * k + 1] = torch.mm(g.t(), h) if writer is None else writer.product(2 * k + 1, h, g)
                 del h
             if needs[2 * k + 2]:
-                found[2 * k + 2] = g.sum(0)
+                found[2 * k + 2] = g.sum(0) if writer is None else writer.sum(2 * k + 2, g)
             if first > 2 * k:  # nothing below wants a gradient
                 break
             if room is None:

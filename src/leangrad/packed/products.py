@@ -9,6 +9,7 @@ whose cast is shared, so that a layer called a hundred times does not keep a hun
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,10 +18,12 @@ from torch.utils.weak import TensorWeakRef
 
 from leangrad import _torch
 
-from .slots import SLOTS, deliver
+from .slots import SLOTS, Compute, deliver
 
 #: Elements that are widened at a time: large enough to be fast, too small to matter.
 _BLOCK = 1 << 14
+
+_PRODUCT, _SUM = "its layer writes the product", "its layer writes the sum"  # what the report says
 
 
 def write_product(x: Tensor, g: Tensor, out: Tensor | None, add: bool, like: Tensor, is_transposed: bool) -> Tensor:
@@ -149,10 +152,10 @@ class PackedProduct(torch.autograd.Function):
             def compute(out: Tensor | None, add: bool) -> Tensor:
                 return write_product(_rows(x), rows, out, add, ctx.weight, ctx.is_transposed)
 
-            dw = deliver(ctx, 1, ctx.weight, compute, "its layer writes the product")
+            dw = deliver(ctx, 1, ctx.weight, compute, _PRODUCT)
         if ctx.needs_input_grad[2]:
             addend = rows if ctx.adds_inside else g
-            db = deliver(ctx, 2, ctx.bias, lambda out, add: write_sum(addend, out, add), "its layer writes the sum")
+            db = deliver(ctx, 2, ctx.bias, lambda out, add: write_sum(addend, out, add), _SUM)
         return dx, dw, db, None, None, None
 
 
@@ -182,6 +185,32 @@ def _in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 def _rows(tensor: Tensor) -> Tensor:
     """All leading dimensions as one."""
     return tensor if tensor.dim() == 2 else tensor.flatten(0, -2)
+
+
+class NodeWriter:
+    """Writes the gradients of the parameters among the tensors of a node of `leangrad.node`, such as an MLP's."""
+
+    def __init__(self, node: Any, tensors: Sequence[Tensor | None]) -> None:
+        self._node, self._tensors = node, tensors
+
+    def product(self, index: int, x: Tensor, g: Tensor) -> Tensor | None:
+        """gᵀ x for the weight at `index`, or None where it has been written."""
+        weight = self._tensors[index]
+        assert weight is not None
+        return self._deliver(index, lambda out, add: write_product(x, g, out, add, weight, True), _PRODUCT)
+
+    def sum(self, index: int, g: Tensor) -> Tensor | None:
+        """Σ_rows g for the bias at `index`, or None where it has been written."""
+        return self._deliver(index, lambda out, add: write_sum(g, out, add), _SUM)
+
+    def _deliver(self, index: int, compute: Compute, how: str) -> Tensor | None:
+        place = sum(tensor is not None for tensor in self._tensors[:index])  # a node has no edge for None
+        return deliver(self._node, place, self._tensors[index], compute, how)
+
+
+def node_writer(node: Any, tensors: Sequence[Tensor | None]) -> NodeWriter | None:
+    """A writer for a node that has packed parameters, else None."""
+    return NodeWriter(node, tensors) if any(SLOTS.get(tensor) is not None for tensor in tensors) else None
 
 
 class PackedLookup(torch.autograd.Function):

@@ -280,9 +280,7 @@ class _SlotTable:
 SLOTS = _SlotTable()
 
 
-def deliver(
-    node: Any, index: int, parameter: nn.Parameter, compute: Compute, how: str = "the op writes it"
-) -> Tensor | None:
+def deliver(node: Any, index: int, parameter: Any, compute: Compute, how: str = "the op writes it") -> Tensor | None:
     """Give `parameter` its gradient from inside an autograd Function's backward; return what backward has to return.
 
     `node` is the backward's `ctx`, `index` the parameter's place among the Function's tensor arguments, and
