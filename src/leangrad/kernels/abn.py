@@ -27,10 +27,10 @@ class Shape(NamedTuple):
     programs: int  # per processor; their registers must fit side by side
 
 
-# 16 warps with one or two 16-byte loads of bf16 in flight per map and thread. A pass that keeps sums in registers has
-# the smaller tile. More programs would only make the table of partial results longer.
+# Each thread loads 32 bytes of bf16 per map and tile, 16 where it also holds sums: 64 and 80 registers, so that this
+# many programs fit side by side. More of them would only make the table of partial results longer.
 FORWARD = Shape(tile=8192, warps=16, programs=2)
-BACKWARD = Shape(tile=4096, warps=16, programs=2)
+BACKWARD = Shape(tile=2048, warps=8, programs=3)
 SINGLE = Shape(tile=4096, warps=8, programs=4)  # one tile per program
 MERGED = 4096  # elements of the table that are read at a time
 

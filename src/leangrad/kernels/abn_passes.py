@@ -62,20 +62,32 @@ def _output(x, residual, mean, scale, bias, p, ACT: tl.constexpr):
 
 
 @triton.jit
-def _gradient(kept, dz, residual, mean, invstd, weight, bias, p, ACT: tl.constexpr, INVERTED: tl.constexpr):
-    """x̂ and dy of a tile; `residual` is 0 where there is none."""
+def _gradient(kept, dz, residual, center, scale, bias, p, ACT: tl.constexpr, INVERTED: tl.constexpr):
+    """(source − center) and dy of a tile; x̂ is the former times a factor of the channel. `residual` may be 0."""
     if INVERTED:
         y, d = invert(kept, p, ACT)
-        xhat = (y - bias[None, :]) / weight[None, :]
+        away = y - center[None, :]
         dy = dz * d
     else:
-        xhat = (kept - mean[None, :]) * invstd[None, :]
+        away = kept - center[None, :]
         dy = dz
         if ACT != "identity":
             # As in `_output`: y has the sign that it had there.
-            y = (kept - mean[None, :]) * (invstd * weight)[None, :] + bias[None, :] + residual
-            dy = dz * derivative(y, p, ACT)
-    return xhat, dy
+            dy = dz * derivative(away * scale[None, :] + bias[None, :] + residual, p, ACT)
+    return away, dy
+
+
+@triton.jit
+def _source(vectors_ptr, c, C, INVERTED: tl.constexpr):
+    """(center, factor, scale, bias): x̂ = (source − center)·factor, where the source is act⁻¹(z) or x."""
+    mean, invstd, weight, bias = _vectors(vectors_ptr, c, C)
+    scale = invstd * weight
+    center = mean
+    factor = invstd
+    if INVERTED:
+        center = bias
+        factor = 1.0 / weight
+    return center, factor, scale, bias
 
 
 @triton.jit
@@ -240,9 +252,9 @@ def sums_kernel(
     """Σ dy and Σ x̂·dy of this program's share; stores dy where it is the gradient of a residual."""
     c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     split, splits = tl.program_id(1), tl.num_programs(1)
-    mean, invstd, weight, bias = _vectors(vectors_ptr, c, C)
+    center, factor, scale, bias = _source(vectors_ptr, c, C, INVERTED)
     sum_dy = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
-    sum_xhat_dy = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
+    sum_away_dy = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
     for tile in range(split, tiles, splits):
         offsets, inside = _tile(tile, c, M, C, S, ROWS, WIDE, BLOCK_M)
         kept = tl.load(kept_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
@@ -250,14 +262,14 @@ def sums_kernel(
         residual = 0.0
         if HAS_RESIDUAL:
             residual = tl.load(residual_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
-        xhat, dy = _gradient(kept, dz, residual, mean, invstd, weight, bias, p, ACT, INVERTED)
+        away, dy = _gradient(kept, dz, residual, center, scale, bias, p, ACT, INVERTED)
         if STORE_DY:
             tl.store(dy_ptr + offsets, dy.to(dy_ptr.dtype.element_ty), mask=inside)
         sum_dy += dy
-        sum_xhat_dy += dy * xhat
+        sum_away_dy += dy * away
     at = table_ptr + split * C + c
     tl.store(at, tl.sum(sum_dy, 0), mask=c < C)
-    tl.store(at + splits * C, tl.sum(sum_xhat_dy, 0), mask=c < C)
+    tl.store(at + splits * C, tl.sum(sum_away_dy, 0) * factor, mask=c < C)
 
 
 @triton.jit
@@ -284,8 +296,8 @@ def backward_kernel(
     if split == 0:
         tl.store(dweight_ptr + c, sum_xhat_dy.to(dweight_ptr.dtype.element_ty), mask=c < C)
         tl.store(dbias_ptr + c, sum_dy.to(dbias_ptr.dtype.element_ty), mask=c < C)
-    mean, invstd, weight, bias = _vectors(vectors_ptr, c, C)
-    mean_dy, mean_xhat_dy, scale = sum_dy / M, sum_xhat_dy / M, weight * invstd
+    center, factor, scale, bias = _source(vectors_ptr, c, C, INVERTED)
+    constant, slope = scale * (sum_dy / M), scale * (sum_xhat_dy / M) * factor
     for step in range(split, tiles, splits):
         offsets, inside = _tile(tiles - 1 - step, c, M, C, S, ROWS, WIDE, BLOCK_M)
         kept = tl.load(kept_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
@@ -293,30 +305,30 @@ def backward_kernel(
         residual = 0.0
         if HAS_RESIDUAL:
             residual = tl.load(residual_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
-        xhat, dy = _gradient(kept, dz, residual, mean, invstd, weight, bias, p, ACT, INVERTED)
-        dx = (dy - mean_dy[None, :] - xhat * mean_xhat_dy[None, :]) * scale[None, :]
+        away, dy = _gradient(kept, dz, residual, center, scale, bias, p, ACT, INVERTED)
+        dx = scale[None, :] * dy - constant[None, :] - slope[None, :] * away
         tl.store(out_ptr + offsets, dx.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def input_kernel(
-    kept_ptr, dz_ptr, residual_ptr, out_ptr, sums_ptr, vectors_ptr, p, scale, M, C, S, tiles,
+    kept_ptr, dz_ptr, residual_ptr, out_ptr, sums_ptr, vectors_ptr, p, part, M, C, S, tiles,
     ACT: tl.constexpr, INVERTED: tl.constexpr, HAS_RESIDUAL: tl.constexpr, TRAINING: tl.constexpr,
     ROWS: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """dx from given sums (`scale` turns them into means), or in eval mode without; one tile per program."""
+    """dx from given sums (times `part` they are means), or in eval mode without; one tile per program."""
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     offsets, inside = _tile(tiles - 1 - tl.program_id(0), c, M, C, S, ROWS, WIDE, BLOCK_M)
-    mean, invstd, weight, bias = _vectors(vectors_ptr, c, C)
+    center, factor, scale, bias = _source(vectors_ptr, c, C, INVERTED)
     kept = tl.load(kept_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
     dz = tl.load(dz_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
     residual = 0.0
     if HAS_RESIDUAL:
         residual = tl.load(residual_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
-    xhat, dx = _gradient(kept, dz, residual, mean, invstd, weight, bias, p, ACT, INVERTED)
+    away, dy = _gradient(kept, dz, residual, center, scale, bias, p, ACT, INVERTED)
+    dx = scale[None, :] * dy
     if TRAINING:
-        mean_dy = tl.load(sums_ptr + c, mask=c < C, other=0.0) * scale
-        mean_xhat_dy = tl.load(sums_ptr + C + c, mask=c < C, other=0.0) * scale
-        dx = dx - mean_dy[None, :] - xhat * mean_xhat_dy[None, :]
-    dx = dx * (weight * invstd)[None, :]
+        constant = scale * (tl.load(sums_ptr + c, mask=c < C, other=0.0) * part)
+        slope = scale * (tl.load(sums_ptr + C + c, mask=c < C, other=0.0) * part) * factor
+        dx = dx - constant[None, :] - slope[None, :] * away
     tl.store(out_ptr + offsets, dx.to(out_ptr.dtype.element_ty), mask=inside)
