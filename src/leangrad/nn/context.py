@@ -107,7 +107,7 @@ class AttentionContext(nn.Module):
     def forward(self, x: Tensor, incoming: Tensor | None = None) -> Tensor:
         """X + (s/D)·XC for x of (..., D), with the incoming context or else the module's own; x itself with none."""
         context = self.context if incoming is None else incoming
-        if context is not None and self.training and self.rate > 0 and graph_task() >= 0:
+        if context is not None and self.training and self.rate > 0 and _in_backward():
             raise ChangedError(
                 "AttentionContext was run again inside a backward, as torch.utils.checkpoint does, but its context has "
                 "changed since the first run; leave it out of the checkpointed region, or put it into eval mode"
@@ -122,7 +122,7 @@ class AttentionContext(nn.Module):
         context = self.context if incoming is None else incoming
         if x.shape[-1:] != (self.width,):
             raise ValueError(f"x: expected (..., {self.width}), got {tuple(x.shape)}")
-        if self.training and not torch.compiler.is_compiling() and graph_task() < 0:
+        if self.training and not _in_backward():  # a checkpoint's second run must not move it again
             self.context = context = update_context(x, y, self.rate, context)
         return context
 
@@ -150,6 +150,10 @@ class AttentionContext(nn.Module):
         elif saved is None and f"{prefix}strength" in state_dict:
             self.context = None
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def _in_backward() -> bool:
+    return not torch.compiler.is_compiling() and graph_task() >= 0
 
 
 class _ApplyContext(torch.autograd.Function):

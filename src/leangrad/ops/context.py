@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 
 from leangrad import workspace
+from leangrad._torch import is_traced
 
 __all__ = ["apply_context", "apply_context_backward", "update_context"]
 
 ROWS = 32
-SMALLEST_DENOMINATOR = 1e-12
+SMALLEST = 1e-12  # denominator of a correlation
 
 # Elements that are summed at once: two float64 chunks stay in a CPU's cache; a GPU needs fewer launches more than that.
 CHUNK = {"cpu": 1 << 15, "cuda": 1 << 21}
@@ -112,27 +113,32 @@ def update_context(x: Tensor, y: Tensor, rate: float, context: Tensor | None = N
         context = torch.zeros(width, width, dtype=dtype, device=x.device)
     if x.numel() == 0:
         return context
+    if is_traced():  # a compiler plans its memory itself
+        return _move(context, _correlate(x, y, dtype), rate)
     with (
         workspace.default.borrow("context.correlation", context.shape, dtype=dtype, device=x.device) as found,
         workspace.default.borrow("context.denominator", context.shape, dtype=dtype, device=x.device) as denominator,
     ):
-        _correlate(x, y, found.tensor, denominator.tensor)
-        found.tensor.tanh_()
-        if context.dtype == dtype:
-            context.lerp_(found.tensor, rate)
-        else:  # a step of 0.01 is below what a low precision can add to
-            denominator.tensor.copy_(context)
-            context.copy_(denominator.tensor.lerp_(found.tensor, rate))
-    return context
+        return _move(context, _correlate(x, y, dtype, found.tensor, denominator.tensor), rate)
 
 
-def _correlate(x: Tensor, y: Tensor, out: Tensor, denominator: Tensor) -> None:
-    """The correlations of each channel of x with each of y, between -1 and 1."""
+def _move(context: Tensor, correlation: Tensor, rate: float) -> Tensor:
+    """C ← (1 − r)·C + r·tanh(corr); the correlations are used up."""
+    if context.dtype == correlation.dtype:
+        return context.lerp_(correlation.tanh_(), rate)
+    # A step of 0.01 is below what a low precision can add to.
+    return context.copy_(context.to(correlation.dtype).lerp_(correlation.tanh_(), rate))
+
+
+def _correlate(
+    x: Tensor, y: Tensor, dtype: torch.dtype, out: Tensor | None = None, denominator: Tensor | None = None
+) -> Tensor:
+    """The correlations of each channel of x with each of y, between -1 and 1; `denominator` is scratch."""
     x_unit, x_norm = _unit_channels(_sample(x))
     y_unit, y_norm = _unit_channels(_sample(y))
-    torch.mm(x_unit.t().to(out.dtype), y_unit.to(out.dtype), out=out)
-    torch.outer(x_norm.to(out.dtype), y_norm.to(out.dtype), out=denominator)
-    out.mul_(torch.gt(denominator, SMALLEST_DENOMINATOR, out=denominator))
+    out = torch.mm(x_unit.t().to(dtype), y_unit.to(dtype), out=out)
+    large = torch.gt(torch.outer(x_norm.to(dtype), y_norm.to(dtype), out=denominator), SMALLEST, out=denominator)
+    return out.mul_(large)
 
 
 def _sample(x: Tensor) -> Tensor:
