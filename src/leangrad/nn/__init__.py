@@ -3,6 +3,17 @@
 from leangrad.nn.abn import ABN, InPlaceABN, InPlaceABNSync
 from leangrad.nn.context import AttentionContext
 from leangrad.nn.dense import MLP, Activate, Dense
+from leangrad.nn.diffusion import DiffusionBlock
 from leangrad.nn.transformer import TransformerBlock
 
-__all__ = ["ABN", "MLP", "Activate", "AttentionContext", "Dense", "InPlaceABN", "InPlaceABNSync", "TransformerBlock"]
+__all__ = [
+    "ABN",
+    "MLP",
+    "Activate",
+    "AttentionContext",
+    "Dense",
+    "DiffusionBlock",
+    "InPlaceABN",
+    "InPlaceABNSync",
+    "TransformerBlock",
+]

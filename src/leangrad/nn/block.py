@@ -10,13 +10,14 @@ with `norm(x) * (1 + scale) + shift` for the norms where a condition is given. F
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from leangrad.nn.block_steps import Heads, attend, project
 from leangrad.nn.prepare import Activated, Normed
@@ -112,11 +113,17 @@ class Block:
         )
 
     def plain(self, *tensors: Tensor | None) -> Tensor:
-        """The same numbers, the same draws included, on autograd's own ops."""
+        """The same numbers, the same draws included, on autograd's own ops, each of which has a second derivative.
+
+        Torch's fused attentions have none, so the one that is written out in ATen runs. It draws other numbers for
+        dropout on CUDA than they do: there the fused one runs, and a second derivative is refused by torch.
+        """
         i = Inputs(*tensors)  # type: ignore[arg-type]
-        if self.replay is None:
-            return self._plain(i)
-        with self.replay.again():
+        written_out = i.x.device.type == "cpu" or not self.heads.dropout
+        with (
+            nullcontext() if self.replay is None else self.replay.again(),
+            sdpa_kernel(SDPBackend.MATH) if written_out else nullcontext(),
+        ):
             return self._plain(i)
 
     def _plain(self, i: Inputs) -> Tensor:

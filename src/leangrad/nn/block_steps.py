@@ -119,7 +119,10 @@ def _gradient_of_product(tape: Tape, g: Lease, w: Tensor, mask: Tensor | None, d
 
 
 def _drop_(y: Tensor, p: float) -> Tensor:
-    """Dropout in place, and its mask. Draws what `F.dropout` draws, and gives its bits."""
+    """Dropout in place, and its mask. Draws what `F.dropout` draws (nothing for p = 1), and gives its bits."""
+    if p == 1:
+        y.mul_(0)
+        return torch.zeros_like(y, dtype=torch.bool)
     if y.device.type == "cpu":
         mask = torch.empty_like(y, dtype=torch.bool).bernoulli_(1 - p)
         y.mul_(mask).mul_(_kept_scale(y, p))
@@ -130,8 +133,8 @@ def _drop_(y: Tensor, p: float) -> Tensor:
 
 
 def _kept_scale(like: Tensor, p: float) -> Tensor:
-    """1/(1 − p), rounded as dropout rounds it; all is 0 where p = 1."""
-    return torch.ones((), dtype=like.dtype).div_(1 - p) if p < 1 else torch.zeros((), dtype=like.dtype)
+    """1/(1 − p), rounded as dropout rounds it; for p = 1 the mask is 0 anyway."""
+    return torch.ones((), dtype=like.dtype).div_(1 - p if p < 1 else 1)
 
 
 @dataclass(frozen=True)
@@ -155,7 +158,8 @@ class Heads:
         return self._by_position(packed)[:, :, : self.queries + self.keys]
 
     def _by_position(self, packed: Tensor) -> Tensor:
-        return packed.view(self.batch, self.length, self.queries + 2 * self.keys, -1)
+        heads = self.queries + 2 * self.keys
+        return packed.view(self.batch, self.length, heads, packed.shape[-1] // heads)
 
 
 def attend(tape: Tape, qkv: Var, heads: Heads, mask: Var | None = None, rotary: tuple[Var, Var] | None = None) -> Var:

@@ -9,6 +9,7 @@ replaced, a tensor subclass, `torch.compile`, `torch.func`) runs as the plain mo
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from leangrad._torch import has_global_hooks, has_hooks
 from leangrad.functional import autocast_enabled, runs_plain
 from leangrad.nn.block import Block, Inputs, Replay
 from leangrad.nn.block_steps import Heads
+from leangrad.nn.context import AttentionContext
 from leangrad.nn.masks import fit_mask
 from leangrad.node import run
 from leangrad.ops.activation import ACTIVATIONS, Activation, resolve
@@ -138,7 +140,7 @@ class ResidualBlock(nn.Module):
         dropout: float = 0.0,
         rotary: bool | float = False,
         bias: bool = True,
-        context: Any = None,
+        context: AttentionContext | None = None,
         eps: float = 1e-5,
         device: Any = None,
         dtype: torch.dtype | None = None,
@@ -160,13 +162,16 @@ class ResidualBlock(nn.Module):
         )
         self.norm2 = _make_norm(norm, width, eps, bias, place)
         self.ffn = FeedForward(width, hidden, record, bias=bias, **place)
+        if context is not None and context.width != width:
+            raise ValueError(f"context: expected one of width {width}, got one of {context.width}")
         self.context = context
 
     def _run(self, x: Tensor, mask: Tensor | None, film: Film = _NO_FILM) -> Tensor:
         """As one node where a gradient is wanted and nothing speaks against it, else plainly."""
-        _check_input(x, self.width, self.attention.qkv.weight)
-        if not self._is_as_made() or not _wants_node(x, mask, film, self):
+        self._check(x)
+        if not self._is_as_made() or not _wants_node(x, mask, film, self._own_parameters()):
             return self._run_plain(x, mask, film)
+        given, x = x, x if self.context is None else self.context(x)
         device_type = x.device.type
         autocast = autocast_enabled(device_type)
         dtype = torch.get_autocast_dtype(device_type) if autocast else x.dtype
@@ -186,7 +191,8 @@ class ResidualBlock(nn.Module):
         )
         norms = (_kind_and_eps(self.norm1), _kind_and_eps(self.norm2))
         replay = Replay(x.device) if dropout else None
-        block = Block(heads, norms, self.ffn.record, dropout, replay=replay)
+        observe = None if self.context is None else partial(_update, self.context, given)
+        block = Block(heads, norms, self.ffn.record, dropout, observe, replay)
         with torch.autocast(device_type, enabled=False) if autocast else nullcontext():
             return run(block, block.plain, *inputs).view(x.shape)
 
@@ -199,11 +205,19 @@ class ResidualBlock(nn.Module):
     def _run_plain(self, x: Tensor, mask: Tensor | None, film: Film = _NO_FILM) -> Tensor:
         """The children, one after another."""
         scale1, shift1, scale2, shift2 = film
-        r = x + self._dropped(self.attention(_film(self.norm1(x), scale1, shift1), mask))
+        given, x = x, x if self.context is None else self.context(x)
+        y = self.attention(_film(self.norm1(x), scale1, shift1), mask)
+        if self.context is not None:
+            self.context.update(given, y)
+        r = x + self._dropped(y)
         return r + self._dropped(self.ffn(_film(self.norm2(r), scale2, shift2)))
 
     def _dropped(self, y: Tensor) -> Tensor:
         return F.dropout(y, self.dropout, self.training) if self.dropout else y
+
+    def _own_parameters(self) -> list[nn.Parameter]:
+        """Those that the node reads."""
+        return [p for child in (self.norm1, self.attention, self.norm2, self.ffn) for p in child.parameters()]
 
     def _is_as_made(self) -> bool:
         """Whether every child is of the class that this one made, and has neither hooks nor a forward of its own."""
@@ -215,6 +229,21 @@ class ResidualBlock(nn.Module):
         if any(type(m) is not nn.Linear for m in linears) or any(type(m) not in _NORM_KINDS for m in norms):
             return False
         return not any(has_hooks(m) or _has_own_forward(m) for m in (attention, ffn, *linears, *norms))
+
+    def _check(self, x: Tensor) -> None:
+        if not isinstance(x, Tensor):
+            raise TypeError(f"x: expected a tensor, got {type(x).__name__}")
+        if x.dim() != 3 or x.shape[-1] != self.width:
+            raise ValueError(f"x: expected (batch, length, {self.width}), got {tuple(x.shape)}")
+        weight = next(self.attention.parameters(), x)
+        if x.device != weight.device:
+            raise ValueError(
+                f"x: expected the device of the weights, {weight.device}, got {x.device}; move x or the module"
+            )
+        if x.dtype != weight.dtype and not autocast_enabled(x.device.type):
+            raise TypeError(
+                f"x: expected the dtype of the weights, {weight.dtype}, got {x.dtype}; convert x or the module"
+            )
 
     def extra_repr(self) -> str:
         """The dropout of both halves."""
@@ -264,7 +293,7 @@ class TransformerBlock(ResidualBlock):
 
     def plain(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """The same on autograd's own ops: the modules that the block consists of, one after another."""
-        _check_input(x, self.width, self.attention.qkv.weight)
+        self._check(x)
         return self._run_plain(x, mask)
 
 
@@ -301,18 +330,21 @@ def _film(n: Tensor, scale: Tensor | None, shift: Tensor | None) -> Tensor:
     return n if scale is None or shift is None else n * (1 + scale.unsqueeze(1)) + shift.unsqueeze(1)
 
 
-def _wants_node(x: Tensor, mask: Tensor | None, film: Film, module: nn.Module) -> bool:
+def _update(context: AttentionContext, x: Tensor, y: Tensor) -> None:
+    context.update(x, y.view(x.shape))
+
+
+def _wants_node(x: Tensor, mask: Tensor | None, film: Film, parameters: list[nn.Parameter]) -> bool:
     """Whether a gradient is wanted, and by somebody who need not see torch's own ops."""
-    parameters = list(module.parameters())
-    if not torch.is_grad_enabled() or not any(t.requires_grad for t in (x, *parameters)):
+    if not torch.is_grad_enabled() or not any(t is not None and t.requires_grad for t in (x, *film, *parameters)):
         return False
     if x.numel() == 0 or (mask is not None and mask.requires_grad) or runs_plain(x, mask, *film, *parameters):
         return False
     if x.is_cuda and torch.cuda.is_current_stream_capturing():
         return False
-    dtypes = {t.dtype for t in (x, *parameters)}
-    # Autocast runs a norm in the dtype of its input on a CPU and in float32 on CUDA: the same for float32.
-    return len(dtypes) == 1 and (not autocast_enabled(x.device.type) or x.dtype == torch.float32)
+    # Autocast runs a norm in the dtype of its input on a CPU, and in float32 on CUDA: the same for float32.
+    autocast = autocast_enabled(x.device.type)
+    return {t.dtype for t in (x, *parameters)} == {torch.float32 if autocast else x.dtype}
 
 
 def _affine(norm: nn.Module) -> tuple[Tensor | None, Tensor | None]:
@@ -340,16 +372,3 @@ def _check_heads(width: int, heads: int, kv_heads: int, rotary: bool) -> None:
         raise ValueError(f"kv_heads: expected a divisor of heads, {heads}; got {kv_heads}")
     if rotary and width // heads % 2:
         raise ValueError(f"rotary: needs heads of an even width, got {width} / {heads} = {width // heads}")
-
-
-def _check_input(x: Tensor, width: int, weight: Tensor) -> None:
-    if not isinstance(x, Tensor):
-        raise TypeError(f"x: expected a tensor, got {type(x).__name__}")
-    if x.dim() != 3 or x.shape[-1] != width:
-        raise ValueError(f"x: expected (batch, length, {width}), got {tuple(x.shape)}")
-    if x.device != weight.device:
-        raise ValueError(
-            f"x: expected the device of the weights, {weight.device}, got {x.device}; move x or the module"
-        )
-    if x.dtype != weight.dtype and not autocast_enabled(x.device.type):
-        raise TypeError(f"x: expected the dtype of the weights, {weight.dtype}, got {x.dtype}; convert x or the module")

@@ -72,7 +72,7 @@ def record_attention(
         return tensor
 
     with torch.enable_grad():
-        sources = _Sources.apply(torch.empty((), device="cpu", requires_grad=True), q, k, v)
+        sources = _Sources.apply(torch.empty(0, device="cpu", requires_grad=True), q, k, v)
         q, k, v = sources
         with saved_tensors_hooks(take, give_back):
             out = attend(q, k, v, mask, causal, dropout)

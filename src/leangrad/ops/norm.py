@@ -141,12 +141,14 @@ def _rms_backward(
     wide_weight = None if weight is None else _wide(weight)
     sums: list[Tensor] = []  # of the chunks: adding them up one after another would round once for each
     for into_c, g_c, x_c, r in _chunks(into, g, x, rstd):
-        normed, gw = _wide(x_c) * r, _wide(g_c)
+        wide_x, gw = _wide(x_c), _wide(g_c)
         if needs[0]:
-            sums.append((gw * normed).sum(0))
+            sums.append((gw * (wide_x * r)).sum(0))
         if wide_weight is not None:
             gw = gw * wide_weight
-        into_c.copy_(gw.sub(normed.mul_((gw * normed).mean(-1, keepdim=True))).mul_(r))
+        # As autograd has it, product by product, for the same bits: g w r − x (r³ Σ g w x)/D.
+        slope = (gw * wide_x).sum(-1, keepdim=True).mul_(-0.5).mul_(r.pow(3)).div_(x.shape[1])
+        into_c.copy_((gw * r).add_((2 * wide_x).mul_(slope)))
     dweight = torch.stack(sums).sum(0).to(weight.dtype) if sums and weight is not None else None
     return into, dweight, None
 
