@@ -74,7 +74,10 @@ def chunk_length(steps: int) -> int:
     >>> [chunk_length(steps) for steps in (1, 100, 4096, 10**6)]
     [16, 16, 32, 128]
     """
-    return min(128, max(16, 1 << round(math.log2(max(1, steps)) / 2 - 1)))
+    length = 16
+    while length < 128 and 4 * length * length < steps:
+        length *= 2
+    return length
 
 
 def state_dtype(scan: Scan) -> torch.dtype:
