@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from leangrad.kernels import serves
+from leangrad.ops.abn_activation import Activation, activate_, activation_backward, invert
 
 __all__ = ["Activation", "Kept", "backward_input", "backward_sums", "forward", "fused_backward", "normalize"]
 __all__ += ["stack_vectors", "stats", "update_running"]
@@ -33,21 +34,6 @@ aten: Any = torch.ops.aten
 
 # Elements per scratch buffer: large enough that a chunk costs more than the Python around it, small enough for a cache.
 CHUNK = 1 << 18
-
-
-@dataclass(frozen=True)
-class Activation:
-    """One of the activations that both the eager code and the kernels know; `param` is the slope or alpha."""
-
-    name: str = "leaky_relu"
-    param: float = 0.01
-
-    NAMES = ("leaky_relu", "elu", "identity", "relu", "silu", "gelu", "gelu_tanh")
-
-    @property
-    def inverts(self) -> bool:
-        """Whether y can be computed from z alone."""
-        return self.name == "identity" or (self.name in ("leaky_relu", "elu") and self.param > 0)
 
 
 @dataclass(frozen=True)
@@ -275,55 +261,6 @@ def fused_backward(
     )  # fmt: skip
 
 
-def activate_(y: Tensor, act: Activation) -> Tensor:
-    """act(y), in place."""
-    match act.name:
-        case "leaky_relu":
-            return torch.nn.functional.leaky_relu_(y, act.param)
-        case "elu":
-            return torch.nn.functional.elu_(y, act.param)
-        case "relu":
-            return y.relu_()
-        case "silu":
-            return torch.nn.functional.silu(y, inplace=True)
-        case "gelu" | "gelu_tanh":
-            return aten.gelu_(y, approximate="tanh" if act.name == "gelu_tanh" else "none")  # type: ignore[no-any-return]
-        case "identity":
-            return y
-    raise ValueError(f"expected an activation of {Activation.NAMES}, got {act.name!r}")
-
-
-def _activation_backward(dz: Tensor, y: Tensor, act: Activation, is_result: bool, out: Tensor | None = None) -> Tensor:
-    """dz·act'(y), in `out` if given; with `is_result` from z in the place of y."""
-    if act.name == "identity":
-        return dz
-    dy = torch.empty_like(dz) if out is None else out
-    match act.name:
-        case "leaky_relu":
-            aten.leaky_relu_backward.grad_input(dz, y, act.param, is_result, grad_input=dy)
-        case "elu":
-            aten.elu_backward.grad_input(dz, act.param, 1.0, 1.0, is_result, y, grad_input=dy)
-        case "relu":
-            aten.threshold_backward.grad_input(dz, y, 0.0, grad_input=dy)
-        case "silu":
-            aten.silu_backward.grad_input(dz, y, grad_input=dy)
-        case "gelu" | "gelu_tanh":
-            approximate = "tanh" if act.name == "gelu_tanh" else "none"
-            aten.gelu_backward.grad_input(dz, y, approximate=approximate, grad_input=dy)
-    return dy
-
-
-def _invert(z: Tensor, act: Activation) -> Tensor:
-    """act⁻¹(z)."""
-    if act.name == "leaky_relu":
-        return torch.nn.functional.leaky_relu(z, 1.0 / act.param)
-    if act.name == "elu":
-        # z → −α means y → −∞: the clamp keeps it finite, at the y whose z is the last one above −α.
-        negative = (z / act.param).clamp_(-1.0 + torch.finfo(z.dtype).eps, 0.0).log1p_()
-        return negative.add_(z.clamp(min=0.0))
-    return z
-
-
 def _sums(dy: Tensor, source: Tensor, center: Tensor, factor: Tensor) -> Any:
     """(None, Σ dy·(source − center)·factor, Σ dy) of each channel: ATen's backward, asked only for its sums."""
     # Without a weight (here any vector) it gives no sums on CUDA.
@@ -355,13 +292,13 @@ def _prepare(part: list[Any], v: Vectors, act: Activation, inverted: bool) -> tu
     if out is not None and (out.dtype != dz.dtype or not out.is_contiguous()):
         out = None
     if inverted:
-        return _invert(kept, act), _activation_backward(dz, kept, act, True, out)
+        return invert(kept, act), activation_backward(dz, kept, act, True, out)
     if act.name == "identity":
         return kept, dz
     y = _affine(kept, v)
     if residual is not None:
         y.add_(residual)
-    return kept, _activation_backward(dz, y, act, False, out)
+    return kept, activation_backward(dz, y, act, False, out)
 
 
 def _spread(vector: Tensor, like: Tensor) -> Tensor:
