@@ -474,7 +474,7 @@ def test_errors_name_the_argument():
         block(torch.randn(3, 32))
     with pytest.raises(ValueError, match=r"x: expected \(batch, length, 32\), got \(3, 7, 31\)"):
         block(torch.randn(3, 7, 31))
-    with pytest.raises(TypeError, match="x: expected the dtype of the weights, torch.float32, got torch.float64"):
+    with pytest.raises(TypeError, match=r"x: expected the dtype of the weights, torch\.float32, got torch\.float64"):
         block(torch.randn(3, 7, 32, dtype=torch.float64))
     with pytest.raises(ValueError, match="x: expected the device of the weights, cpu, got meta"):
         block(torch.randn(3, 7, 32, device="meta"))

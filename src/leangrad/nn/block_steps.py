@@ -45,15 +45,14 @@ def project(
     given = x.value
     lease = None
     if prepare is not None:
-        lease = tape.pool.borrow(torch.Size((x.shape[0], prepare.width(x))), weight.value)
-        prepare.forward(tape, given, lease.tensor)
+        lease, _ = prepare.forward(tape, given, weight.dtype)
         given = lease.tensor
     y = linear(given, weight.value, None if bias is None else bias.value)
     if lease is not None:
         tape.pool.release(lease)
     if observe is not None:
         observe(y)
-    mask = _drop_(y, dropout) if dropout else None
+    y, mask = _drop(y, dropout) if dropout else (y, None)
     if residual is not None:  # torch promotes as plain code does where autocast has made y smaller
         y = y.add_(residual.value) if y.dtype == residual.dtype else residual.value + y
     needs_grad = (prepare is not None and prepare.needs_grad) or any(map(_needs, (x, weight, bias, residual)))
@@ -85,8 +84,7 @@ def _project_backward(
     lease: Lease | None = None
     statistics: Statistics = ()
     if prepare is not None and (weight.needs_grad or needs_dx):
-        lease = tape.pool.borrow(torch.Size((x.shape[0], w.shape[1])), w)
-        statistics = prepare.forward(tape, x.value, lease.tensor)
+        lease, statistics = prepare.forward(tape, x.value, w.dtype)
     if weight.needs_grad:
         given = x.value if lease is None else lease.tensor
         tape.receive(weight, Lease(linear_backward_weight(g.tensor, given)))
@@ -108,28 +106,28 @@ def _project_backward(
         tape.done(x, again)
 
 
-def _gradient_of_product(tape: Tape, g: Lease, w: Tensor, mask: Tensor | None, dropout: float) -> Lease:
+def _gradient_of_product(tape: Tape, g: Lease, w: Tensor, mask: Tensor | None, p: float) -> Lease:
     """The gradient before the dropout, in the dtype of the product."""
+    if mask is not None and not mask.is_cpu and p < 1:
+        undropped = Lease(torch.ops.aten.native_dropout_backward(g.tensor.to(w.dtype), mask, 1 / (1 - p)))
+        tape.pool.release(g)
+        return undropped
     into = tape.pool.borrow(g.tensor.shape, w)
     into.tensor.copy_(g.tensor)
     tape.pool.release(g)
     if mask is not None:
-        into.tensor.mul_(mask).mul_(_kept_scale(into.tensor, dropout))
+        into.tensor.mul_(mask).mul_(_kept_scale(into.tensor, p))
     return into
 
 
-def _drop_(y: Tensor, p: float) -> Tensor:
-    """Dropout in place, and its mask. Draws what `F.dropout` draws (nothing for p = 1), and gives its bits."""
+def _drop(y: Tensor, p: float) -> tuple[Tensor, Tensor]:
+    """Dropout, over y where it can be, and its mask. Draws what `F.dropout` draws, none for p = 1; gives its bits."""
     if p == 1:
-        y.mul_(0)
-        return torch.zeros_like(y, dtype=torch.bool)
-    if y.device.type == "cpu":
-        mask = torch.empty_like(y, dtype=torch.bool).bernoulli_(1 - p)
-        y.mul_(mask).mul_(_kept_scale(y, p))
-        return mask
-    dropped, mask = torch.native_dropout(y, p, True)
-    y.copy_(dropped)
-    return mask
+        return y.mul_(0), torch.zeros_like(y, dtype=torch.bool)
+    if not y.is_cpu:
+        return torch.native_dropout(y, p, True)
+    mask = torch.empty_like(y, dtype=torch.bool).bernoulli_(1 - p)
+    return y.mul_(mask).mul_(_kept_scale(y, p)), mask
 
 
 def _kept_scale(like: Tensor, p: float) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from leangrad.lease import Lease
@@ -26,11 +27,8 @@ class Prepare(Protocol):
     def needs_grad(self) -> bool:
         """Whether something that it reads beside x wants a gradient."""
 
-    def width(self, x: Var) -> int:
-        """The width of what it makes of x."""
-
-    def forward(self, tape: Tape, x: Tensor, out: Tensor) -> Statistics:
-        """Write what it makes of x into `out`, in the dtype of `out`; return what else backward reads."""
+    def forward(self, tape: Tape, x: Tensor, dtype: torch.dtype) -> tuple[Lease, Statistics]:
+        """What it makes of x, in scratch and in this dtype, and what else backward reads."""
 
     def backward(self, tape: Tape, g: Lease, x: Var, statistics: Statistics, again: bool) -> None:
         """Move g, which is owned, on to x and to what else wants a gradient."""
@@ -43,14 +41,12 @@ class Activated:
     record: Activation
     needs_grad = False
 
-    def width(self, x: Var) -> int:
-        """Half of it where x has gates."""
-        return x.shape[1] // 2 if self.record.gated else x.shape[1]
-
-    def forward(self, tape: Tape, x: Tensor, out: Tensor) -> Statistics:
-        """Equals `out.copy_(f(x))`."""
-        self.record.forward(x, self.record.parameter, out)
-        return ()
+    def forward(self, tape: Tape, x: Tensor, dtype: torch.dtype) -> tuple[Lease, Statistics]:
+        """Half as wide as x where x has gates."""
+        width = x.shape[1] // 2 if self.record.gated else x.shape[1]
+        lease = tape.pool.borrow(torch.Size((x.shape[0], width)), x)
+        self.record.forward(x, self.record.parameter, lease.tensor)
+        return lease, ()
 
     def backward(self, tape: Tape, g: Lease, x: Var, statistics: Statistics, again: bool) -> None:
         """Over g; a gated one over x, which is as large as its gradient, where nobody else reads it."""
@@ -82,40 +78,31 @@ class Normed:
         """Whether a parameter or the condition wants one."""
         return any(v is not None and v.needs_grad for v in (self.weight, self.bias, self.scale, self.shift))
 
-    def width(self, x: Var) -> int:
-        """That of x."""
-        return x.shape[1]
-
-    def forward(self, tape: Tape, x: Tensor, out: Tensor) -> Statistics:
-        """Equals `out.copy_(norm(x) * (1 + scale) + shift)`, in the dtype of x until it is copied."""
-        if self.scale is None:
-            return self._normalize(x, out)
-        lease = None if out.dtype == x.dtype else tape.pool.borrow(x.shape, x)
-        y = out if lease is None else lease.tensor
-        statistics = self._normalize(x, y)
-        assert self.shift is not None
-        self._by_sequence(y, self.scale).mul_(1 + self.scale.value.unsqueeze(1)).add_(self.shift.value.unsqueeze(1))
-        if lease is not None:
-            out.copy_(y)
-            tape.pool.release(lease)
-        return statistics
+    def forward(self, tape: Tape, x: Tensor, dtype: torch.dtype) -> tuple[Lease, Statistics]:
+        """In the dtype of x until it is done, as plain code has it under autocast."""
+        lease, statistics = self._normalize(tape, x, x.dtype if self.scale is not None else dtype)
+        if self.scale is not None and self.shift is not None:
+            y = self._by_sequence(lease.tensor, self.scale)
+            y.mul_(1 + self.scale.value.unsqueeze(1)).add_(self.shift.value.unsqueeze(1))
+            lease = _in_dtype(tape, lease, dtype)
+        return lease, statistics
 
     def backward(self, tape: Tape, g: Lease, x: Var, statistics: Statistics, again: bool) -> None:
         """Over g where it has the dtype of x."""
         value = x.value
-        if g.tensor.dtype != value.dtype:
-            wide = tape.pool.borrow(x.shape, value)
-            wide.tensor.copy_(g.tensor)
-            tape.pool.release(g)
-            g = wide
+        g = _in_dtype(tape, g, value.dtype)
         if self.scale is not None:
             self._film_backward(tape, g.tensor, value)
         weight, bias = (None if v is None else v.value for v in (self.weight, self.bias))
         needs = (_needs(self.weight), _needs(self.bias))
-        _, dweight, dbias = self.norm.backward(g.tensor, value, statistics, weight, bias, needs, g.tensor)
+        into = g.tensor if value.is_cpu else None
+        dx, dweight, dbias = self.norm.backward(g.tensor, value, statistics, weight, bias, needs, into)
         for var, gradient in ((self.weight, dweight), (self.bias, dbias)):
             if var is not None and gradient is not None:
                 tape.receive(var, Lease(gradient))
+        if into is None:
+            tape.pool.release(g)
+            g = Lease(dx)
         if x.needs_grad:
             tape.receive(x, g)
         else:
@@ -126,18 +113,22 @@ class Normed:
         assert self.scale is not None
         by_sequence = self._by_sequence(g, self.scale)
         if self.shift is not None and self.shift.needs_grad:
-            tape.receive(self.shift, Lease(by_sequence.sum(1)))
+            tape.receive(self.shift, Lease(by_sequence.sum(1).to(self.shift.dtype)))
         if self.scale.needs_grad:
-            lease = tape.pool.borrow(x.shape, x)
-            self._normalize(x, lease.tensor)
+            lease, _ = self._normalize(tape, x, x.dtype)
             product = self._by_sequence(lease.tensor.mul_(g), self.scale)
-            tape.receive(self.scale, Lease(product.sum(1)))
+            tape.receive(self.scale, Lease(product.sum(1).to(self.scale.dtype)))
             tape.pool.release(lease)
         by_sequence.mul_(1 + self.scale.value.unsqueeze(1))
 
-    def _normalize(self, x: Tensor, out: Tensor) -> Statistics:
+    def _normalize(self, tape: Tape, x: Tensor, dtype: torch.dtype) -> tuple[Lease, Statistics]:
+        """In scratch on a CPU; see [Note: rows at a time] in `leangrad.ops.norm`. Elsewhere torch allocates it."""
         weight, bias = (None if v is None else v.value for v in (self.weight, self.bias))
-        return self.norm.forward(x, weight, bias, self.eps, out)[1]
+        if not x.is_cpu:
+            y, statistics = self.norm.forward(x, weight, bias, self.eps, None)
+            return _in_dtype(tape, Lease(y), dtype), statistics
+        lease = tape.pool.borrow(x.shape, x.new_empty(0, dtype=dtype))
+        return lease, self.norm.forward(x, weight, bias, self.eps, lease.tensor)[1]
 
     @staticmethod
     def _by_sequence(rows: Tensor, condition: Var) -> Tensor:
@@ -150,6 +141,16 @@ def take_over(tape: Tape, x: Var, again: bool) -> Lease | None:
         return None
     memory, x.tensor = x.tensor, None
     return Lease(memory)
+
+
+def _in_dtype(tape: Tape, lease: Lease, dtype: torch.dtype) -> Lease:
+    """The same lease, or one on a copy in this dtype."""
+    if lease.tensor.dtype == dtype:
+        return lease
+    copy = tape.pool.borrow(lease.tensor.shape, lease.tensor.new_empty(0, dtype=dtype))
+    copy.tensor.copy_(lease.tensor)
+    tape.pool.release(lease)
+    return copy
 
 
 def _needs(var: Var | None) -> bool:
