@@ -10,6 +10,7 @@ from torch import Tensor
 
 from leangrad.kernels import abn as kernels
 from leangrad.kernels import serves
+from leangrad.nn import abn_spare
 from leangrad.nn.abn import ABN, InPlaceABN
 from leangrad.nn.abn_recipe import rebuilding
 from leangrad.ops import abn as ops
@@ -128,6 +129,32 @@ def check_layer(layout: str, name: str, dtype: torch.dtype, device: str, kind: t
         close("running statistics", a, b, torch.float32)
 
 
+def check_one_question(device: str) -> None:
+    """However many layers invert, the device is asked once in a step; and again once parameters could have changed."""
+    asked: list[int] = []
+    ask = abn_spare._ask
+    abn_spare._ask = lambda layers: asked.append(len(layers)) or ask(layers)
+    try:
+        model = torch.nn.Sequential(InPlaceABN(3), InPlaceABN(3, activation="elu"), InPlaceABN(3)).to(device)
+        with torch.no_grad():
+            model[0].weight[1] = 0.0  # keeps its input
+        x, dz, _ = case("planes", torch.float32, device)
+        x.requires_grad_()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(3):
+            del asked[:]
+            model(x * 1).backward(dz)
+            optimizer.step()
+        assert len(asked) == 1, asked
+        assert asked[0] >= 3
+        del asked[:]
+        with torch.no_grad():
+            model(x * 1)  # nobody will go backward
+        assert not asked
+    finally:
+        abn_spare._ask = ask
+
+
 def check_hidden_write(device: str) -> None:
     """A weight that is written through `.data` after the device was asked gives NaN, not a wrong gradient."""
     layers = [InPlaceABN(3).to(device) for _ in range(2)]
@@ -159,6 +186,7 @@ def check_all(device: str) -> None:
     check_passes("many tiles", ops.Activation("leaky_relu", 0.3), torch.float32, device, inverted=True, added=False)
     check_passes("wide rows", ops.Activation("silu"), torch.float32, device, inverted=False, added=True)
     check_module(device)
+    check_one_question(device)
     check_hidden_write(device)
     for name in ops.Activation.NAMES:
         check_layer("channels_last", name, torch.float32, device, ABN, added=name in ("relu", "identity"))
