@@ -6,10 +6,10 @@ Each way is one loop over the layers with little Python in it, because on an acc
 long as the host needs to launch it.
 
 [Note: two gradients] Backward holds the gradient of z_k and that of h_{k-1}, which becomes that of z_{k-1} where it
-lies. A map is dead when its last reader is done, and the next gradient is written there; what is missing comes from
-scratch (`leangrad.lease`). At the top of a chain of relus nothing is dead yet. There, on the CPU, the zeros of the map
-are noted, one byte each, and the gradient is written over it; on an accelerator that would be one launch more, and a
-map out of its caching allocator costs none.
+lies. On the CPU, where memory that was freed is paid for again in page faults, the next gradient is written into what
+is dead (`Rooms`), and what is missing comes from scratch that outlives the chain. At the top of a chain of relus
+nothing is dead yet; there the zeros of a map are noted, one byte each, and the gradient is written over it. On an
+accelerator (`NoRooms`) the caching allocator does all that at no cost: what is dropped is the next that it hands out.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from leangrad.lease import Lease, Pool, borrowed
+from leangrad.lease import return_scratch, take_scratch
 from leangrad.ops.activation import Activation
 
 __all__ = ["Chain"]
@@ -38,6 +38,52 @@ class Writer(Protocol):
 
     def sum(self, index: int, g: Tensor) -> Tensor | None:
         """Σ_rows g for the bias `tensors[index]`, or None where it has been written."""
+
+
+class Rooms:
+    """Memory to write to: what is dead, else scratch, which goes back when all is done."""
+
+    def __init__(self) -> None:
+        self.dead: Tensor | None = None
+        self.scratch: list[Tensor] = []
+
+    def room(self, shape: torch.Size, like: Tensor) -> Tensor | None:
+        """Memory of this shape, with anything in it; None where the op had better allocate it."""
+        memory, numel = self.dead, shape.numel()
+        if memory is None or memory.numel() < numel:
+            memory = take_scratch(shape, like)
+            self.scratch.append(memory)
+        else:
+            self.dead = None
+        return memory if memory.shape == shape else memory.view(-1)[:numel].view(shape)
+
+    def room_to_keep(self, shape: torch.Size) -> Tensor | None:
+        """The same for a result that leaves the chain: memory that is exactly so large, and no scratch."""
+        dead = self.dead
+        if dead is None or dead.untyped_storage().nbytes() != shape.numel() * dead.element_size():
+            return None
+        return None if any(dead.data_ptr() == memory.data_ptr() for memory in self.scratch) else dead.view(shape)
+
+    def drop(self, memory: Tensor) -> None:
+        """Nobody will look at this again. The larger of two is remembered: one is enough for the next gradient."""
+        if memory.is_contiguous() and (self.dead is None or self.dead.numel() < memory.numel()):
+            self.dead = memory
+
+    def close(self) -> None:
+        """Let the scratch wait for the next chain."""
+        for memory in self.scratch:
+            return_scratch(memory)
+
+
+class NoRooms(Rooms):
+    """For a device whose allocator keeps what is dropped: ops allocate, and nothing is remembered."""
+
+    def room(self, shape: torch.Size, like: Tensor) -> Tensor | None:
+        """The op allocates."""
+        return None
+
+    def drop(self, memory: Tensor) -> None:
+        """The allocator sees it when the last reference goes."""
 
 
 class Chain:
@@ -63,31 +109,31 @@ class Chain:
 
     def forward(self, tensors: Tensors) -> Tensor:
         """The output of the last layer, in memory of its own."""
-        needs, last, pool = self.needs, len(self.records) - 1, Pool()
+        needs, kept, last = self.needs, self.kept, len(self.records) - 1
         h, flowing = tensors[0], needs[0]
         assert h is not None
+        rooms = Rooms() if h.is_cpu else NoRooms()
         for k, record in enumerate(self.records):
-            z = F.linear(h, tensors[2 * k + 1], tensors[2 * k + 2])  # type: ignore[arg-type]
+            h = z = F.linear(h, tensors[2 * k + 1], tensors[2 * k + 2])  # type: ignore[arg-type]
             flowing = flowing or needs[2 * k + 1] or needs[2 * k + 2]
             read = k < last and needs[2 * k + 3]
             if record is None:
-                h = z
+                pass
             elif record.keeps == "output" or not flowing:
                 h = record.forward(z, record.parameter, z if record.in_place else None)
                 if flowing and k < last:
-                    self.kept[k] = h
+                    kept[k] = h
                 self.reads_output = flowing and k == last
             else:
-                self.kept[k] = z
+                kept[k] = z
                 if k < last and z.numel() * z.element_size() >= REBUILD_MIN_BYTES:
-                    lease = self._rebuild(k, pool)
-                    h, read = lease.tensor, False
-                    pool.release(lease)  # it is read before anybody writes there again
+                    h, read = self._rebuild(k, rooms), False
+                    rooms.drop(h)  # the next layer reads it before anybody writes there again
                 else:
                     h = record.forward(z, record.parameter, None)
             if read:
                 self.hidden[k] = h
-        pool.close()
+        rooms.close()
         return h
 
     def backward(
@@ -103,44 +149,39 @@ class Chain:
 
         `g` is overwritten where it is `ours`, and the maps where they are `spent`: nobody reads them after this.
         """
-        needs, pool, writer = self.needs, Pool(), self.writer
+        needs, records, rooms = self.needs, self.records, Rooms() if g.is_cpu else NoRooms()
         found: list[Tensor | None] = [None] * len(needs)
-        first = needs.index(True)
-        grad, zeros = Lease(g) if ours else borrowed(g), None
-        for k in range(len(self.records) - 1, -1, -1):
-            if zeros is not None:
-                grad.tensor.masked_fill_(zeros, 0)
-                zeros = None
-            elif self.records[k] is not None:
-                grad = self._activation_backward(k, grad, output, spent, pool)
-            g, weight, room = grad.tensor, tensors[2 * k + 1], None
+        first, zeros = needs.index(True), None
+        for k in range(len(records) - 1, -1, -1):
+            weight, room = tensors[2 * k + 1], None
             assert weight is not None
+            if zeros is not None:
+                g.masked_fill_(zeros, 0)
+                zeros = None
+            elif records[k] is not None:
+                g, ours = self._activation_backward(k, g, ours, output, spent, rooms), True
             if needs[2 * k + 1]:
                 h = self.hidden[k - 1] if k else tensors[0]
                 if h is None:
-                    room = self._rebuild(k - 1, pool)
-                    h = room.tensor
-                found[2 * k + 1] = torch.mm(g.t(), h) if writer is None else writer.product(2 * k + 1, h, g)
-                del h
+                    h = room = self._rebuild(k - 1, rooms)
+                found[2 * k + 1] = torch.mm(g.t(), h)
             if needs[2 * k + 2]:
-                found[2 * k + 2] = g.sum(0) if writer is None else writer.sum(2 * k + 2, g)
+                found[2 * k + 2] = g.sum(0)
             if first > 2 * k:  # nothing below wants a gradient
                 break
             if room is None:
-                zeros = self._note_zeros(k - 1, spent, pool) if k else None
                 shape = torch.Size((g.shape[0], weight.shape[1]))
+                zeros = self._note_zeros(k - 1, spent, rooms) if k else None
                 if zeros is not None:
-                    room = Lease(self._take(k - 1))
-                else:  # what is written for x leaves the chain
-                    room = pool.borrow(shape, g) if k else pool.give(shape, g)
-            torch.mm(g, weight, out=room.tensor)
-            pool.release(grad)
-            grad = room
-        if first == 0:
-            found[0] = grad.tensor
-        else:
-            pool.release(grad)
-        pool.close()
+                    room = self._take(k - 1)
+                else:
+                    room = rooms.room(shape, g) if k else rooms.room_to_keep(shape)
+            dh = torch.mm(g, weight, out=room)
+            if ours:
+                rooms.drop(g)
+            g, ours = dh, True
+        found[0] = g if first == 0 else None
+        rooms.close()
         return found
 
     def hand_over(self) -> list[Tensor]:
@@ -156,18 +197,18 @@ class Chain:
         for row, places in zip((self.kept, self.hidden), self._places, strict=True):
             row[:] = [None if maps is None or i < 0 else maps[i] for i in places]
 
-    def _rebuild(self, k: int, pool: Pool) -> Lease:
-        """h_k from z_k, in scratch."""
+    def _rebuild(self, k: int, rooms: Rooms) -> Tensor:
+        """h_k from z_k."""
         record, z = self.records[k], self.kept[k]
         assert record is not None
         assert z is not None
         shape = torch.Size((*z.shape[:-1], z.shape[-1] // 2)) if record.gated else z.shape
-        lease = pool.borrow(shape, z)
-        record.forward(z, record.parameter, lease.tensor)
-        return lease
+        return record.forward(z, record.parameter, rooms.room(shape, z))
 
-    def _activation_backward(self, k: int, grad: Lease, output: Tensor | None, spent: bool, pool: Pool) -> Lease:
-        """The gradient of z_k, written over that of h_k where it is owned, or over z_k where that is as large."""
+    def _activation_backward(
+        self, k: int, g: Tensor, ours: bool, output: Tensor | None, spent: bool, rooms: Rooms
+    ) -> Tensor:
+        """The gradient of z_k, over that of h_k where it is ours; for a gated one over z_k, which is as large."""
         record, kept = self.records[k], self.kept[k]
         assert record is not None
         if kept is None:
@@ -176,22 +217,22 @@ class Chain:
         if spent:
             self._take(k)
         if record.gated:
-            into = Lease(kept) if spent else pool.borrow(kept.shape, kept)
+            into = kept if spent else rooms.room(kept.shape, kept)
         else:
-            into = grad if grad.owned else pool.borrow(kept.shape, kept)
-        record.backward(grad.tensor, kept, record.parameter, into.tensor)
-        if into is not grad:
-            pool.release(grad)
+            into = g if ours else rooms.room(kept.shape, kept)
+        dz = record.backward(g, kept, record.parameter, into)
+        if record.gated and ours:
+            rooms.drop(g)
         if spent and not record.gated:
-            pool.bury(kept)
-        return into
+            rooms.drop(kept)
+        return dz
 
-    def _note_zeros(self, k: int, spent: bool, pool: Pool) -> Tensor | None:
+    def _note_zeros(self, k: int, spent: bool, rooms: Rooms) -> Tensor | None:
         """Where relu gave zero, if that is all its backward needs and its map is the best memory there is."""
         record, kept = self.records[k], self.kept[k]
-        if record is None or not record.zero_where_masked or kept is None or not spent:
+        if record is None or not record.zero_where_masked or kept is None or not spent or not kept.is_cpu:
             return None
-        return kept <= 0 if pool.is_empty and kept.is_cpu else None
+        return kept <= 0 if rooms.dead is None else None
 
     def _take(self, k: int) -> Tensor:
         """Move the map of layer k out."""
