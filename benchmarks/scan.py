@@ -23,7 +23,7 @@ from torch import Tensor
 
 from benchmarks.environment import RESULTS, write_rows
 from leangrad.measure import measure
-from leangrad.nn.scan import _plain, rg_lru, selective_scan
+from leangrad.nn.scan import _Kind, _plain, rg_lru, selective_scan
 
 Step = Callable[[], None]
 LENGTHS = (256, 512, 1024, 2048, 4096)
@@ -79,7 +79,7 @@ def forward_and_backward(function: Callable[..., Any], inputs: list[Tensor]) -> 
 
 
 def doubling(u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor) -> Tensor:
-    return _plain("zoh", u, dt, A, B, C, D, None, None)[0]
+    return _plain(_Kind("zoh"), u, dt, A, B, C, D, None, None)[0]
 
 
 def seconds_of(step: Step, device: str) -> float:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from leangrad.measure import measure
-from leangrad.nn.scan import _plain, rg_lru, selective_scan
+from leangrad.nn.scan import _Kind, _plain, rg_lru, selective_scan
 from leangrad.ops import scan as ops
 
 INPUTS = {"mamba": ("u", "dt", "A", "B", "C", "D", "state"), "rg_lru": ("x", "r", "i", "lam", "state")}
@@ -150,6 +150,21 @@ def test_strided_inputs_and_gradients(form):
     found, expected = (outputs_and_grads(f, inputs, grads) for f in (FUNCTIONS[form], lambda *xs: loop(form, *xs)))
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_softplus_of_dt(dtype):
+    """The same as softplus before the scan; in a low precision dt is then not rounded to it."""
+    inputs, grads = make("mamba", dtype=dtype), random_grads("mamba")
+    found = outputs_and_grads(lambda *xs: selective_scan(*xs, softplus=True, chunk=4), inputs, grads)
+    double = dtype == torch.float64
+    expected = outputs_and_grads(
+        lambda u, dt, *xs: selective_scan(u, F.softplus(dt if double else dt.float()), *xs, chunk=4), inputs, grads
+    )
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+    if double:
+        assert torch.autograd.gradgradcheck(lambda *xs: selective_scan(*xs, softplus=True), make("mamba", T=2, width=2))
 
 
 def test_large_batches_are_worked_on_in_groups(monkeypatch):
@@ -313,7 +328,7 @@ def test_the_plain_form_is_the_same(form, monkeypatch):
 def test_the_plain_form_of_no_steps():
     *inputs, state = make("mamba", T=0)
     for start, expected in ((state, state), (None, torch.zeros_like(state))):
-        z, last = _plain("zoh", *inputs, None, start)
+        z, last = _plain(_Kind("zoh"), *inputs, None, start)
         assert z.shape == (2, 0, 3)
         assert torch.equal(last, expected)
 

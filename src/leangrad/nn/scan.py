@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +31,7 @@ def selective_scan(
     D: Tensor | None = None,
     state: Tensor | None = None,
     *,
+    softplus: bool = False,
     chunk: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Run the selective scan of Mamba, with zero-order hold; returns z and the last state.
@@ -48,6 +49,7 @@ def selective_scan(
         A: (width, N), positive for a state that decays; D: (width,).
         B, C: (batch, T, N).
         state: (batch, width, N). The last one is float32, or float64 if an input is.
+        softplus: take F.softplus(dt), in float32, in the place of dt; then that is rebuilt in backward, not kept.
         chunk: steps between two kept states, a power of two; by default near √T / 2.
 
     Keeps for backward the inputs themselves, and ceil(T / chunk) + 1 states of batch · N · width float32 values.
@@ -70,7 +72,7 @@ def selective_scan(
     _check("C", C, (batch, T, N), u)
     _check("D", D, (width,), u)
     _check("state", state, (batch, width, N), u)
-    return _run("zoh", chunk, u, dt, A, B, C, D, None, state)
+    return _run(_Kind("zoh", softplus), chunk, u, dt, A, B, C, D, None, state)
 
 
 def rg_lru(
@@ -112,7 +114,7 @@ def rg_lru(
     _check("state", state, (batch, width), x)
     rate = 8 * F.softplus(-lam if lam.dtype == torch.float64 else -lam.float())  # −8·log σ(λ)
     start = None if state is None else state.unsqueeze(-1)
-    h, end = _run("rms" if rms else "ema", chunk, x, r, rate.unsqueeze(-1), None, None, None, i, start)
+    h, end = _run(_Kind("rms" if rms else "ema"), chunk, x, r, rate.unsqueeze(-1), None, None, None, i, start)
     return h, end.squeeze(-1)
 
 
@@ -143,7 +145,12 @@ def _check(name: str, x: Tensor | None, shape: tuple[int, ...], like: Tensor) ->
         raise ValueError(f"{name}: expected the device of the input, {like.device}, got {x.device}")
 
 
-def _run(form: str, chunk: int | None, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
+class _Kind(NamedTuple):
+    form: str
+    softplus: bool = False  # of dt
+
+
+def _run(kind: _Kind, chunk: int | None, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
     """`tensors`: u, dt, A (width, N), B, C, D, gate, state (batch, width, N)."""
     u = tensors[0]
     assert u is not None
@@ -152,8 +159,8 @@ def _run(form: str, chunk: int | None, *tensors: Tensor | None) -> tuple[Tensor,
     elif not isinstance(chunk, int) or chunk < 1 or chunk & (chunk - 1):
         raise ValueError(f"chunk: expected a power of two, got {chunk!r}")
     if runs_plain(*tensors):
-        return _plain(form, *tensors)
-    out: tuple[Tensor, Tensor] = _ScanFunction.apply(form, chunk, *tensors)
+        return _plain(kind, *tensors)
+    out: tuple[Tensor, Tensor] = _ScanFunction.apply(kind, chunk, *tensors)
     return out
 
 
@@ -162,26 +169,26 @@ def _run(form: str, chunk: int | None, *tensors: Tensor | None) -> tuple[Tensor,
 
 class _ScanFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, form: str, chunk: int, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
-        scan, state = _scan_of(form, tensors), tensors[-1]
+    def forward(ctx: Any, kind: _Kind, chunk: int, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
+        scan, state = _scan_of(kind, tensors), tensors[-1]
         with _without_autocast(scan.u):
             z, bounds = ops.forward(scan, None if state is None else state.transpose(1, 2), chunk)
-        ctx.form, ctx.chunk = form, chunk
+        ctx.kind, ctx.chunk = kind, chunk
         ctx.save_for_backward(*tensors, bounds)
         ctx.set_materialize_grads(False)
-        # A copy: the boundaries are kept, and the caller may do with the last state as he likes.
+        # A copy: the boundaries are kept, and the last state is the caller's to change.
         return z, bounds[-1].transpose(1, 2).clone(memory_format=torch.contiguous_format)
 
     @staticmethod
     def backward(ctx: Any, dz: Tensor | None, end: Tensor | None) -> tuple[Tensor | None, ...]:
-        *tensors, bounds = ctx.saved_tensors
-        needs = ctx.needs_input_grad[2:]
         if dz is None and end is None:
             return (None,) * len(ctx.needs_input_grad)
+        *tensors, bounds = ctx.saved_tensors
+        needs = ctx.needs_input_grad[2:]
         with _without_autocast(tensors[0]):
             if torch.is_grad_enabled():
-                return (None, None, *_differentiate(ctx.form, tensors, needs, (dz, end)))
-            gradients = _backward(_scan_of(ctx.form, tensors), bounds, dz, end, ctx.chunk, needs)
+                return (None, None, *_differentiate(ctx.kind, tensors, needs, (dz, end)))
+            gradients = _backward(ctx.kind, tensors, bounds, (dz, end), ctx.chunk, needs)
         cast = (
             g.to(t.dtype) if need and t is not None and g is not None else None
             for g, t, need in zip(gradients, tensors, needs, strict=True)
@@ -189,32 +196,43 @@ class _ScanFunction(torch.autograd.Function):
         return (None, None, *cast)
 
 
-def _scan_of(form: str, tensors: Sequence[Tensor | None]) -> ops.Scan:
+def _scan_of(kind: _Kind, tensors: Sequence[Tensor | None]) -> ops.Scan:
     u, dt, A, B, C, D, gate, _ = tensors
     assert u is not None
     assert dt is not None
     assert A is not None
-    return ops.Scan(form, u, dt, A.t().contiguous(), B, C, D, gate)
+    if kind.softplus:
+        dt = F.softplus(dt if dt.dtype == torch.float64 else dt.float())
+    return ops.Scan(kind.form, u, dt, A.t().contiguous(), B, C, D, gate)
 
 
 def _backward(
-    scan: ops.Scan, bounds: Tensor, dz: Tensor | None, end: Tensor | None, chunk: int, needs: Sequence[bool]
+    kind: _Kind,
+    tensors: Sequence[Tensor | None],
+    bounds: Tensor,
+    outer: tuple[Tensor | None, Tensor | None],
+    chunk: int,
+    needs: Sequence[bool],
 ) -> tuple[Tensor | None, ...]:
     """The gradients in the order and the shapes of `_run`."""
+    scan, (dz, end) = _scan_of(kind, tensors), outer
     dz = torch.zeros_like(scan.u) if dz is None else dz
     found = ops.backward(scan, bounds, dz, None if end is None else end.transpose(1, 2), chunk, needs_dA=needs[2])
+    ddt, raw = found.dt, tensors[1]
+    if kind.softplus and raw is not None:
+        ddt.mul_(torch.sigmoid(raw.to(ddt.dtype)))
     dA = None if found.A is None else found.A.t()
-    return found.u, found.dt, dA, found.B, found.C, found.D, found.gate, found.start.transpose(1, 2)
+    return found.u, ddt, dA, found.B, found.C, found.D, found.gate, found.start.transpose(1, 2)
 
 
 def _differentiate(
-    form: str, tensors: Sequence[Tensor | None], needs: Sequence[bool], outer: tuple[Tensor | None, Tensor | None]
+    kind: _Kind, tensors: Sequence[Tensor | None], needs: Sequence[bool], outer: tuple[Tensor | None, Tensor | None]
 ) -> list[Tensor | None]:
     """The gradients of `_plain`, with a graph of their own."""
     # A tensor that is given twice must get two gradients: one alias for each place.
     aliases = [None if t is None else t.view_as(t) for t in tensors]
     wanted = [alias for alias, need in zip(aliases, needs, strict=True) if alias is not None and need]
-    pairs = [(y, g) for y, g in zip(_plain(form, *aliases), outer, strict=True) if g is not None]
+    pairs = [(y, g) for y, g in zip(_plain(kind, *aliases), outer, strict=True) if g is not None]
     outputs, grads = [y for y, _ in pairs], [g for _, g in pairs]
     found = iter(torch.autograd.grad(outputs, wanted, grads, create_graph=True, allow_unused=True))
     return [next(found) if alias is not None and need else None for alias, need in zip(aliases, needs, strict=True)]
@@ -229,15 +247,15 @@ def _without_autocast(u: Tensor) -> AbstractContextManager[Any]:
 # ---- on torch's own ops ---------------------------------------------------------------------------------------------
 
 
-def _plain(form: str, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
+def _plain(kind: _Kind, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
     """The same by doubling: log2(T) passes over all states, so that a compiler does not see T steps."""
-    scan, start = _scan_of(form, tensors), tensors[-1]
+    scan, start = _scan_of(kind, tensors), tensors[-1]
     dtype = ops.state_dtype(scan)
     u, dt = scan.u.to(dtype), scan.dt.to(dtype)
     v = u if scan.gate is None else u * scan.gate.to(dtype)
     A = scan.A.t().to(dtype)
     x = dt.unsqueeze(-1) * A
-    decays, states = torch.exp(-x), _plain_weight(form, x, dt.unsqueeze(-1)) * v.unsqueeze(-1)
+    decays, states = torch.exp(-x), _plain_weight(kind.form, x, dt.unsqueeze(-1)) * v.unsqueeze(-1)
     if scan.B is not None:
         states = states * scan.B.to(dtype).unsqueeze(2)
     if start is not None:
