@@ -258,16 +258,19 @@ def pack_gradients(
         optimizer.step()                        # any optimizer: `.grad` is where it always is
         optimizer.zero_grad()                   # set_to_none=True or False
 
-    `nn.Linear`, `nn.Embedding` and the Conv1D of transformers write into the buffer without a temporary. Other
-    gradients arrive by one in-place add or copy. `packed.report()` says which is which.
+    `nn.Linear`, `nn.Embedding`, the Conv1D of transformers, and `Dense` and `MLP` of `leangrad.nn` write into the
+    buffer without a temporary. Other gradients arrive by one in-place add or copy. `packed.report()` says which is
+    which.
 
     Bytes. Nothing more is kept for backward. The buffer is made of ranges of about `range_bytes`, each allocated when
     its first gradient arrives and freed with its last (None: one range for each device and dtype). While backward
     fills a range, at most that range stands above what plain gradients would hold; once gradients stand from an
     earlier micro-batch, nothing does, and the temporary of each weight's size that plain accumulation needs is gone.
+    A gradient that you keep beyond `zero_grad` stays as it was, and keeps its whole range alive; a clone does not.
 
     `dtype` accumulates in a wider dtype, such as float32 for bfloat16 parameters. `.grad` then has that dtype; call
-    `packed.cast_()` before the step of an optimizer that wants its parameter's dtype (all of torch's but plain SGD).
+    `packed.cast_()` before the step of an optimizer that wants its parameter's dtype (all of torch's but plain SGD), or
+    `packed.clip_norm_(max_norm, cast=True)`, which clips and casts in one pass.
 
     Parameters on several devices have ranges on each. Under DistributedDataParallel pack before or after wrapping; with
     `gradient_as_bucket_view=True` the gradients end in its buckets and are copied back for `clip_norm_` and the like,
