@@ -347,9 +347,24 @@ def test_inference_mode_and_training_share():
 def test_a_compiler_gets_new_memory(monkeypatch):
     monkeypatch.setattr(module, "is_traced", lambda: True)
     workspace = Workspace()
-    touch(workspace, "a", (3,))
-    touch(workspace, "a", (3,))
-    assert (workspace.allocations, workspace.bytes) == (2, 0)
+    with workspace.borrow("a", (3,)) as first, workspace.borrow("a", (3,)) as second:
+        assert first.tensor.data_ptr() != second.tensor.data_ptr()
+    assert (workspace.allocations, workspace.bytes) == (0, 0)
+    with pytest.raises(StaleError):
+        _ = first.tensor
+
+
+def test_compiled_code_borrows():
+    workspace = Workspace()
+
+    def f(a, b):
+        with workspace.borrow("product", (a.shape[0], b.shape[1]), like=a) as product:
+            torch.mm(a, b, out=product.tensor)
+            return product.tensor.sum()
+
+    a, b = torch.randn(3, 4), torch.randn(4, 5)
+    assert torch.compile(f, backend="eager", fullgraph=True)(a, b) == f(a, b)
+    assert workspace.allocations == 1
 
 
 def test_transforms_get_new_memory():

@@ -112,7 +112,7 @@ class _Entry(NamedTuple):
 _entries: dict[int, _Entry] = {}
 _token = object()  # renewed at every step of every optimizer
 _hooked = False
-_hook_lock = threading.Lock()
+_hook_lock = threading.RLock()
 
 
 def _may_cache(parameter: Tensor) -> bool:

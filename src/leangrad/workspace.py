@@ -104,7 +104,9 @@ class Workspace:
 
     def __init__(self) -> None:
         self._local = threading.local()
-        self._lock = threading.Lock()  # for the counters and the list of shelves; never held where nothing is allocated
+        self._lock = (
+            threading.RLock()
+        )  # for the counters and the list of shelves; never held where nothing is allocated
         self._shelves: list[weakref.ref[_Shelf]] = []
         self._allocations = self._high_water = 0
 
@@ -122,7 +124,7 @@ class Workspace:
         dtype and device are those of `like` where none are given, and torch's defaults where that is missing too.
         Keeps nothing for backward. Where memory cannot be used again safely (a compiler or tracer, a `torch.func`
         transform, the capture of a CUDA graph, a kind of device whose order of work is not known here), the buffer is
-        new each time.
+        new each time, and is not counted.
 
         >>> Workspace().borrow("row", (5,), dtype=torch.float64).tensor.shape
         torch.Size([5])
@@ -134,7 +136,7 @@ class Workspace:
         shape = torch.Size(shape)
         kind = device.type
         if not _may_pool(kind):
-            return _Buffer(None).fit(self, shape, dtype, device).lend(name, shape)
+            return Borrowed(name, _NO_BUFFER, torch.empty(shape, dtype=dtype, device=device), 0)
         stream = raw_stream(device) if kind == "cuda" else 0
         buffers = self._shelf().setdefault((name, len(shape), dtype, device, stream), [])
         for buffer in buffers:
@@ -298,6 +300,7 @@ class _Buffer:
         return None if self.memory is None else reference_counts(self.memory)
 
 
+_NO_BUFFER = _Buffer(None)  # of what is not pooled: its generation stays 0
 _COUNTS_TELL = not sysconfig.get_config_var("Py_GIL_DISABLED")
 
 
