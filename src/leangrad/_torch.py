@@ -443,3 +443,10 @@ def backward_elsewhere() -> bool:
                 return True
             caller = caller.f_back
     return False
+
+
+def innermost_pack_hook() -> Any:
+    """The pack function of the saved-tensor hooks that are in force; None without any, or where torch does not tell."""
+    ask = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    hooks = None if ask is None else ask(True)
+    return None if hooks is None else hooks[0]

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from leangrad._torch import graph_is_kept
-from leangrad.errors import LeangradError
+from leangrad.errors import ConsumedError, LeangradError
 from leangrad.kernels import serves
 from leangrad.nn.abn_recipe import Recipe
 from leangrad.nn.abn_spare import Limits, note_backward, poison
@@ -49,7 +49,7 @@ class Call:
 
 
 class ABNFunction(torch.autograd.Function):
-    """z = act(γ̂·x̂ + β + residual); `saved_tensors` are the vectors, the kept map, the residual, the spare channels."""
+    """z = act(γ̂·x̂ + β + residual); kept are the vectors, one map, the residual, and the spare channels."""
 
     @staticmethod
     def forward(
@@ -67,14 +67,16 @@ class ABNFunction(torch.autograd.Function):
                 raise ValueError(f"expected an activation that keeps the shape {tuple(x.shape)}, got {tuple(z.shape)}")
         if call.in_place:
             ctx.mark_dirty(x)
-        needs_residual = residual is not None and (call.activation.name != "identity" or call.function is not None)
-        ctx.save_for_backward(vectors, z if call.invert else x, residual if needs_residual else None, channels, spare)
+        known = not call.invert and call.function is None
+        ctx.recipe = Recipe.of(x, vectors, residual, z, call.activation) if known else None
+        ctx.consumed = False
+        if ctx.recipe is None:  # else that holds all there is to save, without a call of Python for each tensor
+            needed = call.activation.name != "identity" or call.function is not None
+            ctx.save_for_backward(vectors, z if call.invert else x, residual if needed else None, channels, spare)
         ctx.call, ctx.count = call, count
         ctx.weight_dtype = None if weight is None else weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.sign = weight.detach().sign() if call.absolute and weight is not None else None
-        known = not call.invert and call.function is None
-        ctx.recipe = Recipe.of(x, vectors, residual, z, call.activation) if known else None
         return z
 
     @staticmethod
@@ -83,9 +85,6 @@ class ABNFunction(torch.autograd.Function):
         mine = owned(dz)
         if ctx.call.invert:
             note_backward()
-        recipe, ctx.recipe = ctx.recipe, None  # consumers hold it themselves; here it would keep the input alive
-        if recipe is not None and not graph_is_kept():
-            recipe.session.released_bytes += recipe.x.nbytes
         if not torch.is_grad_enabled():
             return _backward(ctx, dz, mine)
         with torch.no_grad():
@@ -115,7 +114,7 @@ class _Once(torch.autograd.Function):
 
 def _backward(ctx: Any, dz: Tensor, mine: bool) -> tuple[Tensor | None, ...]:
     call: Call = ctx.call
-    vectors, kept_map, residual, channels, spare = ctx.saved_tensors
+    vectors, kept_map, residual, channels, spare = _saved(ctx)
     need_x, need_weight, need_bias, need_residual = ctx.needs_input_grad[:4]
     kept = ops.Kept(kept_map, call.invert, residual, channels, spare)
     act = call.activation
@@ -142,6 +141,22 @@ def _backward(ctx: Any, dz: Tensor, mine: bool) -> tuple[Tensor | None, ...]:
     if ctx.sign is not None and dweight is not None:
         dweight = dweight * ctx.sign
     return dx, dweight if need_weight else None, dbias if need_bias else None, dy if need_residual else None, None
+
+
+def _saved(ctx: Any) -> tuple[Any, ...]:
+    """What forward kept; a recipe is dropped here unless the graph is kept, as autograd drops what it saves."""
+    recipe: Recipe | None = ctx.recipe
+    if recipe is None:
+        if ctx.consumed:
+            raise ConsumedError(
+                "the graph of an activated batch norm was run backward a second time after what it kept was freed; "
+                "pass retain_graph=True to the first backward"
+            )
+        return ctx.saved_tensors  # type: ignore[no-any-return]
+    if not graph_is_kept():
+        ctx.recipe, ctx.consumed = None, True
+        recipe.session.released_bytes += recipe.x.nbytes
+    return (*recipe.inputs(), None, None)
 
 
 def _in_kernels(

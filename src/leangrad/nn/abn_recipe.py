@@ -12,14 +12,13 @@ gradients of weights, which it does not see, take their part too.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from leangrad._torch import saved_tensor_hooks_active, version
+from leangrad._torch import innermost_pack_hook, saved_tensor_hooks_active, version
 from leangrad.errors import ChangedError
 from leangrad.ops import abn as ops
 
@@ -37,12 +36,23 @@ class Session:
         self.released_bytes = 0
         self.held_bytes = 0
 
+    @staticmethod
+    def here() -> Session | None:
+        """The session whose hooks are the innermost ones: only those see what is saved."""
+        owner = getattr(innermost_pack_hook(), "__self__", None)
+        return owner if isinstance(owner, Session) else None
+
+    def pack(self, t: Tensor) -> Recipe | tuple[Tensor, int]:
+        """What autograd keeps in the place of `t`."""
+        recipe = recipe_of(t)
+        if recipe is None:
+            return t.detach(), version(t)  # detached: a node that keeps its own output must not keep itself alive
+        recipe.readers += 1
+        return recipe
+
     def may_hold(self, n_bytes: int) -> bool:
         """Whether so much more may be held."""
         return self.held_bytes + n_bytes <= HELD_SHARE * self.released_bytes
-
-
-_open = threading.local()  # .session: the one that this thread's forward is in
 
 
 class Recipe:
@@ -68,7 +78,7 @@ class Recipe:
     @staticmethod
     def of(x: Tensor, vectors: Tensor, residual: Tensor | None, z: Tensor, activation: ops.Activation) -> Recipe | None:
         """A recipe for z, or None where the chain would become too deep, or nobody would ask for it."""
-        session = getattr(_open, "session", None)
+        session = Session.here()
         if session is None:
             return None
         source: Tensor | Recipe | None = residual
@@ -76,7 +86,23 @@ class Recipe:
             source = recipe_of(residual) or residual.detach()
         recipe = Recipe(x, vectors, source, activation, session)
         recipe.z_version = version(z)
-        return recipe if recipe.depth <= MAX_DEPTH else None
+        if recipe.depth > MAX_DEPTH:
+            return None
+        if isinstance(source, Recipe) and activation.name != "identity":
+            source.readers += 1  # the layer's own backward; see `inputs`
+        return recipe
+
+    def inputs(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The vectors, the input, and the residual, if the activation's derivative needs that."""
+        if version(self.x) != self.x_version:
+            raise _changed(self.x, "the input of an activated batch norm")
+        if self.activation.name == "identity" or self.residual is None:
+            return self.vectors, self.x, None
+        if isinstance(self.residual, Recipe):
+            return self.vectors, self.x, self.residual.read()
+        if version(self.residual) != self.residual_version:
+            raise _changed(self.residual, "the residual of an activated batch norm")
+        return self.vectors, self.x, self.residual
 
     def read(self) -> Tensor:
         """The output, for one of the readers that packed it."""
@@ -138,20 +164,8 @@ def rebuilding() -> Iterator[None]:
     if torch.compiler.is_compiling() or saved_tensor_hooks_active():
         yield
         return
-    before, _open.session = getattr(_open, "session", None), Session()
-    try:
-        with torch.autograd.graph.saved_tensors_hooks(_pack, _unpack):
-            yield
-    finally:
-        _open.session = before
-
-
-def _pack(t: Tensor) -> Recipe | tuple[Tensor, int]:
-    recipe = recipe_of(t)
-    if recipe is None:
-        return t.detach(), version(t)  # detached: a node that keeps its own output must not keep itself alive
-    recipe.readers += 1
-    return recipe
+    with torch.autograd.graph.saved_tensors_hooks(Session().pack, _unpack):
+        yield
 
 
 def _unpack(packed: Recipe | tuple[Tensor, int]) -> Tensor:
