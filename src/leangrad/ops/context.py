@@ -26,7 +26,7 @@ ROWS = 32
 SMALLEST = 1e-12  # denominator of a correlation
 
 # Elements that are summed at once: two float64 chunks stay in a CPU's cache; a GPU needs fewer launches more than that.
-CHUNK = {"cpu": 1 << 15, "cuda": 1 << 21}
+CHUNK = {"cpu": 1 << 17, "cuda": 1 << 21}
 
 
 def apply_context(
@@ -180,17 +180,17 @@ def _dot(a: Tensor, b: Tensor) -> Tensor:
     """Σ a⊙b in float64, a chunk of rows at a time."""
     dtype = _accumulation_dtype(a)
     total = torch.zeros((), dtype=dtype, device=a.device)
-    rows = max(1, CHUNK.get(a.device.type, 1 << 15) // max(1, a.shape[1]))
+    rows = max(1, CHUNK.get(a.device.type, 1 << 17) // max(1, a.shape[1]))
     shape = (min(rows, a.shape[0]), a.shape[1])
     with (
         workspace.default.borrow("context.a", shape, dtype=dtype, device=a.device) as left,
         workspace.default.borrow("context.b", shape, dtype=dtype, device=a.device) as right,
     ):
-        for start in range(0, a.shape[0], rows):
-            n = min(rows, a.shape[0] - start)
-            left.tensor[:n].copy_(a[start : start + n])
-            right.tensor[:n].copy_(b[start : start + n])
-            total += torch.dot(left.tensor[:n].view(-1), right.tensor[:n].view(-1))
+        for a_rows, b_rows in zip(a.split(rows), b.split(rows), strict=True):
+            pair = [buffer.tensor[: len(a_rows)] for buffer in (left, right)]
+            pair[0].copy_(a_rows)
+            pair[1].copy_(b_rows)
+            total += torch.dot(pair[0].view(-1), pair[1].view(-1))
     return total
 
 
