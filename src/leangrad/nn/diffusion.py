@@ -56,10 +56,10 @@ class DiffusionBlock(ResidualBlock):
 
     def plain(self, x: Tensor, condition: Tensor, mask: Tensor | None = None) -> Tensor:
         """The same on autograd's own ops: the modules that the block consists of, one after another."""
-        self._check(x)
         return self._run_plain(x, mask, self._film_of(x, condition))
 
     def _film_of(self, x: Tensor, condition: Tensor) -> Film:
+        self._check(x)
         if not isinstance(condition, Tensor) or condition.shape != (x.shape[0], self.condition_width):
             found = tuple(condition.shape) if isinstance(condition, Tensor) else type(condition).__name__
             raise ValueError(f"condition: expected ({x.shape[0]}, {self.condition_width}), got {found}")
