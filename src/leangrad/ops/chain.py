@@ -9,7 +9,7 @@ long as the host needs to launch it.
 lies. On the CPU, where memory that was freed is paid for again in page faults, the next gradient is written into what
 is dead (`Rooms`), and what is missing comes from scratch that outlives the chain. At the top of a chain of relus
 nothing is dead yet; there the zeros of a map are noted, one byte each, and the gradient is written over it. On an
-accelerator (`NoRooms`) the caching allocator does all that at no cost: what is dropped is the next that it hands out.
+accelerator the caching allocator does all that at no cost: what is dropped is the next that it hands out.
 """
 
 from collections.abc import Sequence
@@ -41,14 +41,14 @@ class Writer(Protocol):
 
 
 class Rooms:
-    """Memory to write to: what is dead, else scratch, which goes back when all is done."""
+    """Memory to write to on the CPU: what is dead, else scratch, which goes back when all is done."""
 
     def __init__(self) -> None:
         self.dead: Tensor | None = None
         self.scratch: list[Tensor] = []
 
-    def room(self, shape: torch.Size, like: Tensor) -> Tensor | None:
-        """Memory of this shape, with anything in it; None where the op had better allocate it."""
+    def room(self, shape: torch.Size, like: Tensor) -> Tensor:
+        """Memory of this shape, with anything in it."""
         memory, numel = self.dead, shape.numel()
         if memory is None or memory.numel() < numel:
             memory = take_scratch(shape, like)
@@ -58,7 +58,7 @@ class Rooms:
         return memory if memory.shape == shape else memory.view(-1)[:numel].view(shape)
 
     def room_to_keep(self, shape: torch.Size) -> Tensor | None:
-        """The same for a result that leaves the chain: memory that is exactly so large, and no scratch."""
+        """The same for a result that leaves the chain: memory that is exactly so large, and no scratch; or None."""
         dead = self.dead
         if dead is None or dead.untyped_storage().nbytes() != shape.numel() * dead.element_size():
             return None
@@ -73,17 +73,6 @@ class Rooms:
         """Let the scratch wait for the next chain."""
         for memory in self.scratch:
             return_scratch(memory)
-
-
-class NoRooms(Rooms):
-    """For a device whose allocator keeps what is dropped: ops allocate, and nothing is remembered."""
-
-    def room(self, shape: torch.Size, like: Tensor) -> Tensor | None:
-        """The op allocates."""
-        return None
-
-    def drop(self, memory: Tensor) -> None:
-        """The allocator sees it when the last reference goes."""
 
 
 class Chain:
@@ -112,7 +101,7 @@ class Chain:
         needs, kept, last = self.needs, self.kept, len(self.records) - 1
         h, flowing = tensors[0], needs[0]
         assert h is not None
-        rooms = Rooms() if h.is_cpu else NoRooms()
+        rooms = Rooms() if h.is_cpu else None
         for k, record in enumerate(self.records):
             h = z = F.linear(h, tensors[2 * k + 1], tensors[2 * k + 2])  # type: ignore[arg-type]
             flowing = flowing or needs[2 * k + 1] or needs[2 * k + 2]
@@ -128,12 +117,14 @@ class Chain:
                 kept[k] = z
                 if k < last and z.numel() * z.element_size() >= REBUILD_MIN_BYTES:
                     h, read = self._rebuild(k, rooms), False
-                    rooms.drop(h)  # the next layer reads it before anybody writes there again
+                    if rooms is not None:
+                        rooms.drop(h)  # the next layer reads it before anybody writes there again
                 else:
                     h = record.forward(z, record.parameter, None)
             if read:
                 self.hidden[k] = h
-        rooms.close()
+        if rooms is not None:
+            rooms.close()
         return h
 
     def backward(
@@ -149,39 +140,35 @@ class Chain:
 
         `g` is overwritten where it is `ours`, and the maps where they are `spent`: nobody reads them after this.
         """
-        needs, records, rooms = self.needs, self.records, Rooms() if g.is_cpu else NoRooms()
+        needs, hidden, rooms = self.needs, self.hidden, Rooms() if g.is_cpu else None
         found: list[Tensor | None] = [None] * len(needs)
+        writer = self.writer
         first, zeros = needs.index(True), None
-        for k in range(len(records) - 1, -1, -1):
+        for k in range(len(hidden) - 1, -1, -1):
             weight, room = tensors[2 * k + 1], None
-            assert weight is not None
             if zeros is not None:
                 g.masked_fill_(zeros, 0)
                 zeros = None
-            elif records[k] is not None:
-                g, ours = self._activation_backward(k, g, ours, output, spent, rooms), True
+            elif self.records[k] is not None:
+                g, ours = self._activation_backward(k, g, output, rooms, ours=ours, spent=spent), True
             if needs[2 * k + 1]:
-                h = self.hidden[k - 1] if k else tensors[0]
+                h = hidden[k - 1] if k else tensors[0]
                 if h is None:
                     h = room = self._rebuild(k - 1, rooms)
-                found[2 * k + 1] = torch.mm(g.t(), h)
+                found[2 * k + 1] = torch.mm(g.t(), h) if writer is None else writer.product(2 * k + 1, h, g)
             if needs[2 * k + 2]:
-                found[2 * k + 2] = g.sum(0)
+                found[2 * k + 2] = g.sum(0) if writer is None else writer.sum(2 * k + 2, g)
             if first > 2 * k:  # nothing below wants a gradient
                 break
-            if room is None:
-                shape = torch.Size((g.shape[0], weight.shape[1]))
-                zeros = self._note_zeros(k - 1, spent, rooms) if k else None
-                if zeros is not None:
-                    room = self._take(k - 1)
-                else:
-                    room = rooms.room(shape, g) if k else rooms.room_to_keep(shape)
-            dh = torch.mm(g, weight, out=room)
-            if ours:
+            if room is None and rooms is not None:
+                room, zeros = self._find_room(k, g, weight, rooms, spent)
+            dh = torch.mm(g, weight, out=room)  # type: ignore[arg-type]
+            if rooms is not None and ours:
                 rooms.drop(g)
             g, ours = dh, True
         found[0] = g if first == 0 else None
-        rooms.close()
+        if rooms is not None:
+            rooms.close()
         return found
 
     def hand_over(self) -> list[Tensor]:
@@ -197,42 +184,53 @@ class Chain:
         for row, places in zip((self.kept, self.hidden), self._places, strict=True):
             row[:] = [None if maps is None or i < 0 else maps[i] for i in places]
 
-    def _rebuild(self, k: int, rooms: Rooms) -> Tensor:
+    def _rebuild(self, k: int, rooms: Rooms | None) -> Tensor:
         """h_k from z_k."""
         record, z = self.records[k], self.kept[k]
         assert record is not None
         assert z is not None
+        if rooms is None:
+            return record.forward(z, record.parameter, None)
         shape = torch.Size((*z.shape[:-1], z.shape[-1] // 2)) if record.gated else z.shape
         return record.forward(z, record.parameter, rooms.room(shape, z))
 
     def _activation_backward(
-        self, k: int, g: Tensor, ours: bool, output: Tensor | None, spent: bool, rooms: Rooms
+        self, k: int, g: Tensor, output: Tensor | None, rooms: Rooms | None, *, ours: bool, spent: bool
     ) -> Tensor:
         """The gradient of z_k, over that of h_k where it is ours; for a gated one over z_k, which is as large."""
-        record, kept = self.records[k], self.kept[k]
+        record, kept, into = self.records[k], self.kept[k], None
         assert record is not None
         if kept is None:
             kept, spent = output, False
             assert kept is not None
-        if spent:
+        elif spent:
             self._take(k)
         if record.gated:
-            into = kept if spent else rooms.room(kept.shape, kept)
-        else:
-            into = g if ours else rooms.room(kept.shape, kept)
+            into = kept if spent else torch.empty_like(kept)
+        elif ours:
+            into = g
+        elif rooms is not None:
+            into = rooms.room(kept.shape, kept)
         dz = record.backward(g, kept, record.parameter, into)
-        if record.gated and ours:
-            rooms.drop(g)
-        if spent and not record.gated:
-            rooms.drop(kept)
+        if rooms is not None:
+            if ours and into is not g:
+                rooms.drop(g)
+            if spent and into is not kept:
+                rooms.drop(kept)
         return dz
 
-    def _note_zeros(self, k: int, spent: bool, rooms: Rooms) -> Tensor | None:
-        """Where relu gave zero, if that is all its backward needs and its map is the best memory there is."""
-        record, kept = self.records[k], self.kept[k]
-        if record is None or not record.zero_where_masked or kept is None or not spent or not kept.is_cpu:
-            return None
-        return kept <= 0 if rooms.dead is None else None
+    def _find_room(
+        self, k: int, g: Tensor, weight: Tensor | None, rooms: Rooms, spent: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Memory for the gradient of h_{k-1}; where it is that of a relu's map, the zeros that its backward needs."""
+        assert weight is not None
+        shape = torch.Size((g.shape[0], weight.shape[1]))
+        if k == 0:
+            return rooms.room_to_keep(shape), None
+        record, kept = self.records[k - 1], self.kept[k - 1]
+        if record is not None and record.zero_where_masked and kept is not None and spent and rooms.dead is None:
+            return self._take(k - 1), kept <= 0
+        return rooms.room(shape, g), None
 
     def _take(self, k: int) -> Tensor:
         """Move the map of layer k out."""
