@@ -143,6 +143,22 @@ def test_training_follows_plain(lean):
     assert ours[0].context.strength.abs() > 1e-6
 
 
+def test_packed_gradients_take_the_strength_too():
+    torch.manual_seed(2)
+    ours = nn.Sequential(Block(8, True), Block(8, True)).double()
+    theirs = copy.deepcopy(ours)
+    packed = leangrad.pack_gradients(ours)
+    for _ in range(2):  # the second with a context
+        x, grad = torch.randn(2, 4, 8, dtype=torch.float64)
+        for model in (ours, theirs):
+            model.zero_grad()
+            model(x).backward(grad)
+    gradients = [p.grad for p in theirs.parameters()]
+    for one, other in zip(ours.parameters(), gradients, strict=True):
+        assert torch.equal(one.grad, other)
+    assert packed.norm().item() == pytest.approx(torch.stack([g.norm() for g in gradients]).norm().item())
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing_a_context_that_moves_raises(reentrant):
     """The second run would apply the context of after the update: a silently wrong gradient."""
