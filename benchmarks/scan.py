@@ -25,8 +25,7 @@ from benchmarks.environment import RESULTS, write_rows
 from leangrad.measure import measure
 from leangrad.nn.scan import _Kind, _plain, rg_lru, selective_scan
 
-Step = Callable[[], None]
-LENGTHS = (256, 512, 1024, 2048, 4096)
+LENGTHS = (256, 512, 1024, 2048)  # and 4096, which is measured anyway
 
 
 def plain_selective_scan(u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor) -> Tensor:
@@ -65,17 +64,21 @@ def rg_lru_inputs(batch: int, T: int, width: int, device: str, dtype: torch.dtyp
     return [x.requires_grad_() for x in inputs]
 
 
-def forward_and_backward(function: Callable[..., Any], inputs: list[Tensor]) -> Step:
-    grad = torch.randn_like(inputs[0])
+class Step:
+    """Forward and backward; notes what CUDA had allocated between the two."""
 
-    def step() -> None:
-        out = function(*inputs)
+    def __init__(self, function: Callable[..., Any], inputs: list[Tensor]) -> None:
+        self.function, self.inputs = function, inputs
+        self.grad, self.kept_bytes = torch.randn_like(inputs[0]), 0
+
+    def __call__(self) -> None:
+        out = self.function(*self.inputs)
         z = out[0] if isinstance(out, tuple) else out
-        torch.autograd.backward(z, grad)
-        for x in inputs:
+        del out
+        self.kept_bytes = torch.cuda.memory_allocated() if z.is_cuda else 0
+        torch.autograd.backward(z, self.grad)
+        for x in self.inputs:
             x.grad = None
-
-    return step
 
 
 def doubling(u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor) -> Tensor:
@@ -92,23 +95,32 @@ def seconds_of(step: Step, device: str) -> float:
     return time.perf_counter() - start
 
 
+def memory_of(step: Step, device: str) -> dict[str, int]:
+    """Bytes that stand between forward and backward, and at the peak, above the inputs."""
+    if device == "cpu":
+        found = measure(step, timed_runs=0)
+        return {"kept_bytes": found.kept_bytes, "peak_bytes": found.peak_bytes}
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    return {"kept_bytes": step.kept_bytes - before, "peak_bytes": torch.cuda.max_memory_allocated() - before}
+
+
 def compare(case: str, plain: Step, lean: Step, device: str, rounds: int) -> dict[str, Any]:
     """Both in turns; the time ratio is the median over the turns."""
     for step in (plain, lean, lean):
         step()
     pairs = [(seconds_of(plain, device), seconds_of(lean, device)) for _ in range(rounds)]
-    memory = [measure(step, timed_runs=0) for step in (plain, lean)]
-    row = {
+    row: dict[str, Any] = {
         "case": case,
         "plain_ms": 1e3 * statistics.median(p for p, _ in pairs),
         "lean_ms": 1e3 * statistics.median(q for _, q in pairs),
         "time_ratio": statistics.median(q / p for p, q in pairs),
-        "plain_kept_bytes": memory[0].kept_bytes,
-        "lean_kept_bytes": memory[1].kept_bytes,
-        "kept_ratio": memory[1].kept_bytes / memory[0].kept_bytes,
-        "plain_peak_bytes": memory[0].peak_bytes,
-        "lean_peak_bytes": memory[1].peak_bytes,
     }
+    for name, step in (("plain", plain), ("lean", lean)):
+        row |= {f"{name}_{key}": count for key, count in memory_of(step, device).items()}
+    row["kept_ratio"] = row["lean_kept_bytes"] / row["plain_kept_bytes"]
     print(row, flush=True)
     return row
 
@@ -118,12 +130,12 @@ def growth(device: str) -> list[dict[str, Any]]:
     rows = []
     for T in LENGTHS:
         inputs = mamba_inputs(1, T, 512, 16, device, torch.float32)
-        plain, lean = (forward_and_backward(f, inputs) for f in (plain_selective_scan, selective_scan))
-        kept = [measure(step, timed_runs=0).kept_bytes for step in (plain, lean)]
-        rows.append(
-            {"case": "kept bytes, width 512, N 16", "T": T, "plain_kept_bytes": kept[0], "lean_kept_bytes": kept[1]}
-        )
-        print(rows[-1], flush=True)
+        row: dict[str, Any] = {"case": "bytes of selective_scan and of the loop, 1 x T x 512, N 16, float32", "T": T}
+        for name, function in (("plain", plain_selective_scan), ("lean", selective_scan)):
+            found = memory_of(Step(function, inputs), device)
+            row |= {f"{name}_{key}": count for key, count in found.items()}
+        rows.append(row)
+        print(row, flush=True)
     return rows
 
 
@@ -132,22 +144,14 @@ def kernels(device: str, rounds: int) -> list[dict[str, Any]]:
     from torch.profiler import ProfilerActivity, profile
 
     rows = []
-    single, low = torch.float32, torch.bfloat16
+    small, large = (1, 4096, 512, 16, device, torch.float32), (8, 2048, 2048, 16, device, torch.bfloat16)
     cases: list[tuple[str, Callable[..., Any], list[Tensor]]] = [
-        (
-            "selective_scan, 1 x 4096 x 512, N 16, float32",
-            selective_scan,
-            mamba_inputs(1, 4096, 512, 16, device, single),
-        ),
-        (
-            "selective_scan, 8 x 2048 x 2048, N 16, bfloat16",
-            selective_scan,
-            mamba_inputs(8, 2048, 2048, 16, device, low),
-        ),
-        ("rg_lru, 8 x 2048 x 2048, bfloat16", rg_lru, rg_lru_inputs(8, 2048, 2048, device, low)),
+        ("selective_scan, 1 x 4096 x 512, N 16, float32", selective_scan, mamba_inputs(*small)),
+        ("selective_scan, 8 x 2048 x 2048, N 16, bfloat16", selective_scan, mamba_inputs(*large)),
+        ("rg_lru, 8 x 2048 x 2048, bfloat16", rg_lru, rg_lru_inputs(8, 2048, 2048, device, torch.bfloat16)),
     ]
     for case, function, inputs in cases:
-        step = forward_and_backward(function, inputs)
+        step = Step(function, inputs)
         step()
         wall = statistics.median(seconds_of(step, device) for _ in range(rounds))
         with profile(activities=[ProfilerActivity.CUDA]) as found:
@@ -208,23 +212,20 @@ def main() -> None:
     device, rounds = options.device, options.rounds
     inputs = mamba_inputs(1, 4096, 512, 16, device, torch.float32)
     gates = rg_lru_inputs(1, 4096, 512, device, torch.float32)
-    scan = forward_and_backward(selective_scan, inputs)
+    scan = Step(selective_scan, inputs)
     against = partial(compare, device=device, rounds=rounds)
     title = "selective_scan, 1 x 4096 x 512, N 16, float32, against "
     rows = [
-        against(title + "the loop", forward_and_backward(plain_selective_scan, inputs), scan),
-        against(
-            "rg_lru, 1 x 4096 x 512, float32, against the loop",
-            forward_and_backward(plain_rg_lru, gates),
-            forward_and_backward(rg_lru, gates),
-        ),
+        against(title + "the loop", Step(plain_selective_scan, inputs), scan),
+        against("rg_lru, 1 x 4096 x 512, float32, against the loop", Step(plain_rg_lru, gates), Step(rg_lru, gates)),
     ]
     if device == "cuda":
-        rows.append(against(title + "doubling", forward_and_backward(doubling, inputs), scan))
+        rows.append(against(title + "doubling", Step(doubling, inputs), scan))
         rows += kernels(device, 10)
     else:
-        rows += (grown := growth(device))
-        (RESULTS / "scan_kept_bytes.svg").write_text(draw(grown))
+        grown = growth(device)
+        (RESULTS / "scan_kept_bytes.svg").write_text(draw([*grown, {"T": 4096, **rows[0]}]))
+        rows += grown
     print(write_rows(f"scan_{device}", device, rows))
 
 
