@@ -14,11 +14,16 @@ there when s is 0. Scratch comes from a workspace: from the second step on nothi
 C is changed in place by every update. Whoever applies it and will run backward must keep a copy of it.
 """
 
+import importlib
+from functools import cache
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from leangrad import workspace
 from leangrad._torch import is_traced
+from leangrad.kernels import serves
 
 __all__ = ["apply_context", "apply_context_backward", "update_context"]
 
@@ -83,13 +88,16 @@ def apply_context_backward(
             with borrow("context.x", g.shape, like=context) as low:
                 low.tensor.copy_(g)
                 torch.mm(low.tensor, context.t(), out=product.tensor)
-        # Before g is written over: x may be the same tensor.
-        ds = None if x is None else _dot(x, product.tensor).div_(context.shape[0])
         dx = None
         if needs_input:
             dx = torch.empty(g.shape, dtype=g.dtype, device=g.device) if into is None else into
-            torch.addcmul(g, product.tensor, _scale(strength, context.shape[0], g.dtype), out=dx)
-        return dx, ds
+        if g.numel() and all(t is None or (serves(t) and t.is_contiguous()) for t in (g, product.tensor, x, dx)):
+            ds = _kernels().finish_backward(g, product.tensor, x, strength, dx)
+        else:
+            ds = None if x is None else _dot(x, product.tensor)  # before g is written over: x may be g
+            if dx is not None:
+                torch.addcmul(g, product.tensor, _scale(strength, context.shape[0], g.dtype), out=dx)
+        return dx, None if ds is None else ds.div_(context.shape[0])
 
 
 def update_context(x: Tensor, y: Tensor, rate: float, context: Tensor | None = None) -> Tensor:
@@ -133,11 +141,21 @@ def _move(context: Tensor, correlation: Tensor, rate: float) -> Tensor:
 def _correlate(
     x: Tensor, y: Tensor, dtype: torch.dtype, out: Tensor | None = None, denominator: Tensor | None = None
 ) -> Tensor:
-    """The correlations of each channel of x with each of y, between -1 and 1; `denominator` is scratch."""
-    x_unit, x_norm = _unit_channels(_sample(x))
-    y_unit, y_norm = _unit_channels(_sample(y))
-    out = torch.mm(x_unit.t().to(dtype), y_unit.to(dtype), out=out)
-    large = torch.gt(torch.outer(x_norm.to(dtype), y_norm.to(dtype), out=denominator), SMALLEST, out=denominator)
+    """The correlations of each channel of x with each of y, between -1 and 1; `denominator` is scratch.
+
+    Channels are divided by their largest value before they are centred, so that no square overflows and one that is
+    constant is exactly 0.
+    """
+    rows = torch.stack((_sample(x), _sample(y))).nan_to_num_(0.0, 0.0, 0.0)
+    tiny = torch.finfo(rows.dtype).tiny
+    largest = torch.linalg.vector_norm(rows, float("inf"), dim=1, keepdim=True)
+    rows = rows.div_(largest.clamp_min(tiny))
+    rows -= rows.mean(1, keepdim=True)
+    norm = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
+    x_unit, y_unit = rows.div_(norm.clamp_min(tiny)).to(dtype)
+    x_norm, y_norm = (norm * largest).squeeze(1).to(dtype)
+    out = torch.mm(x_unit.t(), y_unit, out=out)
+    large = torch.gt(torch.outer(x_norm, y_norm, out=denominator), SMALLEST, out=denominator)
     return out.mul_(large)
 
 
@@ -151,19 +169,6 @@ def _sample(x: Tensor) -> Tensor:
     else:  # where flattening would copy the whole map
         sampled = x[torch.unravel_index(torch.arange(0, n * step, step, device=x.device), x.shape[:-1])]
     return sampled.to(_accumulation_dtype(x))
-
-
-def _unit_channels(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Each column centred and divided by its norm, 0 where that is 0; and the norms.
-
-    Columns are first divided by their largest value, so that no square overflows, and a constant one is exactly 0.
-    """
-    rows = rows.nan_to_num(0.0, 0.0, 0.0)
-    largest = rows.abs().amax(0)
-    rows = rows / largest.masked_fill(largest == 0, 1)
-    rows = rows - rows.mean(0)
-    norm = rows.square().sum(0).sqrt()
-    return rows / norm.masked_fill(norm == 0, 1), norm * largest
 
 
 def _scale(strength: Tensor, width: int, dtype: torch.dtype) -> Tensor:
@@ -192,6 +197,11 @@ def _dot(a: Tensor, b: Tensor) -> Tensor:
             pair[1].copy_(b_rows)
             total += torch.dot(pair[0].view(-1), pair[1].view(-1))
     return total
+
+
+@cache
+def _kernels() -> Any:
+    return importlib.import_module("leangrad.kernels.context")
 
 
 def _accumulation_dtype(x: Tensor) -> torch.dtype:
