@@ -3,9 +3,10 @@
     with workspace.default.borrow("scores", (n, m), like=x) as scores:
         torch.mm(x, y, out=scores.tensor)
 
-[Note: capacity] The memory of a buffer has a capacity for each dimension, a power of two. What fits is lent out of that
-memory, contiguous, and allocates nothing. Where a dimension exceeds its capacity, that one grows and the others stay;
-where all fall to a quarter or less, all shrink. A sequence of shapes that repeats allocates nothing the second time.
+[Note: capacity] The memory of a buffer has a capacity for each dimension, the next power of two. What fits is lent out
+of that memory, contiguous, and allocates nothing. Where a dimension exceeds its capacity, that one grows and the others
+stay; where all fall to a quarter or less, all shrink. So shapes that come again, and do not differ by a factor of four
+in every dimension, allocate nothing the second time. Uses whose sizes lie further apart should have different names.
 
 [Note: never overwritten] What is lent is a tensor of its own (`detach`) on the memory. Everything that can read it
 later, be it autograd that saved it, a view, a numpy array, the storage itself, raises a count on the memory above what
@@ -14,9 +15,11 @@ is new; before the memory is lent again the row must be the same, or the memory 
 fresh one is allocated. A row that cannot be read means the same. All that is lent from one memory shares one version
 counter, so that autograd's own check stands behind this one.
 
-[Note: streams] A buffer is lent for the CUDA stream that is current, to whose work all that was done in it before is
-known to be finished. A borrower who touches it on another stream waits for the first one, and before the buffer is lent
-again the first one waits for that borrower. A backward on another thread has buffers of its own.
+[Note: streams] A buffer belongs to the CUDA stream that was current when it was lent first, and is lent again only
+there: what the next borrower writes is queued behind what the last one did. A borrower who asks for `tensor` on another
+stream waits for the buffer's own stream, and before the buffer is lent again its own stream waits for that one. A
+tensor that is carried to another stream by hand is the carrier's to order, as always. A backward that runs on
+another thread has buffers of its own.
 """
 
 from __future__ import annotations
@@ -83,7 +86,7 @@ class Borrowed:
 
 
 class Workspace:
-    """Scratch buffers by name, separate for each dtype, device, stream and thread.
+    """Scratch buffers by name, separate for each number of dimensions, dtype, device, stream and thread.
 
     `borrow(name, shape)` equals `torch.empty(shape)` whose memory is used again once it was given back. One name may be
     borrowed several times at once: nested borrowers never share memory. A workspace may be shared by threads, and
@@ -104,9 +107,7 @@ class Workspace:
 
     def __init__(self) -> None:
         self._local = threading.local()
-        self._lock = (
-            threading.RLock()
-        )  # for the counters and the list of shelves; never held where nothing is allocated
+        self._lock = threading.RLock()  # for the counters and the shelves; not taken where nothing is allocated
         self._shelves: list[weakref.ref[_Shelf]] = []
         self._allocations = self._high_water = 0
 
@@ -145,7 +146,7 @@ class Workspace:
         else:
             buffer = _Buffer(torch.cuda.current_stream(device) if kind == "cuda" else None)
             buffers.append(buffer)
-        return buffer.fit(self, shape, dtype, device).lend(name, shape)
+        return buffer.fit(self, shape, dtype, device).lend(name)
 
     @property
     def allocations(self) -> int:
@@ -256,11 +257,13 @@ class _Buffer:
             self.shaped = self.memory.as_strided(shape, _contiguous_strides(shape))
         return self
 
-    def lend(self, name: str, shape: torch.Size) -> Borrowed:
+    def lend(self, name: str) -> Borrowed:
         """A tensor of its own on this memory, for the next generation."""
         assert self.shaped is not None
-        if self.visitors:
-            self._await_visitors()
+        for stream in self.visitors:
+            assert self.stream is not None
+            self.stream.wait_stream(stream)
+        self.visitors.clear()
         self.generation += 1
         borrowed = Borrowed(name, self, self.shaped.detach(), self.generation)
         self.borrower = weakref.ref(borrowed)
@@ -289,12 +292,6 @@ class _Buffer:
         stream.wait_stream(self.stream)
         tensor.record_stream(stream)
         self.visitors.add(stream)
-
-    def _await_visitors(self) -> None:
-        for stream in self.visitors:
-            assert self.stream is not None
-            self.stream.wait_stream(stream)
-        self.visitors.clear()
 
     def _count(self) -> tuple[int, ...] | None:
         return None if self.memory is None else reference_counts(self.memory)
