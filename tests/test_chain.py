@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from leangrad.kernels.rebuild import rebuild_and_backward
 from leangrad.lease import release_scratch
 from leangrad.measure import measure
 from leangrad.ops import chain
@@ -138,19 +139,43 @@ def test_what_is_handed_over_comes_back(names):
     assert not any(t is not None for t in (*run.kept, *run.hidden))
 
 
-def chain_step(depth: int, activation: str, width: int = 64, rows: int = 1024):
+@pytest.mark.parametrize("spent", [True, False])
+@pytest.mark.parametrize("names", [("gelu",) * 6, ("silu", "gelu", "relu", "gelu", "silu", None), MIXED])
+def test_one_pass_for_rebuilding_and_backward(names, spent, monkeypatch):
+    """It is asked for where two maps have died, with the right map, and only where the maps are spent."""
+    used = []
+
+    def both(record, z):
+        def run(g, z):
+            used.append(record.name)
+            into = torch.empty_like(g)
+            return record.backward(g, z, record.parameter, into), record.forward(z, record.parameter, None)
+
+        return None if record.gated else run
+
+    monkeypatch.setattr(chain, "rebuild_and_backward", both)
+    tensors = layers(names)
+    for needs in itertools.islice(wanted_gradients(len(tensors)), 24):
+        used.clear()
+        y, g, expected = expect(names, tensors, needs, None)
+        check(Chain(records(names), needs), tensors, needs, y, g, expected, spent=spent)
+        if all(needs) and names == ("gelu",) * 6:
+            assert len(used) == (3 if spent and chain.REBUILD_MIN_BYTES == 0 else 0)
+
+
+def chain_step(depth: int, activation: str, width: int = 64, rows: int = 1024, **options):
     """A step of a chain of maps of one size, the bytes of one, and those of all weights."""
-    tensors = [torch.randn(rows, width)]
+    tensors = [torch.randn(rows, width, **options)]
     for _ in range(depth):
-        tensors += [torch.randn(width, width) / width**0.5, torch.randn(width)]
-    needs, grad = (False, *(True for _ in tensors[1:])), torch.randn(rows, width)
+        tensors += [torch.randn(width, width, **options) / width**0.5, torch.randn(width, **options)]
+    needs, grad = (False, *(True for _ in tensors[1:])), torch.randn_like(tensors[0])
 
     def step():
         run = Chain([ACTIVATIONS[activation]] * (depth - 1) + [None], needs)
         run.forward(tensors)
         run.backward(grad, tensors, spent=True)
 
-    return step, tensors[0].numel() * 4, sum(t.numel() for t in tensors[1:]) * 4
+    return step, tensors[0].nbytes, sum(t.nbytes for t in tensors[1:])
 
 
 @pytest.mark.parametrize("depth", [3, 10])
@@ -167,3 +192,47 @@ def test_peak_and_allocations(activation, depth):
     step()
     timeline = measure(step, timed_runs=0).timeline
     assert sum(event.bytes >= map_bytes for event in timeline) == stored + 1  # the maps and the output
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu"])
+def test_the_kernel_for_one_pass_has_torchs_bits(activation, dtype):
+    record, z = ACTIVATIONS[activation], torch.randn(777, 33, device="cuda", dtype=dtype) * 3
+    g = torch.randn_like(z)
+    fused = rebuild_and_backward(record, z)  # compares every value of z; None if a bit differs
+    assert fused is not None
+    dz, h = fused(g, z)
+    assert torch.equal(h, record.forward(z, record.parameter, None))
+    assert torch.equal(dz, record.backward(g, z, record.parameter, torch.empty_like(g)))
+    assert rebuild_and_backward(record, z.float()) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")
+@pytest.mark.parametrize("ours", [True, False])
+@pytest.mark.parametrize(
+    "names", [("gelu",) * 7 + (None,), ("silu", "relu", "gelu_tanh", "swiglu", "gelu", None), MIXED]
+)
+def test_on_a_gpu(names, ours):
+    tensors = [t.cuda().bfloat16() for t in layers(names, width=64, rows=256)]
+    for needs in itertools.islice(wanted_gradients(len(tensors)), 8):
+        y, g, expected = expect(names, tensors, needs, None)
+        check(Chain(records(names), needs), tensors, needs, y, g.clone(), expected, ours=ours, spent=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("activation", ["relu", "gelu"])
+def test_peak_on_a_gpu(activation):
+    """As on the CPU, with half a map for the weights that were computed before two maps had died."""
+    step, map_bytes, weight_bytes = chain_step(8, activation, width=512, rows=4096, device="cuda", dtype=torch.bfloat16)
+    stored = 7 * (2 if activation == "gelu" and map_bytes < chain.REBUILD_MIN_BYTES else 1)
+    for _ in range(3):
+        step()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    peak = torch.cuda.max_memory_allocated() - before
+    assert peak <= (stored + 3) * map_bytes + weight_bytes

@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from leangrad.ops import chain
 from leangrad.errors import ConsumedError
 from leangrad.lease import release_scratch
 from leangrad.measure import measure
 from leangrad.nn import MLP, Activate, Dense
+from leangrad.ops import chain
 from leangrad.ops.activation import ACTIVATIONS, resolve
 from tests.test_activation import PLAIN
 
@@ -610,6 +610,8 @@ def test_errors_name_the_argument_and_the_choice():
     assert isinstance(MLP([2, 3, 1], resolve("leaky_relu", 0.2))[1], Activate)
 
 
+# Torch's own, at the first product in the thread that runs backward.
+@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("activation", ACTIVATIONS)

@@ -259,7 +259,7 @@ def private_names() -> dict[str, bool]:
     """
     tensor = torch.ones(1, requires_grad=True) * 1
     owners: list[Any] = [torch, torch._C, torch._C._autograd, torch.autograd, torch.autograd.forward_ad]
-    owners += [torch.autograd.Variable, torch.autograd.graph]
+    owners += [torch.autograd.Variable, torch.autograd.graph, getattr(torch.cuda, "jiterator", None)]
     owners += [torch.nn.Module(), torch.nn.modules.module, torch.ops.aten, torch.ops.aten.add.Tensor]
     owners += [tensor, tensor.untyped_storage(), tensor.grad_fn]
     there = {name for owner in owners for name in dir(owner)}
@@ -450,3 +450,15 @@ def innermost_pack_hook() -> Any:
     ask = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     hooks = None if ask is None else ask(True)
     return None if hooks is None else hooks[0]
+
+
+def below_autograd() -> Any:
+    """A context for ops that nobody differentiates: they skip autograd's layer, a tenth of what a small op costs."""
+    guard = getattr(torch._C, "_AutoDispatchBelowAutograd", None)
+    return contextlib.nullcontext() if guard is None else guard()
+
+
+def compile_elementwise(code: str, outputs: int) -> Callable[..., Any] | None:
+    """A CUDA kernel from the C++ for one element, as torch compiles its own at run time; None where it cannot."""
+    make = getattr(getattr(torch.cuda, "jiterator", None), "_create_multi_output_jit_fn", None)
+    return None if make is None else make(code, num_outputs=outputs)

@@ -10,15 +10,21 @@ lies. On the CPU, where memory that was freed is paid for again in page faults, 
 is dead (`Rooms`), and what is missing comes from scratch that outlives the chain. At the top of a chain of relus
 nothing is dead yet; there the zeros of a map are noted, one byte each, and the gradient is written over it. On an
 accelerator the caching allocator does all that at no cost: what is dropped is the next that it hands out.
+
+[Note: one pass] On CUDA h_{k-1} can be rebuilt in the same pass that turns its gradient into that of z_{k-1}
+(`leangrad.kernels.rebuild`): as many launches as plain PyTorch has. That pass allocates two maps more, so it waits
+until two have died, and the peak, which stands at the top of the chain, stays about where it is.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from leangrad._torch import below_autograd
+from leangrad.kernels.rebuild import rebuild_and_backward
 from leangrad.lease import return_scratch, take_scratch
 from leangrad.ops.activation import Activation
 
@@ -98,6 +104,10 @@ class Chain:
 
     def forward(self, tensors: Tensors) -> Tensor:
         """The output of the last layer, in memory of its own."""
+        with below_autograd():
+            return self._forward(tensors)
+
+    def _forward(self, tensors: Tensors) -> Tensor:
         needs, kept, last = self.needs, self.kept, len(self.records) - 1
         h, flowing = tensors[0], needs[0]
         assert h is not None
@@ -140,32 +150,49 @@ class Chain:
 
         `g` is overwritten where it is `ours`, and the maps where they are `spent`: nobody reads them after this.
         """
-        needs, hidden, rooms = self.needs, self.hidden, Rooms() if g.is_cpu else None
+        with below_autograd():
+            return self._backward(g, tensors, output, ours, spent)
+
+    def _backward(
+        self, g: Tensor, tensors: Tensors, output: Tensor | None, ours: bool, spent: bool
+    ) -> list[Tensor | None]:
+        needs, rooms = self.needs, Rooms() if g.is_cpu else None
         found: list[Tensor | None] = [None] * len(needs)
         writer = self.writer
-        first, zeros = needs.index(True), None
-        for k in range(len(hidden) - 1, -1, -1):
-            weight, room = tensors[2 * k + 1], None
-            if zeros is not None:
-                g.masked_fill_(zeros, 0)
-                zeros = None
-            elif self.records[k] is not None:
-                g, ours = self._activation_backward(k, g, output, rooms, ours=ours, spent=spent), True
-            if needs[2 * k + 1]:
-                h = hidden[k - 1] if k else tensors[0]
-                if h is None:
-                    h = room = self._rebuild(k - 1, rooms)
-                found[2 * k + 1] = torch.mm(g.t(), h) if writer is None else writer.product(2 * k + 1, h, g)
+        first, last = needs.index(True), len(self.records) - 1
+        if self.records[last] is not None:
+            g, ours = self._activation_backward(last, g, output, rooms, ours=ours, spent=spent), True
+        for k in range(last, -1, -1):
+            weight: Tensor = tensors[2 * k + 1]  # type: ignore[assignment]
+            room: Tensor | None = None
+            zeros: Tensor | None = None
             if needs[2 * k + 2]:
                 found[2 * k + 2] = g.sum(0) if writer is None else writer.sum(2 * k + 2, g)
+            rebuilt = k > 0 and needs[2 * k + 1] and self.hidden[k - 1] is None
+            if rebuilt and spent and first <= 2 * k and k < last - 1 and (fused := self._fused(k - 1)):
+                dz, h = fused(torch.mm(g, weight), self._take(k - 1))
+                found[2 * k + 1] = torch.mm(g.t(), h) if writer is None else writer.product(2 * k + 1, h, g)
+                del h  # before the next one is allocated
+                g, ours = dz, True
+                continue
+            if rebuilt:
+                room = self._rebuild(k - 1, rooms)
+            if needs[2 * k + 1]:
+                read = room if rebuilt else self.hidden[k - 1] if k else tensors[0]
+                found[2 * k + 1] = torch.mm(g.t(), read)  # type: ignore[arg-type]
+                del read
             if first > 2 * k:  # nothing below wants a gradient
                 break
-            if room is None and rooms is not None:
+            if rooms is not None and room is None:
                 room, zeros = self._find_room(k, g, weight, rooms, spent)
-            dh = torch.mm(g, weight, out=room)  # type: ignore[arg-type]
+            dh = torch.mm(g, weight, out=room)
             if rooms is not None and ours:
                 rooms.drop(g)
             g, ours = dh, True
+            if zeros is not None:
+                g.masked_fill_(zeros, 0)
+            elif k and self.records[k - 1] is not None:
+                g = self._activation_backward(k - 1, g, None, rooms, ours=True, spent=spent)
         found[0] = g if first == 0 else None
         if rooms is not None:
             rooms.close()
@@ -193,6 +220,11 @@ class Chain:
             return record.forward(z, record.parameter, None)
         shape = torch.Size((*z.shape[:-1], z.shape[-1] // 2)) if record.gated else z.shape
         return record.forward(z, record.parameter, rooms.room(shape, z))
+
+    def _fused(self, k: int) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None:
+        """The kernel that rebuilds h_k and runs its activation backward, if there is one; see [Note: one pass]."""
+        record, z = self.records[k], self.kept[k]
+        return None if record is None or z is None else rebuild_and_backward(record, z)
 
     def _activation_backward(
         self, k: int, g: Tensor, output: Tensor | None, rooms: Rooms | None, *, ours: bool, spent: bool
