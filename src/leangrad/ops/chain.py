@@ -150,6 +150,8 @@ class Chain:
 
         `g` is overwritten where it is `ours`, and the maps where they are `spent`: nobody reads them after this.
         """
+        if self.writer is not None:  # it makes views, which autograd has to know of
+            return self._backward(g, tensors, output, ours, spent)
         with below_autograd():
             return self._backward(g, tensors, output, ours, spent)
 
@@ -179,7 +181,8 @@ class Chain:
                 room = self._rebuild(k - 1, rooms)
             if needs[2 * k + 1]:
                 read = room if rebuilt else self.hidden[k - 1] if k else tensors[0]
-                found[2 * k + 1] = torch.mm(g.t(), read)  # type: ignore[arg-type]
+                assert read is not None
+                found[2 * k + 1] = torch.mm(g.t(), read) if writer is None else writer.product(2 * k + 1, read, g)
                 del read
             if first > 2 * k:  # nothing below wants a gradient
                 break
