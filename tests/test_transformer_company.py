@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import leangrad
+from leangrad.lease import release_scratch
 from leangrad.measure import measure
 from leangrad.nn import AttentionContext, TransformerBlock
 from tests.test_transformer import KINDS, WIDTH, PlainForm, batch, close, is_node, make, results, same
@@ -129,6 +130,24 @@ def test_autocast(kind, dropout):
         assert (one - other).abs().max() <= 2e-2 * other.abs().max()
     if KINDS[kind].get("norm") != "rms":
         same(found, expected)
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
+def test_kept_bytes_under_autocast():
+    """All in bfloat16 but the logsumexp: what attention adds is kept in place of the float32 sum. And cast weights."""
+    block, x, g = TransformerBlock(64, 4), torch.randn(8, 64, 64), torch.randn(8, 64, 64)
+
+    def step():
+        block.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = block(x)
+        y.backward(g)
+
+    release_scratch()
+    step()
+    found = measure(step, timed_runs=0).kept_bytes - x.numel() * 4  # the output
+    weights = sum(p.numel() for m in (block.attention, block.ffn) for p in m.parameters())
+    assert found == 9 * x.numel() * 2 + 8 * 64 * 4 * 4 + 2 * weights
 
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from leangrad.nn.block_steps import Heads, attend, project
+from leangrad.nn.block_steps import Heads, attend, keep_addend, project
 from leangrad.nn.prepare import Activated, Normed
 from leangrad.ops.activation import Activation
 from leangrad.ops.attention import attend as attend_plainly
@@ -100,9 +100,18 @@ class Block:
         rotary = None if v.cos is None or v.sin is None else (v.cos, v.sin)
         qkv = project(tape, v.x, v.qkv_weight, v.qkv_bias, prepare=norm1)
         mixed = attend(tape, qkv, self.heads, v.mask, rotary)
-        r = project(tape, mixed, v.out_weight, v.out_bias, residual=v.x, dropout=self.dropout, observe=self.observe)
+        r = project(
+            tape,
+            mixed,
+            v.out_weight,
+            v.out_bias,
+            residual=v.x,
+            dropout=self.dropout,
+            observe=self.observe,
+            addend_may_do=True,
+        )
         h = project(tape, r, v.up_weight, v.up_bias, prepare=norm2)
-        return project(
+        y = project(
             tape,
             h,
             v.down_weight,
@@ -111,6 +120,8 @@ class Block:
             residual=r,
             dropout=self.dropout,
         )
+        keep_addend(tape, r)
+        return y
 
     def plain(self, *tensors: Tensor | None) -> Tensor:
         """The same numbers, the same draws included, on autograd's own ops, each of which has a second derivative.

@@ -24,7 +24,7 @@ from leangrad.ops.linear import linear, linear_backward_bias, linear_backward_in
 from leangrad.ops.norm import Statistics
 from leangrad.tape import Tape, Var
 
-__all__ = ["Heads", "attend", "project"]
+__all__ = ["Heads", "attend", "keep_addend", "project"]
 
 
 def project(
@@ -37,10 +37,11 @@ def project(
     residual: Var | None = None,
     dropout: float = 0.0,
     observe: Callable[[Tensor], None] | None = None,
+    addend_may_do: bool = False,
 ) -> Var:
     """Residual + dropout(prepare(x) Wᵀ + b), for x of (N, in); `observe` is shown the product before the dropout.
 
-    Keeps x, and one byte an element of the output where there is dropout.
+    Keeps x, and one byte an element of the output where there is dropout. For `addend_may_do` see `keep_addend`.
     """
     given = x.value
     lease = None
@@ -53,13 +54,50 @@ def project(
     if observe is not None:
         observe(y)
     y, mask = _drop(y, dropout) if dropout else (y, None)
+    addend = y
     if residual is not None:  # torch promotes as plain code does where autocast has made y smaller
         y = y.add_(residual.value) if y.dtype == residual.dtype else residual.value + y
     needs_grad = (prepare is not None and prepare.needs_grad) or any(map(_needs, (x, weight, bias, residual)))
     reads = (x,) if weight.needs_grad or (prepare is not None and (x.needs_grad or prepare.needs_grad)) else ()
     noise = None if mask is None or not needs_grad else _keep(tape, mask)
     arguments = (x, weight, bias, prepare, residual, noise, dropout)
-    return tape._push(_project_backward, y, arguments, needs_grad, reads)
+    out = tape._push(_project_backward, y, arguments, needs_grad, reads)
+    if addend_may_do and residual is not None and addend is not y:
+        out.rebuilt = (_Sum(residual), Var(addend, addend, False, fixed=True))  # type: ignore[assignment]
+    return out
+
+
+@dataclass(frozen=True)
+class _Sum:
+    """How a sum is rebuilt from what was added to the residual; to a `Var` it looks like an activation."""
+
+    residual: Var
+    parameter: float = 0.0
+
+    def forward(self, addend: Tensor, parameter: float, out: Tensor | None) -> Tensor:
+        return torch.add(self.residual.value, addend, out=out)
+
+
+def keep_addend(tape: Tape, x: Var) -> None:
+    """Once nothing in forward reads a sum any more: keep what was added to the residual, if that is smaller.
+
+    Under autocast the residual stream is float32 and what is added to it is half as large. The sum is made again in
+    backward, with the same bits.
+    """
+    if x.rebuilt is not None and x.needs_grad and x.readers:
+        addend = x.rebuilt[1]
+        addend.readers = 1
+        tape._kept.append(addend)
+        x.tensor = None
+
+
+def _read(tape: Tape, x: Var) -> tuple[Tensor, Lease | None]:
+    """The value of x; where it had to be added up again, also the lease on the scratch that it is in."""
+    if x.tensor is not None or x.rebuilt is None:
+        return x.value, None
+    lease = tape.pool.borrow(x.shape, x.rebuilt[1].value.new_empty(0, dtype=x.dtype))
+    x.rebuilt[0].forward(x.rebuilt[1].value, 0.0, lease.tensor)
+    return lease.tensor, lease
 
 
 def _project_backward(
@@ -81,13 +119,14 @@ def _project_backward(
     if mask is not None or g.tensor.dtype != w.dtype:
         g = _gradient_of_product(tape, g, w, None if mask is None else mask.value, dropout)
     needs_dx = x.needs_grad or (prepare is not None and prepare.needs_grad)
+    reads_x = weight.needs_grad or (prepare is not None and needs_dx)
+    value, summed = _read(tape, x) if reads_x else (w, None)
     lease: Lease | None = None
     statistics: Statistics = ()
-    if prepare is not None and (weight.needs_grad or needs_dx):
-        lease, statistics = prepare.forward(tape, x.value, w.dtype)
+    if prepare is not None and reads_x:
+        lease, statistics = prepare.forward(tape, value, w.dtype)
     if weight.needs_grad:
-        given = x.value if lease is None else lease.tensor
-        tape.receive(weight, Lease(linear_backward_weight(g.tensor, given)))
+        tape.receive(weight, Lease(linear_backward_weight(g.tensor, value if lease is None else lease.tensor)))
     if bias is not None and bias.needs_grad:
         tape.receive(bias, Lease(linear_backward_bias(g.tensor)))
     if needs_dx:
@@ -97,12 +136,14 @@ def _project_backward(
         if prepare is None:
             tape.receive(x, into)
         else:
-            prepare.backward(tape, into, x, statistics, again)
+            prepare.backward(tape, into, x, value, statistics, again)
     else:
         tape.pool.release(g)
         if lease is not None:
             tape.pool.release(lease)
-    if weight.needs_grad or (prepare is not None and needs_dx):
+    if summed is not None:
+        tape.pool.release(summed)
+    if reads_x:
         tape.done(x, again)
 
 

@@ -30,8 +30,8 @@ class Prepare(Protocol):
     def forward(self, tape: Tape, x: Tensor, dtype: torch.dtype) -> tuple[Lease, Statistics]:
         """What it makes of x, in scratch and in this dtype, and what else backward reads."""
 
-    def backward(self, tape: Tape, g: Lease, x: Var, statistics: Statistics, again: bool) -> None:
-        """Move g, which is owned, on to x and to what else wants a gradient."""
+    def backward(self, tape: Tape, g: Lease, x: Var, value: Tensor, statistics: Statistics, again: bool) -> None:
+        """Move g, which is owned, on to x, whose value is given, and to what else wants a gradient."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +48,9 @@ class Activated:
         self.record.forward(x, self.record.parameter, lease.tensor)
         return lease, ()
 
-    def backward(self, tape: Tape, g: Lease, x: Var, statistics: Statistics, again: bool) -> None:
+    def backward(self, tape: Tape, g: Lease, x: Var, value: Tensor, statistics: Statistics, again: bool) -> None:
         """Over g; a gated one over x, which is as large as its gradient, where nobody else reads it."""
         into = take_over(tape, x, again) or tape.pool.borrow(x.shape, g.tensor) if self.record.gated else g
-        # `take_over` leaves the value in the memory that it hands out.
-        value = into.tensor if x.tensor is None else x.value
         self.record.backward(g.tensor, value, self.record.parameter, into.tensor)
         if into is not g:
             tape.pool.release(g)
@@ -87,9 +85,8 @@ class Normed:
             lease = _in_dtype(tape, lease, dtype)
         return lease, statistics
 
-    def backward(self, tape: Tape, g: Lease, x: Var, statistics: Statistics, again: bool) -> None:
+    def backward(self, tape: Tape, g: Lease, x: Var, value: Tensor, statistics: Statistics, again: bool) -> None:
         """Over g where it has the dtype of x."""
-        value = x.value
         g = _in_dtype(tape, g, value.dtype)
         if self.scale is not None:
             self._film_backward(tape, g.tensor, value)
