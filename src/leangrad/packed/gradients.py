@@ -23,6 +23,9 @@ from .slots import SLOTS, Slot
 #: raise the peak, large enough that a pass over all of them is a few large kernels.
 RANGE_BYTES = 32 * 1024 * 1024
 
+#: How many ranges are cast to a narrower dtype in one call on a GPU; both forms of them stand for that long.
+CAST_RANGES = 8
+
 
 class PackedGradients:
     """The packed gradients of one model; `pack_gradients` makes it."""
@@ -101,8 +104,8 @@ class PackedGradients:
     def clip_norm_(self, max_norm: float, *, cast: bool = False) -> Tensor:
         """`torch.nn.utils.clip_grad_norm_(parameters, max_norm)`: returns the norm before clipping.
 
-        The norm and the factor are float32 or wider; torch rounds both to the dtype of the gradients. `cast=True`
-        leaves the gradients as `cast_()` would, in the pass that scales them.
+        The norm is float32 or wider, and so is the factor on a GPU with Triton; torch rounds both to the dtype of the
+        gradients. `cast=True` leaves the gradients as `cast_()` would, in the pass that scales them.
         """
         norm = self._norm(self._settled())
         self._check_parameters()  # which a GPU does not wait for: it is busy with the norm
@@ -132,8 +135,8 @@ class PackedGradients:
     def cast_(self) -> None:
         """Round gradients that were accumulated in a wider dtype to their parameter's, as torch's optimizers need them.
 
-        Range by range, so that both forms of one range at most stand at a time. The next gradient to arrive after
-        `zero_grad` is accumulated in the wider dtype again.
+        Range by range (on a GPU eight by eight), so that both forms of no more than that stand at a time. The next
+        gradient to arrive after `zero_grad` is accumulated in the wider dtype again.
         """
         self._check_parameters()
         self._settled()
@@ -154,10 +157,11 @@ class PackedGradients:
         norms = norms_of(flats)
         outside = [p.grad for _, p in self._outside if p.grad is not None]
         if outside:
-            norms.append(whole(torch.nn.utils.get_total_norm(outside)))
+            norms.append(whole(torch.nn.utils.get_total_norm(outside)).view(1))
         if not norms:
             return torch.zeros(())
-        norm: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
+        together = norms[0] if len(norms) == 1 else torch.cat([norm.to(norms[0].device) for norm in norms])
+        norm: Tensor = torch.linalg.vector_norm(together)
         return norm
 
     def _scale(self, flats: list[Tensor], factor: Tensor | float) -> None:
@@ -171,20 +175,16 @@ class PackedGradients:
     def _cast(self, factor: Tensor | None) -> list[Tensor]:
         """Cast, times `factor`, what has a wider dtype than its parameter; return the vectors that have not."""
         owners = {slot: parameter for parameter, slot in self._pairs}
-        others: list[Tensor] = []
-        for range_ in self.ranges:
-            if (flat := range_.flat()) is None:
-                continue
-            if range_.dtype == range_.parameter_dtype:
-                others.append(flat)
-                continue
-            narrowed = narrow(flat, range_.parameter_dtype, factor)
-            for slot in range_.slots:
-                parameter = owners[slot]
-                if parameter.grad is not None:
-                    parameter.grad = None  # a stand-in of the wider dtype cannot be replaced in one assignment
-                    parameter.grad = narrowed.as_strided(slot.shape, slot.stride, slot.offset)
-        return others
+        standing = [range_ for range_ in self.ranges if range_.base() is not None]
+        for group in _cast_groups([range_ for range_ in standing if range_.dtype != range_.parameter_dtype]):
+            flats = [flat for range_ in group if (flat := range_.flat()) is not None]
+            for range_, narrowed in zip(group, narrow(flats, group[0].parameter_dtype, factor), strict=True):
+                for slot in range_.slots:
+                    parameter = owners[slot]
+                    if parameter.grad is not None:
+                        parameter.grad = None  # a stand-in of the wider dtype cannot be replaced in one assignment
+                        parameter.grad = narrowed.as_strided(slot.shape, slot.stride, slot.offset)
+        return [flat for range_ in standing if (flat := range_.flat()) is not None]
 
     # -- processes ----------------------------------------------------------------------------------------------
 
@@ -242,6 +242,15 @@ class PackedGradients:
                 raise ChangedError(f"{name} is a new trainable parameter since packing; call repack()")
         if known:
             raise ChangedError(f"{len(known)} packed parameters are no longer part of the model; call repack()")
+
+
+def _cast_groups(wide: list[ranges.Range]) -> list[list[ranges.Range]]:
+    """The ranges that are cast in one call: several on a GPU, where the host needs as long for a call as it for one."""
+    groups: list[list[ranges.Range]] = []
+    for kind, alike in itertools.groupby(wide, lambda r: (r.device, r.dtype, r.parameter_dtype)):
+        same, size = list(alike), CAST_RANGES if kind[0].type == "cuda" else 1
+        groups += [same[i : i + size] for i in range(0, len(same), size)]
+    return groups
 
 
 def pack_gradients(
