@@ -401,8 +401,9 @@ def test_kept_and_allocated_bytes(needs_s):
     found = leangrad.measure(step, timed_runs=0)
     # Alive when backward begins: z, the copy of the context, and h where the strength needs it.
     assert found.kept_bytes == map_bytes + context_bytes + (map_bytes if needs_s else 0)
-    node = [e.bytes for e in found.timeline if e.phase == "backward" and e.op.startswith("_ApplyContext")]
-    assert max(node, default=0) < 1024
+    ours = [e for e in found.timeline if e.phase == "backward" and e.op.startswith("_ApplyContext")]
+    # oneDNN's product, where it is used, reorders the context into a temporary of its own; plain's does the same.
+    assert max(e.bytes for e in ours if not e.op.endswith("aten::mm")) < 1024
 
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")

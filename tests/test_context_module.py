@@ -89,6 +89,18 @@ def test_the_context_stays_in_float32_when_the_module_does_not():
     assert trained().double().context.dtype == torch.float64
 
 
+def test_a_context_of_inference_mode_trains_on():
+    module, x = AttentionContext(8), torch.randn(4, 8)
+    with torch.inference_mode():
+        module.update(x + 1, x * 2)
+        module(x * 1)
+    address = module.context.data_ptr()
+    y = module(x)
+    assert module.update(x, y).data_ptr() == address
+    y.backward(torch.randn_like(y))
+    assert module.strength.grad.abs() > 0
+
+
 def test_copies_are_apart():
     module = trained()
     other = copy.deepcopy(module)

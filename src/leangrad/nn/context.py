@@ -66,7 +66,10 @@ def update_context(x: Tensor, y: Tensor, rate: float, context: Tensor | None = N
         raise ValueError(f"x and y: expected one shape (..., D), got {tuple(x.shape)} and {tuple(y.shape)}")
     if not x.is_floating_point() or not y.is_floating_point():
         raise TypeError(f"x and y: expected floating dtypes, got {x.dtype} and {y.dtype}")
-    with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+    # A context that was made in inference mode could not be changed by a training step later.
+    inside = not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
+    outside = torch.inference_mode(False) if inside else nullcontext()
+    with outside, torch.no_grad(), torch.autocast(x.device.type, enabled=False):
         return ops.update_context(x.detach(), y.detach(), rate, context)
 
 
@@ -166,10 +169,11 @@ class _ApplyContext(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        ours = has_memory(g) and owned(g)
+        batched = not has_memory(g)
+        ours = not batched and owned(g)
         x, strength, context = ctx.saved_tensors
         needs_x = ctx.needs_input_grad[0]
-        if torch.is_grad_enabled() or not has_memory(g):
+        if torch.is_grad_enabled() or batched:
             return (*_plain_backward(g, x, context, strength, needs_x), None, None)
         flat = g.reshape(-1, g.shape[-1])
         into = flat if ours or flat.data_ptr() != g.data_ptr() else None  # ours, or copied by `reshape`
