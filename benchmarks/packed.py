@@ -27,7 +27,8 @@ from leangrad.measure import measure
 from leangrad.packed import pack_gradients
 
 MICRO_BATCHES = 4
-ODD = 23
+ODD = 23  # rows of a batch that no matrix of a model is as large as
+CLIPS = 5
 
 #: The loss of one micro-batch, or of one of odd size.
 Loss = Callable[..., Tensor]
@@ -196,11 +197,19 @@ def seconds_of(call: Callable[[], object], device: str) -> float:
 
 
 def time_in_turns(forms: dict[str, Form], device: str, repeats: int) -> dict[str, dict[str, list[float]]]:
-    """Seconds of each phase of each form, one entry a round; the forms take turns within a round."""
+    """Seconds of each phase of each form, one entry a round; the forms take turns within a round.
+
+    Clip and step take a fraction of the time and vary more: they are timed five times as often, on small batches.
+    """
     seconds: dict[str, dict[str, list[float]]] = {name: {"accumulate": [], "clip and step": []} for name in forms}
     for _ in range(repeats):
         for name, form in forms.items():
             seconds[name]["accumulate"].append(seconds_of(form.accumulate, device))
+            form.clip_and_step()
+            form.zero_grad()
+    for _ in range(CLIPS * repeats):
+        for name, form in forms.items():
+            form.loss(form.model, True).backward()
             seconds[name]["clip and step"].append(seconds_of(form.clip_and_step, device))
             form.zero_grad()
     return seconds
