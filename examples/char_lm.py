@@ -26,9 +26,9 @@ class Size:
 
     width: int = 128
     heads: int = 4
-    blocks: int = 4
+    blocks: int = 3
     length: int = 128
-    batch: int = 16
+    batch: int = 12
     steps: int = 300
 
 
