@@ -462,3 +462,12 @@ def compile_elementwise(code: str, outputs: int) -> Callable[..., Any] | None:
     """A CUDA kernel from the C++ for one element, as torch compiles its own at run time; None where it cannot."""
     make = getattr(getattr(torch.cuda, "jiterator", None), "_create_multi_output_jit_fn", None)
     return None if make is None else make(code, num_outputs=outputs)
+
+
+def weight_and_bias(linear: torch.nn.Linear) -> tuple[Tensor, Tensor | None]:
+    """`linear.weight, linear.bias`, without the failed lookup that comes before `__getattr__` finds a parameter."""
+    try:
+        parameters: dict[str, Any] = linear._parameters
+        return parameters["weight"], parameters["bias"]
+    except (AttributeError, KeyError):
+        return linear.weight, linear.bias

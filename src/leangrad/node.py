@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from leangrad._torch import graph_is_kept, saved_tensor_hooks_active
+from leangrad._torch import graph_is_kept, saved_tensor_hooks_active, transforms_active
 from leangrad.ops.chain import Chain, Writer
 from leangrad.own import owned, take
 from leangrad.tape import Tape, Var
@@ -28,6 +28,10 @@ class Recording(Protocol):
     @property
     def reads_output(self) -> bool:
         """Whether backward reads the output, which then belongs to the caller."""
+
+    @property
+    def can_overwrite(self) -> bool:
+        """Whether backward gains by a gradient that is `ours`; to find that out costs as much as a small op."""
 
     def hand_over(self) -> list[Tensor]:
         """Give away what is kept; before backward it comes back by `take_back`, and must not be overwritten then."""
@@ -76,7 +80,9 @@ def run(program: Callable[..., Var], plain: Callable[..., Tensor], *tensors: Ten
 
 def run_recorded(record: Record, plain: Callable[..., Tensor], *tensors: Tensor | None) -> Tensor:
     """Run `record(tensors, needs)`, which returns its output and a `Recording`, as one autograd node; see `run`."""
-    y: Tensor = _Node.apply(record, plain, *tensors)
+    # `Function.apply` looks at every tensor in Python for the sake of `torch.func`; where that is not about, skip it.
+    apply = _Node.apply if transforms_active() else _apply_node
+    y: Tensor = apply(record, plain, *tensors)
     return y
 
 
@@ -88,11 +94,12 @@ class _Node(torch.autograd.Function):
         handed = recording.hand_over() if saved_tensor_hooks_active() else None
         ctx.save_for_backward(*tensors, y if recording.reads_output else None, *(handed or ()))
         ctx.recording, ctx.plain, ctx.handed, ctx.lock = recording, plain, handed is not None, threading.Lock()
+        ctx.can_overwrite = recording.can_overwrite
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        ours = owned(grad)
+        ours = ctx.can_overwrite and owned(grad)
         with ctx.lock:  # two threads may run backward over one kept graph
             recording: Recording = take(
                 ctx, "recording", keep="pass retain_graph=True to that one to run backward again"
@@ -115,8 +122,13 @@ class _Node(torch.autograd.Function):
         return (None, None, *gradients)
 
 
+_apply_node: Callable[..., Tensor] = super(torch.autograd.Function, _Node).apply
+
+
 class _TapeRecording:
     """A program on a private tape."""
+
+    can_overwrite = True
 
     def __init__(self, tape: Tape, inputs: list[Var | None], out: Var):
         self.tape, self.inputs, self.out = tape, inputs, out

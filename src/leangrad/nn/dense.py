@@ -7,14 +7,13 @@ Whatever the chain cannot serve (hooks on a child, a child that was replaced, a 
 """
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from leangrad._torch import has_global_hooks, has_hooks
+from leangrad._torch import has_global_hooks, has_hooks, weight_and_bias
 from leangrad.functional import activate, autocast_enabled, runs_plain
 from leangrad.node import run_recorded
 from leangrad.ops.activation import Activation, resolve
@@ -132,8 +131,7 @@ class MLP(nn.Sequential):
                 return None
             if type(child) is nn.Linear:
                 records.append(None)
-                parameters.append(child.weight)
-                parameters.append(child.bias)
+                parameters += weight_and_bias(child)
             elif type(child) is Activate and records and records[-1] is None:
                 records[-1] = child.record
             else:
@@ -167,23 +165,30 @@ class _Program:
 
 
 def _forward(x: Tensor, program: _Program) -> Tensor:
-    """Run the layers as one node, or plainly where that is all that is asked for or all that can be done."""
-    records, parameters = program.records, program.parameters
-    device_type = x.device.type
-    autocast = autocast_enabled(device_type)
-    if runs_plain(x, *parameters) or (autocast and any(r is not None and r.float32_in_autocast for r in records)):
+    """Run the layers as one node, or plainly where that is all that can be done."""
+    parameters = program.parameters
+    if runs_plain(x, *parameters):
         return program.plain(x, *parameters)
-    if autocast:
-        dtype = torch.get_autocast_dtype(device_type)
-        x, *parameters = (_autocast(t, dtype) for t in (x, *parameters))  # type: ignore[assignment]
+    device_type = x.device.type
+    if not autocast_enabled(device_type):
+        return _run(x, program, parameters)
+    if any(record is not None and record.float32_in_autocast for record in program.records):
+        return program.plain(x, *parameters)
+    dtype = torch.get_autocast_dtype(device_type)
+    x, *parameters = (_autocast(t, dtype) for t in (x, *parameters))  # type: ignore[assignment]
+    with torch.autocast(device_type, enabled=False):
+        return _run(x, program, parameters)
+
+
+def _run(x: Tensor, program: _Program, parameters: list[Tensor | None]) -> Tensor:
+    """As one node, or with no backward where nobody asks for one."""
     _check(x, parameters[0])
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-    with torch.autocast(device_type, enabled=False) if autocast else nullcontext():
-        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *parameters)):
-            y = run_recorded(program.record, program.plain, rows, *parameters)
-        else:
-            y = program.infer(rows, *parameters)
-    return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *parameters)):
+        y = run_recorded(program.record, program.plain, rows, *parameters)
+    else:
+        y = program.infer(rows, *parameters)
+    return y if rows is x else y.view(*x.shape[:-1], y.shape[-1])
 
 
 def _autocast(t: Tensor | None, dtype: torch.dtype) -> Tensor | None:

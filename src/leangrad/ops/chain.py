@@ -86,7 +86,8 @@ class Chain:
 
     `kept[k]` is what the activation of layer k reads in backward: z_k or h_k. `hidden[k]` is h_k, which the weight of
     the next layer reads: the same tensor, or one more where the map is small, or None where it is rebuilt from z_k.
-    The output is not among them: where `reads_output`, the caller has to hold it and hand it to `backward`.
+    The output is not among them: where `reads_output`, the caller has to hold it and hand it to `backward`. Unless
+    `can_overwrite`, `backward` has no use for a gradient that is `ours`.
 
     >>> run = Chain((None,), (True, False, False))
     >>> x, weight = torch.ones(2, 3), torch.ones(4, 3)
@@ -99,7 +100,7 @@ class Chain:
         self.records, self.needs = records, needs
         self.kept: list[Tensor | None] = [None] * len(records)
         self.hidden: list[Tensor | None] = [None] * len(records)
-        self.reads_output = False
+        self.reads_output, self.can_overwrite = False, True
         self.writer: Writer | None = None
 
     def forward(self, tensors: Tensors) -> Tensor:
@@ -112,6 +113,7 @@ class Chain:
         h, flowing = tensors[0], needs[0]
         assert h is not None
         rooms = Rooms() if h.is_cpu else None
+        self.can_overwrite = rooms is not None or self.records[last] is not None
         for k, record in enumerate(self.records):
             h = z = F.linear(h, tensors[2 * k + 1], tensors[2 * k + 2])  # type: ignore[arg-type]
             flowing = flowing or needs[2 * k + 1] or needs[2 * k + 2]
@@ -158,32 +160,27 @@ class Chain:
     def _backward(
         self, g: Tensor, tensors: Tensors, output: Tensor | None, ours: bool, spent: bool
     ) -> list[Tensor | None]:
-        needs, rooms = self.needs, Rooms() if g.is_cpu else None
+        needs, records, hidden = self.needs, self.records, self.hidden
         found: list[Tensor | None] = [None] * len(needs)
-        writer = self.writer
-        first, last = needs.index(True), len(self.records) - 1
-        if self.records[last] is not None:
-            g, ours = self._activation_backward(last, g, output, rooms, ours=ours, spent=spent), True
+        first, last, rooms = needs.index(True), len(records) - 1, Rooms() if g.is_cpu else None
+        if records[last] is not None:
+            g, ours = self._activation_backward(last, g, output, ours, spent, rooms), True
         for k in range(last, -1, -1):
             weight: Tensor = tensors[2 * k + 1]  # type: ignore[assignment]
-            room: Tensor | None = None
-            zeros: Tensor | None = None
+            room = zeros = None
             if needs[2 * k + 2]:
-                found[2 * k + 2] = g.sum(0) if writer is None else writer.sum(2 * k + 2, g)
-            rebuilt = k > 0 and needs[2 * k + 1] and self.hidden[k - 1] is None
-            if rebuilt and spent and first <= 2 * k and k < last - 1 and (fused := self._fused(k - 1)):
-                dz, h = fused(torch.mm(g, weight), self._take(k - 1))
-                found[2 * k + 1] = torch.mm(g.t(), h) if writer is None else writer.product(2 * k + 1, h, g)
-                del h  # before the next one is allocated
-                g, ours = dz, True
-                continue
-            if rebuilt:
-                room = self._rebuild(k - 1, rooms)
+                found[2 * k + 2] = g.sum(0)
             if needs[2 * k + 1]:
-                read = room if rebuilt else self.hidden[k - 1] if k else tensors[0]
-                assert read is not None
-                found[2 * k + 1] = torch.mm(g.t(), read) if writer is None else writer.product(2 * k + 1, read, g)
-                del read
+                h = hidden[k - 1] if k else tensors[0]
+                if h is None:
+                    if spent and first <= 2 * k and k < last - 1 and (fused := self._fused(k - 1)):
+                        dz, h = fused(torch.mm(g, weight), self._take(k - 1))
+                        found[2 * k + 1] = torch.mm(g.t(), h)
+                        g = dz
+                        continue
+                    h = room = self._rebuild(k - 1, rooms)
+                found[2 * k + 1] = torch.mm(g.t(), h)
+                del h  # it dies here, unless another name holds it
             if first > 2 * k:  # nothing below wants a gradient
                 break
             if rooms is not None and room is None:
@@ -194,8 +191,8 @@ class Chain:
             g, ours = dh, True
             if zeros is not None:
                 g.masked_fill_(zeros, 0)
-            elif k and self.records[k - 1] is not None:
-                g = self._activation_backward(k - 1, g, None, rooms, ours=True, spent=spent)
+            elif k and records[k - 1] is not None:
+                g = self._activation_backward(k - 1, g, None, True, spent, rooms)
         found[0] = g if first == 0 else None
         if rooms is not None:
             rooms.close()
@@ -230,22 +227,22 @@ class Chain:
         return None if record is None or z is None else rebuild_and_backward(record, z)
 
     def _activation_backward(
-        self, k: int, g: Tensor, output: Tensor | None, rooms: Rooms | None, *, ours: bool, spent: bool
+        self, k: int, g: Tensor, output: Tensor | None, ours: bool, spent: bool, rooms: Rooms | None
     ) -> Tensor:
         """The gradient of z_k, over that of h_k where it is ours; for a gated one over z_k, which is as large."""
-        record, kept, into = self.records[k], self.kept[k], None
+        record, kept = self.records[k], self.kept[k]
         assert record is not None
         if kept is None:
             kept, spent = output, False
             assert kept is not None
         elif spent:
-            self._take(k)
+            self.kept[k] = self.hidden[k] = None
         if record.gated:
-            into = kept if spent else torch.empty_like(kept)
+            into: Tensor | None = kept if spent else torch.empty_like(kept)
         elif ours:
             into = g
-        elif rooms is not None:
-            into = rooms.room(kept.shape, kept)
+        else:
+            into = None if rooms is None else rooms.room(kept.shape, kept)
         dz = record.backward(g, kept, record.parameter, into)
         if rooms is not None:
             if ours and into is not g:
