@@ -199,9 +199,7 @@ def check_wide_offsets() -> None:
     """The 64-bit path of the offsets, on a small map."""
     plan = kernels.plan
     kernels.plan = lambda *args: plan(*args)._replace(wide=True)
-    for launches in vars(kernels).values():
-        if hasattr(launches, "cache_clear"):
-            launches.cache_clear()
+    kernels.layer.cache_clear()
     try:
         for layout in ("rows", "planes"):
             check_passes(layout, ops.Activation("relu"), torch.float32, "cpu", inverted=False, added=False)

@@ -1,22 +1,22 @@
 """Activated batch norm on CUDA: which tiles a map is cut into, and the launches for it.
 
-Every function takes maps as they are, dense and of one layout: channels as the fastest dimension (`rows`), or planes.
-A layer's forward is two launches, its backward two; `leangrad.kernels.abn_passes` has the kernels and says why.
+Maps are taken as they are, dense and all of one layout: channels as the fastest dimension (`rows`), or planes. A
+layer's forward is two launches, its backward two; `leangrad.kernels.abn_passes` has the kernels and says why.
 """
 
 from __future__ import annotations
 
 from functools import cache, lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
 from leangrad.kernels import abn_passes as passes
-from leangrad.kernels.launch import Launch
+from leangrad.kernels.launch import Launch, stream_for
 
-__all__ = ["backward", "backward_input", "backward_sums", "forward", "normalize", "stats"]
+__all__ = ["Kind", "Layer", "layer", "unfit_counts"]
 
 
 class Shape(NamedTuple):
@@ -79,179 +79,174 @@ def plan(size: torch.Size, rows: bool, device: torch.device, shape: Shape) -> Gr
     return Grid(M, C, S, rows, wide, block_m, block_c, block_p, tiles, c_blocks, splits)
 
 
-# ---- launches, one set per kind of layer ----------------------------------------------------------------------------
-# All that a kernel is specialized on is an argument here, the dtypes of every pointer included; see kernels/launch.py.
-
-once = lru_cache(maxsize=1 << 12)  # bounded, for those whose maps have a new size in every step
+# ---- a layer --------------------------------------------------------------------------------------------------------
 
 
-@once
-def _stats_launches(
-    size: torch.Size, rows: bool, dtype: torch.dtype, device: torch.device
-) -> tuple[Grid, Launch, Launch]:
-    g = plan(size, rows, device, FORWARD)
-    finish = (g.M, g.C, g.tiles, g.splits, g.block_m, g.block_c, g.block_p)
-    return (
-        g,
-        Launch(passes.stats_kernel, device, (g.c_blocks, g.splits), (*g.sizes, *g.blocks), FORWARD.warps),
-        Launch(passes.finish_stats_kernel, device, (g.c_blocks,), finish, 4),
-    )
+class Kind(NamedTuple):
+    """All that a layer's kernels are specialized on, the dtypes of every pointer included; see kernels/launch.py."""
+
+    size: torch.Size
+    rows: bool
+    dtype: torch.dtype
+    device: torch.device
+    act: str = "identity"
+    p: float = 0.0
+    inverted: bool = False
+    added: bool = False  # a residual
+    absolute: bool = False
+    weight: torch.dtype | None = None
+    bias: torch.dtype | None = None
+    running: torch.dtype | None = None
+    counted: bool = False
 
 
-@once
-def _forward_launch(
-    size: torch.Size, rows: bool, dtypes: tuple[torch.dtype | None, ...], device: torch.device, act: str,
-    absolute: bool, added: bool, counted: bool, checked: bool,
-) -> Launch:  # fmt: skip
-    g = plan(size, rows, device, FORWARD)
-    _, weight, bias, running = dtypes
-    flags = (act, added, weight is not None, bias is not None, absolute, running is not None, counted, checked)
-    constants = (*g.sizes, *flags, *g.blocks, g.block_p)
-    return Launch(passes.forward_kernel, device, (g.c_blocks, g.splits), constants, FORWARD.warps)
+@lru_cache(maxsize=1 << 12)  # bounded, for those whose maps have a new size in every step
+def layer(kind: Kind) -> Layer:
+    """The launches for this kind of layer, made once."""
+    return Layer(kind)
 
 
-@once
-def _normalize_launch(
-    size: torch.Size, rows: bool, dtype: torch.dtype, device: torch.device, act: str, added: bool
-) -> Launch:
-    g = plan(size, rows, device, SINGLE)
-    constants = (*g.sizes, act, added, *g.blocks)
-    return Launch(passes.normalize_kernel, device, (g.tiles, g.c_blocks), constants, SINGLE.warps)
+class Layer:
+    """The passes of one kind of layer. `vectors` are (mean, invstd, γ̂, β), a (4, channels) float32 tensor."""
+
+    def __init__(self, kind: Kind) -> None:
+        k = self.kind = kind
+        self.first, self.second, self.single = (
+            plan(k.size, k.rows, k.device, shape) for shape in (FORWARD, BACKWARD, SINGLE)
+        )
+        given = (k.weight is not None, k.bias is not None, k.absolute, k.running is not None, k.counted)
+        masked = k.added and k.act != "identity"
+        self._stats = self._shared(passes.stats_kernel, self.first, FORWARD)
+        self._finish_stats = self._merge(passes.finish_stats_kernel, self.first, 1)
+        # Each pair: without and with a check of γ̂ and β, with dy not stored and stored.
+        self._forward = [
+            self._shared(passes.forward_kernel, self.first, FORWARD, k.act, k.added, *given, check, merges=True)
+            for check in (False, True)
+        ]
+        self._sums = [
+            self._shared(passes.sums_kernel, self.second, BACKWARD, k.act, k.inverted, masked, stored)
+            for stored in (False, True)
+        ]
+        self._finish_sums = self._merge(passes.finish_sums_kernel, self.second, 2)
+        self._backward = [
+            self._shared(passes.backward_kernel, self.second, BACKWARD, act, k.inverted, residual, merges=True)
+            for act, residual in ((k.act, masked), ("identity", False))
+        ]
+        self._normalize = self._tiled(passes.normalize_kernel, k.act, k.added)
+        self._input = [self._tiled(passes.input_kernel, k.act, k.inverted, masked, means) for means in (False, True)]
+
+    def _shared(self, kernel: Any, g: Grid, shape: Shape, *flags: Any, merges: bool = False) -> Launch:
+        """A pass whose programs share all tiles."""
+        constants = (*g.sizes, *flags, *g.blocks, *((g.block_p,) if merges else ()))
+        return Launch(kernel, self.kind.device, (g.c_blocks, g.splits), constants, shape.warps)
+
+    def _tiled(self, kernel: Any, *flags: Any) -> Launch:
+        """A pass with one tile per program."""
+        g = self.single
+        return Launch(kernel, self.kind.device, (g.tiles, g.c_blocks), (*g.sizes, *flags, *g.blocks), SINGLE.warps)
+
+    def _merge(self, kernel: Any, g: Grid, rows: int) -> Launch:
+        """A reduction of a table, where its result is wanted by itself."""
+        constants = (g.M, g.C, g.tiles, g.splits, g.block_m, g.block_c, g.block_p)
+        return Launch(kernel, self.kind.device, (g.c_blocks, rows), constants, 4)
+
+    def _empty(self, *size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.float32, device=self.kind.device)
+
+    def stats(self, x: Tensor) -> Tensor:
+        """(mean, biased variance) as a (2, channels) tensor."""
+        g, stream = self.first, stream_for(self.kind.device)
+        table, out = self._empty(2, g.splits, g.C), self._empty(2, g.C)
+        self._stats(stream, (x, table))
+        self._finish_stats(stream, (table, out))
+        return out
+
+    def forward(
+        self, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, out: Tensor, *,
+        eps: float, running: tuple[Tensor, Tensor] | None, momentum: float, counter: Tensor | None,
+        check: tuple[float, float, float] | None,
+    ) -> Tensor:  # fmt: skip
+        """z into `out`, in two launches; returns the vectors, moves running statistics and counter on.
+
+        With `check` (lower, ratio, upper), γ̂ is returned as NaN where the channel does not invert.
+        """
+        g, stream = self.first, stream_for(self.kind.device)
+        table, vectors = self._empty(2, g.splits, g.C), self._empty(4, g.C)
+        self._stats(stream, (x, table))
+        running_mean, running_var = (vectors, vectors) if running is None else running
+        self._forward[check is not None](
+            stream,
+            (
+                x, x if residual is None else residual, out, table, vectors, vectors if weight is None else weight,
+                vectors if bias is None else bias, running_mean, running_var, vectors if counter is None else counter,
+            ),
+            (eps, momentum, g.M / max(1, g.M - 1), self.kind.p, *(check or (0.0, 0.0, 0.0))),
+        )  # fmt: skip
+        return vectors
+
+    def normalize(self, x: Tensor, vectors: Tensor, residual: Tensor | None, out: Tensor) -> None:
+        """z from given vectors into `out`."""
+        tensors = (x, x if residual is None else residual, out, vectors)
+        self._normalize(stream_for(self.kind.device), tensors, (self.kind.p,))
+
+    def _table(
+        self, stream: int | None, kept: Tensor, dz: Tensor, residual: Tensor | None, dy_out: Tensor | None, v: Tensor
+    ) -> Tensor:
+        table = self._empty(2, self.second.splits, self.second.C)
+        maps = (kept, dz, kept if residual is None else residual, dz if dy_out is None else dy_out)
+        self._sums[dy_out is not None](stream, (*maps, table, v), (self.kind.p,))
+        return table
+
+    def backward_sums(
+        self, kept: Tensor, dz: Tensor, residual: Tensor | None, dy_out: Tensor | None, vectors: Tensor
+    ) -> Tensor:
+        """(Σ dy, Σ x̂·dy) as a (2, channels) tensor; dy into `dy_out` if that is given."""
+        stream, out = stream_for(self.kind.device), self._empty(2, self.second.C)
+        self._finish_sums(stream, (self._table(stream, kept, dz, residual, dy_out, vectors), out))
+        return out
+
+    def backward_input(
+        self, kept: Tensor, dz: Tensor, residual: Tensor | None, sums: Tensor | None, count: float, vectors: Tensor,
+        out: Tensor,
+    ) -> None:  # fmt: skip
+        """dx into `out`; without `sums`, as in eval mode."""
+        tensors = (kept, dz, kept if residual is None else residual, out, vectors if sums is None else sums, vectors)
+        self._input[sums is not None](stream_for(self.kind.device), tensors, (self.kind.p, 1.0 / count))
+
+    def backward(
+        self, kept: Tensor, dz: Tensor, residual: Tensor | None, vectors: Tensor, *, dy_out: Tensor | None, out: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Both passes in two launches: dy into `dy_out` if that is given, dx into `out`; returns dγ̂ and dβ."""
+        k, stream = self.kind, stream_for(self.kind.device)
+        dweight = torch.empty(self.second.C, dtype=k.weight or torch.float32, device=k.device)
+        dbias = torch.empty(self.second.C, dtype=k.bias or torch.float32, device=k.device)
+        table = self._table(stream, kept, dz, residual, dy_out, vectors)
+        if dy_out is not None:
+            dz, residual = dy_out, None
+        maps = (kept, dz, kept if residual is None else residual, out)
+        self._backward[dy_out is not None](stream, (*maps, table, vectors, dweight, dbias), (k.p,))
+        return dweight, dbias
 
 
-@once
-def _sums_launches(
-    size: torch.Size, rows: bool, dtype: torch.dtype, device: torch.device, act: str, inverted: bool, added: bool,
-    stored: bool,
-) -> tuple[Grid, Launch, Launch]:  # fmt: skip
-    g = plan(size, rows, device, BACKWARD)
-    constants = (*g.sizes, act, inverted, added, stored, *g.blocks)
-    finish = (g.C, g.splits, g.block_c, g.block_p)
-    return (
-        g,
-        Launch(passes.sums_kernel, device, (g.c_blocks, g.splits), constants, BACKWARD.warps),
-        Launch(passes.finish_sums_kernel, device, (g.c_blocks, 2), finish, 4),
-    )
+# ---- many layers ----------------------------------------------------------------------------------------------------
 
 
-@once
-def _backward_launch(
-    size: torch.Size, rows: bool, dtypes: tuple[torch.dtype, ...], device: torch.device, act: str, inverted: bool,
-    added: bool,
-) -> Launch:  # fmt: skip
-    g = plan(size, rows, device, BACKWARD)
-    constants = (*g.sizes, act, inverted, added, *g.blocks, g.block_p)
-    return Launch(passes.backward_kernel, device, (g.c_blocks, g.splits), constants, BACKWARD.warps)
+def unfit_counts(
+    weights: list[Tensor], biases: list[Tensor], limits: tuple[tuple[float, ...], ...], device: torch.device
+) -> list[int]:
+    """How many channels of each layer do not invert, in one launch and one wait; all tensors are float32."""
+    pointers = tuple(t.data_ptr() for pair in zip(weights, biases, strict=True) for t in pair)
+    launch, rows, bounds = _rows(pointers, tuple(w.numel() for w in weights), limits, device)
+    out = torch.empty(len(weights), dtype=torch.int32, device=device)
+    launch(stream_for(device), (rows, bounds, out))
+    counts: list[int] = out.tolist()
+    return counts
 
 
-@once
-def _input_launch(
-    size: torch.Size, rows: bool, dtype: torch.dtype, device: torch.device, act: str, inverted: bool, added: bool,
-    training: bool,
-) -> Launch:  # fmt: skip
-    g = plan(size, rows, device, SINGLE)
-    constants = (*g.sizes, act, inverted, added, training, *g.blocks)
-    return Launch(passes.input_kernel, device, (g.tiles, g.c_blocks), constants, SINGLE.warps)
-
-
-# ---- what ops/abn.py calls ------------------------------------------------------------------------------------------
-
-
-def stats(x: Tensor, rows: bool) -> Tensor:
-    """(mean, biased variance) as a (2, channels) float32 tensor."""
-    g, share, finish = _stats_launches(x.shape, rows, x.dtype, x.device)
-    table = torch.empty((2, g.splits, g.C), dtype=torch.float32, device=x.device)
-    out = torch.empty((2, g.C), dtype=torch.float32, device=x.device)
-    share((x, table))
-    finish((table, out))
-    return out
-
-
-def forward(
-    x: Tensor, rows: bool, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, out: Tensor, *,
-    eps: float, absolute: bool, running: tuple[Tensor, Tensor] | None, momentum: float, counter: Tensor | None,
-    act: str, p: float, check: tuple[float, float, float] | None,
-) -> Tensor:  # fmt: skip
-    """z into `out`; returns (mean, invstd, γ̂, β) as a (4, channels) float32 tensor, moves running statistics on.
-
-    With `check` (lower, ratio, upper), γ̂ is returned as NaN where the channel does not invert.
-    """
-    size, device = x.shape, x.device
-    g, share, _ = _stats_launches(size, rows, x.dtype, device)
-    dtypes = (
-        x.dtype,
-        None if weight is None else weight.dtype,
-        None if bias is None else bias.dtype,
-        None if running is None else running[0].dtype,
-    )
-    flags = (absolute, residual is not None, counter is not None, check is not None)
-    finish = _forward_launch(size, rows, dtypes, device, act, *flags)
-    table = torch.empty((2, g.splits, g.C), dtype=torch.float32, device=device)
-    vectors = torch.empty((4, g.C), dtype=torch.float32, device=device)
-    share((x, table))
-    running_mean, running_var = (vectors, vectors) if running is None else running
-    finish(
-        (
-            x, x if residual is None else residual, out, table, vectors, vectors if weight is None else weight,
-            vectors if bias is None else bias, running_mean, running_var, vectors if counter is None else counter,
-        ),
-        (eps, momentum, g.M / max(1, g.M - 1), p, *(check or (0.0, 0.0, 0.0))),
-    )  # fmt: skip
-    return vectors
-
-
-def normalize(
-    x: Tensor, rows: bool, vectors: Tensor, act: str, p: float, residual: Tensor | None, out: Tensor
-) -> None:  # fmt: skip
-    """out = act(γ·x̂ + β + residual)."""
-    launch = _normalize_launch(x.shape, rows, x.dtype, x.device, act, residual is not None)
-    launch((x, x if residual is None else residual, out, vectors), (p,))
-
-
-def backward_sums(
-    kept: Tensor, dz: Tensor, rows: bool, residual: Tensor | None, dy_out: Tensor | None,
-    vectors: Tensor, act: str, p: float, inverted: bool,
-) -> Tensor:  # fmt: skip
-    """(Σ dy, Σ x̂·dy) as a (2, channels) float32 tensor."""
-    table, finish = _shares(kept, dz, rows, residual, dy_out, vectors, act, p, inverted)
-    out = torch.empty((2, dz.shape[1]), dtype=torch.float32, device=dz.device)
-    finish((table, out))
-    return out
-
-
-def _shares(
-    kept: Tensor, dz: Tensor, rows: bool, residual: Tensor | None, dy_out: Tensor | None,
-    vectors: Tensor, act: str, p: float, inverted: bool,
-) -> tuple[Tensor, Launch]:  # fmt: skip
-    g, share, finish = _sums_launches(
-        dz.shape, rows, dz.dtype, dz.device, act, inverted, residual is not None, dy_out is not None
-    )
-    table = torch.empty((2, g.splits, g.C), dtype=torch.float32, device=dz.device)
-    share((kept, dz, kept if residual is None else residual, dz if dy_out is None else dy_out, table, vectors), (p,))
-    return table, finish
-
-
-def backward(
-    kept: Tensor, dz: Tensor, rows: bool, residual: Tensor | None, dy_out: Tensor | None, vectors: Tensor, act: str,
-    p: float, inverted: bool, *, out: Tensor, dweight: Tensor, dbias: Tensor,
-) -> None:  # fmt: skip
-    """Both passes: dy into `dy_out` if that is given, then dx into `out`, dγ̂ and dβ into theirs."""
-    table, _ = _shares(kept, dz, rows, residual, dy_out, vectors, act, p, inverted)
-    if dy_out is not None:
-        assert not inverted
-        dz, residual, act = dy_out, None, "identity"
-    dtypes = (dz.dtype, dweight.dtype, dbias.dtype)
-    launch = _backward_launch(dz.shape, rows, dtypes, dz.device, act, inverted, residual is not None)
-    launch((kept, dz, kept if residual is None else residual, out, table, vectors, dweight, dbias), (p,))
-
-
-def backward_input(
-    kept: Tensor, dz: Tensor, rows: bool, residual: Tensor | None, sums: Tensor | None, count: float,
-    vectors: Tensor, act: str, p: float, inverted: bool, out: Tensor,
-) -> None:  # fmt: skip
-    """Writes dx into `out`; without `sums`, as in eval mode."""
-    launch = _input_launch(
-        dz.shape, rows, dz.dtype, dz.device, act, inverted, residual is not None, sums is not None
-    )  # fmt: skip
-    tensors = (kept, dz, kept if residual is None else residual, out, vectors if sums is None else sums, vectors)
-    launch(tensors, (p, 1.0 / count))
+@lru_cache(maxsize=64)
+def _rows(
+    pointers: tuple[int, ...], sizes: tuple[int, ...], limits: tuple[tuple[float, ...], ...], device: torch.device
+) -> tuple[Launch, Tensor, Tensor]:
+    rows = torch.tensor(list(zip(pointers[::2], pointers[1::2], sizes, strict=True)), dtype=torch.int64)
+    bounds = torch.tensor(limits, dtype=torch.float32)
+    return Launch(passes.unfit_kernel, device, (len(sizes),), (512,), 4), rows.to(device), bounds.to(device)

@@ -23,7 +23,7 @@ from leangrad.kernels.activation import activate, derivative, invert
 
 __all__ = [
     "backward_kernel", "finish_stats_kernel", "finish_sums_kernel", "forward_kernel", "input_kernel",
-    "normalize_kernel", "stats_kernel", "sums_kernel",
+    "normalize_kernel", "stats_kernel", "sums_kernel", "unfit_kernel",
 ]  # fmt: skip
 
 
@@ -273,10 +273,12 @@ def sums_kernel(
 
 
 @triton.jit
-def finish_sums_kernel(table_ptr, out_ptr, C, splits, BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr):
+def finish_sums_kernel(
+    table_ptr, out_ptr, M, C, tiles, splits, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr
+):  # fmt: skip
     """(Σ dy, Σ x̂·dy), where they are wanted by themselves."""
     c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
-    which = tl.program_id(1)
+    which = tl.program_id(1)  # of the two
     tl.store(
         out_ptr + which * C + c, _total(table_ptr + which * splits * C, c, C, splits, BLOCK_C, BLOCK_P), mask=c < C
     )
@@ -332,3 +334,22 @@ def input_kernel(
         slope = scale * (tl.load(sums_ptr + C + c, mask=c < C, other=0.0) * part) * factor
         dx = dx - constant[None, :] - slope[None, :] * away
     tl.store(out_ptr + offsets, dx.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def unfit_kernel(rows_ptr, limits_ptr, out_ptr, BLOCK: tl.constexpr):
+    """How many channels of each layer do not invert; a row is (address of γ, of β, channels), as in nn/abn_spare.py."""
+    row = tl.program_id(0)
+    weight_ptr = tl.load(rows_ptr + 3 * row).to(tl.pointer_type(tl.float32))
+    bias_ptr = tl.load(rows_ptr + 3 * row + 1).to(tl.pointer_type(tl.float32))
+    C = tl.load(rows_ptr + 3 * row + 2).to(tl.int32)
+    lower, ratio = tl.load(limits_ptr + 4 * row), tl.load(limits_ptr + 4 * row + 1)
+    upper, shift = tl.load(limits_ptr + 4 * row + 2), tl.load(limits_ptr + 4 * row + 3)
+    unfit = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, C, BLOCK):
+        c = start + tl.arange(0, BLOCK)
+        gamma = tl.abs(tl.load(weight_ptr + c, mask=c < C, other=0.0)) + shift
+        beta = tl.abs(tl.load(bias_ptr + c, mask=c < C, other=0.0))
+        fits = (gamma >= lower) & (beta <= ratio * gamma) & (6 * gamma + beta <= upper)
+        unfit += tl.where(fits | (c >= C), 0, 1)
+    tl.store(out_ptr + row, tl.sum(unfit, 0))

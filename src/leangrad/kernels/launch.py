@@ -11,6 +11,8 @@ checked at each call. Whatever does not fit goes through Triton again.
 
 from __future__ import annotations
 
+import operator
+from functools import reduce
 from typing import Any
 
 import torch
@@ -20,12 +22,23 @@ from torch import Tensor
 from leangrad._torch import raw_stream
 from leangrad.kernels import INTERPRETED
 
-__all__ = ["Launch"]
+__all__ = ["Launch", "stream_for"]
 
 ALIGNMENT = 16  # bytes; what Triton asks of a pointer before it loads vectors from there
 
 # What a compiled kernel must have to be started directly; a Triton without it is always asked the usual way.
 NEEDED = {"run", "function", "packed_metadata"}
+
+
+def stream_for(device: torch.device) -> int | None:
+    """The current stream, for launches on `device`; None where each has to go through Triton."""
+    if INTERPRETED or torch.cuda.current_device() != device.index:
+        return None
+    runtime = triton.knobs.runtime  # somebody (a profiler) may want to hear of launches
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
+        return None
+    return raw_stream(device)
 
 
 class Launch:
@@ -42,19 +55,16 @@ class Launch:
         self.grid = (*grid, 1, 1)[:3]
         self.compiled: Any = None
 
-    def __call__(self, tensors: tuple[Tensor, ...], floats: tuple[float, ...] = ()) -> None:
-        """Run on the current stream."""
+    def __call__(self, stream: int | None, tensors: tuple[Tensor, ...], floats: tuple[float, ...] = ()) -> None:
+        """Run on `stream`, which is what `stream_for` said."""
         pointers = [t.data_ptr() for t in tensors]
-        bits = 0
-        for pointer in pointers:
-            bits |= pointer
-        aligned = bits % ALIGNMENT == 0
-        compiled, device = self.compiled, self.device
-        if compiled is None or not aligned or torch.cuda.current_device() != device.index or _has_hooks():
+        aligned = reduce(operator.or_, pointers) % ALIGNMENT == 0
+        compiled = self.compiled
+        if compiled is None or stream is None or not aligned:
             self._through_triton(tensors, floats, aligned)
             return
         compiled.run(
-            *self.grid, raw_stream(device), compiled.function, compiled.packed_metadata, None, None, None,
+            *self.grid, stream, compiled.function, compiled.packed_metadata, None, None, None,
             *pointers, *floats, *self.constants,
         )  # fmt: skip
 
@@ -67,10 +77,3 @@ class Launch:
             compiled = self.kernel[self.grid](*arguments, num_warps=self.warps)
         if aligned and NEEDED.issubset(dir(compiled)):
             self.compiled = compiled
-
-
-def _has_hooks() -> bool:
-    """Whether somebody (a profiler) wants to hear of launches."""
-    runtime = triton.knobs.runtime
-    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
-    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))

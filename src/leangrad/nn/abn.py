@@ -110,14 +110,12 @@ class ABN(nn.Module):
 
     def _call(self, use_batch: bool) -> Call:
         factor, counter = 0.0, None
-        if self.training and self.num_batches_tracked is not None:
+        if self.training and (counted := self.num_batches_tracked) is not None:
             if self.momentum is None:
-                factor = 1.0 / float(self.num_batches_tracked.add_(1))
+                factor = 1.0 / float(counted.add_(1))
             else:
-                factor, counter = self.momentum, self.num_batches_tracked
-        running = (self.running_mean, self.running_var)
-        if use_batch and not self.training:
-            running = (None, None)
+                factor, counter = self.momentum, counted
+        running = (None, None) if use_batch and not self.training else (self.running_mean, self.running_var)
         group = self._group() if use_batch else None
         return Call(
             self._known, self._function, self.eps, use_batch, *running, factor, self.absolute, False, False, group,
@@ -130,7 +128,7 @@ class ABN(nn.Module):
                 f"expected an input of shape (N, {self.num_features}, ...) for num_features={self.num_features}, "
                 f"got {tuple(x.shape)}"
             )
-        if residual is not None and torch.broadcast_shapes(residual.shape, x.shape) != x.shape:
+        if residual is not None and not _fits(residual.shape, x.shape):
             raise ValueError(f"expected a residual of the input's shape {tuple(x.shape)}, got {tuple(residual.shape)}")
         if use_batch and x.numel() == x.shape[1] and self._group() is None:
             raise ValueError(
@@ -276,6 +274,11 @@ def _resolve(
             activation = copy.copy(activation)
             activation.inplace = False  # type: ignore[assignment]
     return Activation("identity"), activation
+
+
+def _fits(shape: torch.Size, other: torch.Size) -> bool:
+    """Whether a tensor of this shape can be added to one of the other without changing that; most have the same."""
+    return shape == other or torch.broadcast_shapes(shape, other) == other
 
 
 def _may_be_overwritten(x: Tensor) -> bool:

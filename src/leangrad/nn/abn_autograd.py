@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from leangrad._torch import graph_is_kept
 from leangrad.errors import ConsumedError, LeangradError
@@ -28,7 +29,7 @@ from leangrad.own import owned
 __all__ = ["ABNFunction", "Call", "once"]
 
 
-@dataclass
+@dataclass(slots=True)
 class Call:
     """One forward of one layer: all that is not a differentiable tensor."""
 
@@ -60,7 +61,7 @@ class ABNFunction(torch.autograd.Function):
         if channels is not None:
             spare = x.index_select(1, channels).contiguous()
         z = x if call.in_place else torch.empty_like(x)
-        vectors, count = _normalize(x, weight, bias, residual, call, z)
+        vectors, count, ctx.layer = _normalize(x, weight, bias, residual, call, z)
         if call.function is not None:
             z = call.function(z)
             if z.shape != x.shape:
@@ -68,7 +69,7 @@ class ABNFunction(torch.autograd.Function):
         if call.in_place:
             ctx.mark_dirty(x)
         known = not call.invert and call.function is None
-        ctx.recipe = Recipe.of(x, vectors, residual, z, call.activation) if known else None
+        ctx.recipe = Recipe.of(x, vectors, residual, z, call.activation, ctx.layer) if known else None
         ctx.consumed = False
         if ctx.recipe is None:  # else that holds all there is to save, without a call of Python for each tensor
             needed = call.activation.name != "identity" or call.function is not None
@@ -123,7 +124,6 @@ def _backward(ctx: Any, dz: Tensor, mine: bool) -> tuple[Tensor | None, ...]:
     if call.function is not None:
         dz, mine = _through_function(call.function, kept, dz, vectors), True
         kept = ops.Kept(kept_map, False)
-    in_kernels = serves(dz)
     dx: Tensor | None
     dweight: Tensor | None
     dbias: Tensor | None
@@ -131,11 +131,13 @@ def _backward(ctx: Any, dz: Tensor, mine: bool) -> tuple[Tensor | None, ...]:
     if need_residual:
         # dy is the residual's gradient: a buffer of its own, from which dx is then computed.
         dy = dz if act.name == "identity" or mine else torch.empty_like(dz)
-    elif need_x and not call.invert and act.name != "identity" and not in_kernels:
+    elif need_x and not call.invert and act.name != "identity" and not serves(dz):
         # The eager second pass is faster from dy than from dz; a kernel would only write one map more.
         dy = dz if mine else torch.empty_like(dz)
-    if in_kernels and call.training and call.group is None and need_x and channels is None:
-        dx, dweight, dbias = _in_kernels(ctx, kept, dz, vectors, dy, mine and not need_residual)
+    if ctx.layer is not None and need_x and channels is None:
+        dx = dz if mine and not need_residual else torch.empty_like(dz)
+        dy_out = None if act.name == "identity" else dy
+        dweight, dbias = ctx.layer.backward(kept_map, dz, kept.residual, vectors, dy_out=dy_out, out=dx)
     else:
         dx, dweight, dbias = _in_steps(ctx, kept, dz, vectors, dy, mine)
     if ctx.sign is not None and dweight is not None:
@@ -157,20 +159,6 @@ def _saved(ctx: Any) -> tuple[Any, ...]:
         ctx.recipe, ctx.consumed = None, True
         recipe.session.released_bytes += recipe.x.nbytes
     return (*recipe.inputs(), None, None)
-
-
-def _in_kernels(
-    ctx: Any, kept: ops.Kept, dz: Tensor, vectors: Tensor, dy: Tensor | None, mine: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dx, dγ̂ and dβ in two launches."""
-    out = dz if mine else torch.empty_like(dz)
-    dweight = torch.empty(dz.shape[1], dtype=ctx.weight_dtype, device=dz.device)
-    dbias = torch.empty(dz.shape[1], dtype=ctx.bias_dtype, device=dz.device)
-    dy_out = None if ctx.call.activation.name == "identity" else dy
-    ops.fused_backward(
-        kept, dz, vectors, ctx.call.activation, dy_out=dy_out, out=out, dweight=dweight, dbias=dbias
-    )  # fmt: skip
-    return out, dweight, dbias
 
 
 def _in_steps(
@@ -227,39 +215,54 @@ def _leaves(root: Any) -> int:
 
 def _normalize(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, call: Call, z: Tensor
-) -> tuple[Tensor, Any]:
-    """Write z; return the vectors, and the count of values behind the mean (a tensor if it is synchronized)."""
+) -> tuple[Tensor, Any, Any]:
+    """Write z; return the vectors, the count of values behind the mean (a tensor if synchronized), and the kernels."""
     count: Any = x.numel() // x.shape[1]
     running = None
     if call.running_mean is not None and call.running_var is not None:
         running = (call.running_mean, call.running_var)
+    limits = call.limits
     if call.training and call.group is None:
-        in_kernel = call.limits is not None and call.spare_channels is None
-        check = call.limits.wider()[:3] if call.limits is not None and in_kernel else None
+        layer = ops.fused_layer(
+            x, weight, bias, call.activation, absolute=call.absolute, inverted=call.invert, running=running,
+            counter=call.counter, added=residual is not None,
+        )  # fmt: skip
+        if layer is not None:
+            check = limits.wider()[:3] if limits is not None and call.spare_channels is None else None
+            vectors = layer.forward(
+                x, weight, bias, residual, z, eps=call.eps, running=running, momentum=call.momentum,
+                counter=call.counter, check=check,
+            )  # fmt: skip
+            if running is not None:
+                increment_version(running if call.counter is None else (*running, call.counter))
+            if limits is not None and check is None:
+                poison(vectors, call.spare_channels, limits)
+            return vectors, count, layer
+    if call.counter is not None:
+        call.counter.add_(1)
+    dtype = ops.accumulation_dtype(x.dtype)
+    if call.training and call.group is None:
         vectors = ops.forward(
             x, weight, bias, call.activation, eps=call.eps, absolute=call.absolute, running=running,
-            momentum=call.momentum, counter=call.counter, residual=residual, out=z, check=check,
+            momentum=call.momentum, residual=residual, out=z,
         )  # fmt: skip
-        if call.limits is not None and not in_kernel:
-            poison(vectors, call.spare_channels, call.limits)
-        return vectors, count
-    dtype = ops.accumulation_dtype(x.dtype)
-    if call.training and call.group is not None:
+        if limits is not None:
+            poison(vectors, call.spare_channels, limits)
+        return vectors, count, None
+    if call.group is not None:
         mean, var = ops.stats(x) if count else (x.new_zeros(x.shape[1], dtype=dtype) for _ in range(2))
         mean, var, count = _stats_over_group(mean, var, count, call.group)
         if running is not None:
             ops.update_running(running, mean, var, count, call.momentum)
-        if call.counter is not None:
-            call.counter.add_(1)
     else:
         assert running is not None
         mean, var = (t.to(dtype) for t in running)
     vectors = ops.stack_vectors(mean, var, weight, bias, eps=call.eps, absolute=call.absolute)
-    if call.limits is not None:
-        poison(vectors, call.spare_channels, call.limits)
+    if limits is not None:
+        poison(vectors, call.spare_channels, limits)
     if x.numel():
         ops.normalize(x, vectors, call.activation, residual=residual, out=z)
-    return vectors, count
+    return vectors, count, None
 
 
 def _stats_over_group(mean: Tensor, var: Tensor, count: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:

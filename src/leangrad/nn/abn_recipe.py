@@ -6,17 +6,20 @@ recipe instead: the layer's input and vectors, one cheap pass away from the outp
 [Note: chains] The output of a residual block rests on its input, which is the output of the block before, and so on:
 the last one of a stage takes the whole stage to rebuild. What is made on the way is needed soon after, when backward
 comes to those blocks. Held until then, each is made once; but held maps raise the peak, if backward has not released
-as much before. So a session counts what its backward has released, and holds no more than HELD_SHARE of that: the
-gradients of weights, which it does not see, take their part too.
+as much before. So a session counts what its backward has released, and holds no more than that, less what comes to
+stand in the same place: the gradients of all weights, and two maps, since maps grow on the way back. Where weights are
+large or not known it holds a quarter.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from leangrad._torch import innermost_pack_hook, saved_tensor_hooks_active, version
 from leangrad.errors import ChangedError
@@ -26,13 +29,13 @@ __all__ = ["Recipe", "Session", "rebuilding", "recipe_of"]
 
 # A recipe may rest on the recipe of its residual, and so on. ResNet-50's longest chain is 6; see Recipe.
 MAX_DEPTH = 8
-HELD_SHARE = 0.25
 
 
 class Session:
     """One `rebuilding()`: what its backward has released so far, and what is held for later; see [Note: chains]."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module | None) -> None:
+        self.model = model
         self.released_bytes = 0
         self.held_bytes = 0
 
@@ -52,7 +55,20 @@ class Session:
 
     def may_hold(self, n_bytes: int) -> bool:
         """Whether so much more may be held."""
-        return self.held_bytes + n_bytes <= HELD_SHARE * self.released_bytes
+        room = self.released_bytes // 4
+        if self.model is not None:
+            room = max(room, self.released_bytes - _gradient_bytes(self.model) - 2 * n_bytes)
+        return self.held_bytes + n_bytes <= room
+
+
+_gradient_bytes_of: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+
+
+def _gradient_bytes(model: nn.Module) -> int:
+    """The bytes of all gradients, counted once: a guess that is good enough, for it only decides what is held."""
+    if model not in _gradient_bytes_of:
+        _gradient_bytes_of[model] = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    return _gradient_bytes_of[model]
 
 
 class Recipe:
@@ -67,6 +83,7 @@ class Recipe:
     ) -> None:
         self.x, self.x_version = x.detach(), version(x)
         self.z_version = 0
+        self.layer: Any = None  # the kernels of the forward, if there were any
         self.vectors, self.activation, self.session = vectors, activation, session
         self.residual = residual
         self.residual_version = version(residual) if isinstance(residual, Tensor) else 0
@@ -76,7 +93,9 @@ class Recipe:
         self.held_bytes = 0  # what the session counts for `value`
 
     @staticmethod
-    def of(x: Tensor, vectors: Tensor, residual: Tensor | None, z: Tensor, activation: ops.Activation) -> Recipe | None:
+    def of(
+        x: Tensor, vectors: Tensor, residual: Tensor | None, z: Tensor, activation: ops.Activation, layer: Any
+    ) -> Recipe | None:
         """A recipe for z, or None where the chain would become too deep, or nobody would ask for it."""
         session = Session.here()
         if session is None:
@@ -85,7 +104,7 @@ class Recipe:
         if residual is not None:
             source = recipe_of(residual) or residual.detach()
         recipe = Recipe(x, vectors, source, activation, session)
-        recipe.z_version = version(z)
+        recipe.z_version, recipe.layer = version(z), layer
         if recipe.depth > MAX_DEPTH:
             return None
         if isinstance(source, Recipe) and activation.name != "identity":
@@ -126,6 +145,9 @@ class Recipe:
         elif residual is not None and version(residual) != self.residual_version:
             raise _changed(residual, "the residual of an activated batch norm")
         out = torch.empty_like(self.x) if out is None else out
+        if self.layer is not None:
+            self.layer.normalize(self.x, self.vectors, residual, out)
+            return out
         with torch.no_grad():
             return ops.normalize(self.x, self.vectors, self.activation, residual=residual, out=out)
 
@@ -150,9 +172,10 @@ def recipe_of(t: Tensor) -> Recipe | None:
 
 
 @contextmanager
-def rebuilding() -> Iterator[None]:
+def rebuilding(model: nn.Module | None = None) -> Iterator[None]:
     """Inside, whatever would keep the output of an activated batch norm keeps a recipe for it instead.
 
+    `model` is what is run inside; how large its weights are says how much may be held in backward. See [Note: chains].
     Does nothing where other saved-tensor hooks are in force (checkpointing, offloading) and under torch.compile.
 
     >>> from leangrad.nn.abn import ABN
@@ -164,7 +187,7 @@ def rebuilding() -> Iterator[None]:
     if torch.compiler.is_compiling() or saved_tensor_hooks_active():
         yield
         return
-    with torch.autograd.graph.saved_tensors_hooks(Session().pack, _unpack):
+    with torch.autograd.graph.saved_tensors_hooks(Session(model).pack, _unpack):
         yield
 
 

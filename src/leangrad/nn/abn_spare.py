@@ -14,6 +14,7 @@ forward itself: it makes such a channel's kept weight NaN, and with it the gradi
 
 from __future__ import annotations
 
+import importlib
 import math
 from dataclasses import dataclass
 from functools import lru_cache
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from leangrad._torch import version
-from leangrad.kernels import INTERPRETED
+from leangrad.kernels import INTERPRETED, serves
 from leangrad.ops.abn import Activation
 
 __all__ = ["Limits", "limits_of", "note_backward", "poison", "spare_channels"]
@@ -126,27 +127,14 @@ def _others(first: nn.Module, device: torch.device) -> dict[Any, Limits]:
 
 
 def _ask(layers: dict[Any, Limits]) -> None:
-    """One question to the device for all layers, and one wait."""
-    sizes = [layer.weight.numel() for layer in layers]
-    some = next(iter(layers)).weight
-    weight = torch.cat([layer.weight.detach() for layer in layers]).float()
-    zeros = [torch.zeros_like(layer.weight) if layer.bias is None else layer.bias.detach() for layer in layers]
-    flat = _flat_limits(tuple(layers.values()), tuple(sizes), some.device)
-    unfit = _unfit(weight, torch.cat(zeros).float(), *flat).cpu()
-    none = not unfit.any()
-    for (layer, limits), flags in zip(layers.items(), unfit.split(sizes), strict=True):
-        channels = None if none else _indices(flags, some.device)
-        versions = _versions(layer.weight, layer.bias)
-        _answers[layer] = Answer(layer.weight, layer.bias, versions, limits, _passes, channels)
-
-
-@lru_cache(maxsize=16)
-def _flat_limits(limits: tuple[Limits, ...], sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, ...]:
-    """The limits of every channel of every layer."""
-    repeats = torch.tensor(sizes)
-    return tuple(torch.tensor(column).repeat_interleave(repeats).to(device) for column in zip(*limits, strict=True))
-
-
-def _indices(flags: Tensor, device: torch.device) -> Tensor | None:
-    channels = flags.nonzero().squeeze(1)
-    return channels.to(device) if channels.numel() else None
+    """One question to the device for all layers, and one wait; another one for each layer that has such channels."""
+    weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
+    counts = [1] * len(layers)
+    if all(t is not None and serves(t) and t.dtype == torch.float32 and t.is_contiguous() for t in weights + biases):
+        kernels = importlib.import_module("leangrad.kernels.abn")
+        counts = kernels.unfit_counts(weights, biases, tuple(layers.values()), weights[0].device)
+    for (layer, limits), weight, bias, count in zip(layers.items(), weights, biases, counts, strict=True):
+        channels = _unfit(weight.detach(), bias, *limits).nonzero().squeeze(1) if count else None
+        if channels is not None and channels.numel() == 0:
+            channels = None
+        _answers[layer] = Answer(weight, bias, _versions(weight, bias), limits, _passes, channels)

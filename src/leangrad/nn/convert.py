@@ -306,7 +306,7 @@ def _class_of(base: type[nn.Module], source: str | None, names: _Names, outermos
 
         @functools.wraps(inner)
         def forward(self: nn.Module, *args: Any, **named: Any) -> Any:
-            with rebuilding():
+            with rebuilding(self):
                 return inner(self, *args, **named)
 
     def reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:

@@ -27,7 +27,7 @@ from torch import Tensor
 from leangrad.kernels import serves
 from leangrad.ops.abn_activation import Activation, activate_, activation_backward, invert
 
-__all__ = ["Activation", "Kept", "backward_input", "backward_sums", "forward", "fused_backward", "normalize"]
+__all__ = ["Activation", "Kept", "backward_input", "backward_sums", "forward", "fused_layer", "normalize"]
 __all__ += ["stack_vectors", "stats", "update_running"]
 
 aten: Any = torch.ops.aten
@@ -102,7 +102,7 @@ def stats(x: Tensor) -> tuple[Tensor, Tensor]:
     ([2.0, 4.0], [1.0, 4.0])
     """
     if serves(x):
-        mean, var = _kernels().stats(x, is_rows(x))
+        mean, var = _layer(x).stats(x)
         return mean, var
     if x.is_cpu and is_rows(x) is False:
         return _stats_of_planes(x)
@@ -130,30 +130,32 @@ def _stats_of_planes(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def forward(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, act: Activation, *, eps: float, absolute: bool,
-    running: tuple[Tensor, Tensor] | None = None, momentum: float = 0.0, counter: Tensor | None = None,
-    residual: Tensor | None = None, out: Tensor, check: tuple[float, float, float] | None = None,
+    running: tuple[Tensor, Tensor] | None = None, momentum: float = 0.0, residual: Tensor | None = None, out: Tensor,
 ) -> Tensor:  # fmt: skip
-    """`normalize` with the statistics of the batch; returns the vectors, moves running statistics and counter on.
-
-    `check` (lower, ratio, upper) is for kernels only: they return a γ̂ of NaN where the channel does not invert.
-    """
-    if serves(x):
-        vectors: Tensor = _kernels().forward(
-            x, is_rows(x), weight, bias, residual, out, eps=eps, absolute=absolute, running=running,
-            momentum=momentum, counter=counter, act=act.name, p=act.param, check=check,
-        )  # fmt: skip
-        if running is not None:
-            torch.autograd.graph.increment_version(running if counter is None else (*running, counter))
-        return vectors
-    assert check is None
+    """`normalize` with the statistics of the batch; returns the vectors, and moves the running statistics on."""
     mean, var = stats(x)
     if running is not None:
         update_running(running, mean, var, x.numel() // x.shape[1], momentum)
-    if counter is not None:
-        counter.add_(1)
     vectors = stack_vectors(mean, var, weight, bias, eps=eps, absolute=absolute)
     normalize(x, vectors, act, residual=residual, out=out)
     return vectors
+
+
+def fused_layer(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, act: Activation, *, absolute: bool, inverted: bool,
+    running: tuple[Tensor, Tensor] | None, counter: Tensor | None, added: bool,
+) -> Any:  # fmt: skip
+    """The kernels of a whole layer with statistics of the batch (`leangrad.kernels.abn.Layer`); None if they cannot."""
+    if not serves(x):
+        return None
+    place, dtypes = x.get_device(), []
+    for t in (weight, bias, *(running or (None, None)), counter):
+        if t is not None and not (t.is_contiguous() and t.get_device() == place):
+            return None
+        dtypes.append(None if t is None else t.dtype)
+    if dtypes[2] != dtypes[3]:
+        return None
+    return _layer(x, act, inverted, added, absolute, *dtypes[:3], counter is not None)
 
 
 def update_running(running: tuple[Tensor, Tensor], mean: Tensor, var: Tensor, count: Any, momentum: float) -> None:
@@ -177,7 +179,7 @@ def stack_vectors(
 def normalize(x: Tensor, vectors: Tensor, act: Activation, *, residual: Tensor | None = None, out: Tensor) -> Tensor:
     """out = act(γ·(x − μ)·s + β + residual); `out` may be `x` or `residual` itself."""
     if serves(x):
-        _kernels().normalize(x, is_rows(x), vectors, act.name, act.param, residual, out)
+        _layer(x, act, False, residual is not None).normalize(x, vectors, residual, out)
         return out
     v = Vectors(*vectors)
     if residual is None:
@@ -196,9 +198,8 @@ def backward_sums(kept: Kept, dz: Tensor, vectors: Tensor, act: Activation, *, d
         sums = backward_sums(Kept(kept.map, True), dz, safe, act)
         return sums.index_copy_(1, kept.spare_channels, backward_sums(*spare, act))
     if serves(dz):
-        sums = _kernels().backward_sums(
-            kept.map, dz, is_rows(dz), kept.residual, dy_out, vectors, act.name, act.param, kept.inverted
-        )
+        layer = _layer(dz, act, kept.inverted, kept.residual is not None)
+        sums = layer.backward_sums(kept.map, dz, kept.residual, dy_out, vectors)
         return sums
     v = Vectors(*vectors)
     sums = v.mean.new_zeros(2, v.mean.numel())
@@ -225,9 +226,8 @@ def backward_input(
         backward_input(spare, spare_dz, spare_vectors, act, spare_sums, count, out=spare_dz)
         return out.index_copy_(1, kept.spare_channels, spare_dz)
     if serves(dz):
-        _kernels().backward_input(
-            kept.map, dz, is_rows(dz), kept.residual, sums, count, vectors, act.name, act.param, kept.inverted, out
-        )
+        layer = _layer(dz, act, kept.inverted, kept.residual is not None)
+        layer.backward_input(kept.map, dz, kept.residual, sums, count, vectors, out)
         return out
     v = Vectors(*vectors)
     means = None if sums is None else sums / count
@@ -247,18 +247,6 @@ def backward_input(
         if dx is not part[3]:
             part[3].copy_(dx)
     return out
-
-
-def fused_backward(
-    kept: Kept, dz: Tensor, vectors: Tensor, act: Activation, *,
-    dy_out: Tensor | None, out: Tensor, dweight: Tensor, dbias: Tensor,
-) -> None:  # fmt: skip
-    """`backward_sums` (to `dweight`, `dbias`) and `backward_input` for statistics of the batch, in two launches."""
-    assert kept.spare_channels is None
-    _kernels().backward(
-        kept.map, dz, is_rows(dz), kept.residual, dy_out, vectors, act.name, act.param, kept.inverted,
-        out=out, dweight=dweight, dbias=dbias,
-    )  # fmt: skip
 
 
 def _sums(dy: Tensor, source: Tensor, center: Tensor, factor: Tensor) -> Any:
@@ -322,6 +310,12 @@ def _chunks(kept: Kept, dz: Tensor, out: Tensor | None) -> Iterator[tuple[list[A
 def _kernels() -> Any:
     """Imported on first use: Triton is not everywhere."""
     return importlib.import_module("leangrad.kernels.abn")
+
+
+def _layer(x: Tensor, act: Activation = Activation("identity"), *rest: Any) -> Any:  # noqa: B008
+    """The kernels for maps like `x`; `rest` as the fields of `leangrad.kernels.abn.Kind`."""
+    kernels = _kernels()
+    return kernels.layer(kernels.Kind(x.shape, is_rows(x), x.dtype, x.device, act.name, float(act.param), *rest))
 
 
 def _matrix(t: Tensor | None) -> Tensor | None:
