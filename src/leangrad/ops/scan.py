@@ -36,8 +36,11 @@ from leangrad.kernels import serves
 __all__ = ["FORMS", "Gradients", "Scan", "backward", "chunk_length", "forward"]
 
 FORMS = ("zoh", "ema", "rms")
-# States of one step that are worked on together: the buffers of a chunk then fit a cache, whatever the batch.
-STEP_STATES = 1 << 13
+# States of one step that are worked on together: enough that an op costs more than its call, and scratch that does not
+# grow with the batch.
+STEP_STATES = 1 << 15
+# Where dt·A is smaller, 1 − exp(−dt·A) is taken from a series. At the seam its rounding is that of a plain (1 − ā)/A.
+NEAR = 1 / 4
 
 
 class Scan(NamedTuple):
@@ -145,6 +148,7 @@ class _Rates(NamedTuple):
     minus: Tensor
     inverse: Tensor
     one: Tensor
+    series: list[Tensor]  # k/(k+1)!, from k = 1
 
 
 def _rates(scan: Scan, dtype: torch.dtype) -> _Rates:
@@ -153,7 +157,9 @@ def _rates(scan: Scan, dtype: torch.dtype) -> _Rates:
         # Where A is 0 or so small that dt·A could underflow, a tiny A gives the same: w = dt to the last bit.
         tiny = math.sqrt(torch.finfo(dtype).tiny)
         A = torch.where(A.abs() < tiny, tiny, A)
-    return _Rates(A, -A, 1 / A, A.new_ones(()))
+    terms = 12 if dtype == torch.float64 else 6  # the next one is below the rounding at x = NEAR
+    series = [A.new_tensor(k / math.factorial(k + 1)) for k in range(1, terms + 1)]
+    return _Rates(A, -A, 1 / A, A.new_ones(()), series)
 
 
 class _Block(NamedTuple):
@@ -204,7 +210,7 @@ def _forward_rows(scan: Scan, rows: slice, bounds: Tensor, z: Tensor, chunk: int
         _drive(block, states[:L], into=states[:L])
         _recur(decay_steps[:L], state_steps[:L], bounds[k, rows])
         bounds[k + 1, rows] = state_steps[L - 1]
-        y = _over_states(block.C, states[:L])
+        y = _over_states(block.C, states[:L], scratch=states[:L])
         if scan.D is not None:
             y = torch.addcmul(y, block.u[:, :, 0], scan.D.to(y.dtype))
         z[rows, times] = y.transpose(0, 1)
@@ -231,21 +237,18 @@ def _weigh_zoh(
 ) -> None:
     """The slope q = (w − dt·ā)/A first, then w = dt·ā + A·q, in which nothing cancels.
 
-    q is its series dt²·Σ_k (−x)^(k−1)·k/(k+1)! for |x| < 1/2, where the direct form loses digits. On a CPU `expm1`
+    q is its series dt²·Σ_k (−x)^(k−1)·k/(k+1)! for |x| < NEAR, where the direct form loses digits. On a CPU `expm1`
     costs as much as 27 products, and `torch.where` 14: so the series serves w as well, and `lerp` selects. Both sides
     must be finite for that: the series gets a clamped x, and a dt whose square does not overflow.
     """
     minus_x = decays
-    terms = 14 if minus_x.dtype == torch.float64 else 8  # the next one is below the rounding at x = 1/2
-    clamped = torch.clamp(minus_x, -1 / 2, 1 / 2, out=far)
-    series = torch.mul(clamped, terms / math.factorial(terms + 1), out=slopes)
-    for k in range(terms - 1, 0, -1):
-        series.add_(k / math.factorial(k + 1))
-        if k > 1:
-            series.mul_(clamped)
+    clamped = torch.clamp(minus_x, -NEAR, NEAR, out=far)
+    series = torch.mul(clamped, rates.series[-1], out=slopes).add_(rates.series[-2])
+    for coefficient in reversed(rates.series[:-2]):
+        torch.addcmul(coefficient, series, clamped, out=series)
     limit = math.sqrt(torch.finfo(minus_x.dtype).max)
     series.mul_(block.dt.clamp(-limit, limit).square_())
-    torch.abs(minus_x, out=far).ge_(1 / 2)
+    torch.abs(minus_x, out=far).ge_(NEAR)
     decays.exp_()
     dt_decays = torch.mul(block.dt, decays, out=weights)
     torch.sub(rates.one, decays, out=direct).mul_(rates.inverse).sub_(dt_decays).mul_(rates.inverse)
@@ -273,18 +276,17 @@ def _recur_back(decays: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
         later = torch.addcmul(earlier, decay, later, out=earlier)
 
 
-def _over_states(weights: Tensor | None, states: Tensor) -> Tensor:
+def _over_states(weights: Tensor | None, states: Tensor, scratch: Tensor) -> Tensor:
     """Σ_n weights·states: (L, R, N) and (L, R, N, D) to (L, R, D)."""
     if weights is None:
         return states.sum(2) if states.shape[2] > 1 else states[:, :, 0]
-    L, R, N, D = states.shape
-    return torch.bmm(weights.reshape(L * R, 1, N), states.view(L * R, N, D)).view(L, R, D)
+    # Not `bmm`, which on some CPUs makes one call for each of its small matrices.
+    return torch.mul(states, weights.unsqueeze(-1), out=scratch).sum(2)
 
 
-def _over_channels(states: Tensor, weights: Tensor) -> Tensor:
+def _over_channels(states: Tensor, weights: Tensor, scratch: Tensor) -> Tensor:
     """Σ_d states·weights: (L, R, N, D) and (L, R, 1, D) to (L, R, N)."""
-    L, R, N, D = states.shape
-    return torch.bmm(states.view(L * R, N, D), weights.reshape(L * R, D, 1)).view(L, R, N)
+    return torch.mul(states, weights, out=scratch).sum(3)
 
 
 def _empty_gradients(scan: Scan, bounds: Tensor, end: Tensor | None, needs_dA: bool) -> Gradients:
@@ -323,11 +325,11 @@ def _backward_rows(scan: Scan, rows: slice, bounds: Tensor, dz: Tensor, chunk: i
         torch.mul(a[0], g[0], out=carried)
 
         if into.C is not None:
-            into.C[rows, times] = _over_channels(s, dy).transpose(0, 1)
-        gw = torch.mul(g, w, out=spare[:L])
-        dv = _over_states(block.B, gw)
+            into.C[rows, times] = _over_channels(s, dy, scratch=spare[:L]).transpose(0, 1)
+        gw = w.mul_(g)
         if into.B is not None:
-            into.B[rows, times] = _over_channels(gw, block.v).transpose(0, 1)
+            into.B[rows, times] = _over_channels(gw, block.v, scratch=spare[:L]).transpose(0, 1)
+        dv = _over_states(block.B, gw, scratch=spare[:L])
         du = dv if scan.gate is None else dv * _cut(scan.gate, rows, times, dtype)
         if scan.D is not None:
             du = torch.addcmul(du, dy[:, :, 0], scan.D.to(dtype))
@@ -335,7 +337,7 @@ def _backward_rows(scan: Scan, rows: slice, bounds: Tensor, dz: Tensor, chunk: i
         if into.gate is not None:
             into.gate[rows, times] = (dv * block.u[:, :, 0]).transpose(0, 1)
 
-        ddt = _backward_rates(scan.form, rates, block, _Chunk(a, g, q, s, first, spare[:L]), into.A)
+        ddt = _backward_rates(scan.form, rates, block, _Chunk(a, g, q, s, first, spare[:L], w), into.A)
         into.dt[rows, times] = ddt.transpose(0, 1)
 
 
@@ -348,13 +350,14 @@ class _Chunk(NamedTuple):
     states: Tensor
     first: Tensor
     spare: Tensor
+    scratch: Tensor
 
 
 def _backward_rates(form: str, rates: _Rates, block: _Block, c: _Chunk, dA: Tensor | None) -> Tensor:
     """The gradient of dt, (L, R, D); that of A is added to `dA`."""
     decayed = torch.mul(c.grads, c.decays, out=c.spare)  # g·ā
     if form == "zoh":  # ∂w/∂dt = ā
-        ddt = _over_states(block.B, decayed).mul_(block.v[:, :, 0])
+        ddt = _over_states(block.B, decayed, c.scratch).mul_(block.v[:, :, 0])
     decayed[1:].mul_(c.states[:-1])
     decayed[0].mul_(c.first)  # g·ā·s_{t−1}
     sloped = c.slopes.mul_(c.grads)
