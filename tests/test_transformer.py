@@ -211,6 +211,14 @@ def test_gradcheck_and_double_backward(kind, dropout):
         assert one is None or torch.allclose(one, other, rtol=1e-9, atol=1e-12)
 
 
+def test_double_backward_with_dropout_in_the_attention_alone():
+    block, (x, g) = make(dropout=0.4), batch()
+    block.dropout = 0.0
+    y = block(x)
+    expected = torch.autograd.grad(y, x, g, retain_graph=True)
+    close(torch.autograd.grad(y, x, g, create_graph=True), expected)
+
+
 @pytest.mark.parametrize("shape", [(1, 1), (5, 1), (1, 6), (0, 4), (3, 0)], ids=str)
 @pytest.mark.parametrize("kind", ["gpt", "llama", "context"])
 def test_shapes(kind, shape):

@@ -190,7 +190,7 @@ class ResidualBlock(nn.Module):
             *film,
         )
         norms = (_kind_and_eps(self.norm1), _kind_and_eps(self.norm2))
-        replay = Replay(x.device) if dropout else None
+        replay = Replay(x.device) if dropout or heads.dropout else None
         observe = None if self.context is None else partial(_update, self.context, given)
         block = Block(heads, norms, self.ffn.record, dropout, observe, replay)
         with torch.autocast(device_type, enabled=False) if autocast else nullcontext():
