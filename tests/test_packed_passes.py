@@ -1,12 +1,14 @@
 """Norm, clip, scale, finite check; and gradients accumulated in a wider dtype than their parameters'."""
 
 import copy
+import threading
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from leangrad import _torch
 from leangrad.packed import PackedGradients, pack_gradients, ranges
 
 
@@ -108,6 +110,47 @@ def test_no_gradients_at_all() -> None:
     assert packed.clip_norm_(1.0) == 0
     assert packed.all_finite()
     assert packed.flats() == []
+
+
+@pytest.mark.parametrize("has_foreach", [True, False])
+def test_many_vectors_in_one_call_or_one_by_one(has_foreach: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not has_foreach:
+        monkeypatch.delattr(torch, "_foreach_norm")
+        monkeypatch.delattr(torch, "_foreach_mul_")
+    vectors = [torch.randn(n).bfloat16() for n in (5, 64)]
+    for order in (2.0, float("inf")):
+        expected = [torch.linalg.vector_norm(v.float(), order) for v in vectors]
+        torch.testing.assert_close(_torch.norms(vectors, order, torch.float32), expected)
+    expected = [v * 0.5 for v in vectors]
+    _torch.scale_(vectors, torch.tensor(0.5).bfloat16())
+    assert all(torch.equal(a, b) for a, b in zip(vectors, expected, strict=True))
+
+
+def test_another_threads_backward_is_seen() -> None:
+    seen: list[bool] = []
+
+    class Look(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: object, g: Tensor) -> Tensor:
+            inside.set()
+            assert go_on.wait(10)
+            return g
+
+    inside, go_on = threading.Event(), threading.Event()
+    x = torch.ones(2, requires_grad=True)
+    thread = threading.Thread(target=lambda: Look.apply(x).sum().backward())
+    seen.append(_torch.backward_elsewhere())
+    thread.start()
+    assert inside.wait(10)
+    seen.append(_torch.backward_elsewhere())
+    go_on.set()
+    thread.join()
+    seen.append(_torch.backward_elsewhere())
+    assert seen == [False, True, False]
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
