@@ -259,7 +259,7 @@ def private_names() -> dict[str, bool]:
     """
     tensor = torch.ones(1, requires_grad=True) * 1
     owners: list[Any] = [torch, torch._C, torch._C._autograd, torch.autograd, torch.autograd.forward_ad]
-    owners += [torch.autograd.Variable, torch.autograd.graph, getattr(torch.cuda, "jiterator", None)]
+    owners += [torch.autograd.Variable, torch.autograd.graph]
     owners += [torch.nn.Module(), torch.nn.modules.module, torch.ops.aten, torch.ops.aten.add.Tensor]
     owners += [tensor, tensor.untyped_storage(), tensor.grad_fn]
     there = {name for owner in owners for name in dir(owner)}
@@ -453,15 +453,15 @@ def innermost_pack_hook() -> Any:
 
 
 def below_autograd() -> Any:
-    """A context for ops that nobody differentiates: they skip autograd's layer, a tenth of what a small op costs."""
+    """A context for ops that nobody differentiates: they skip autograd's layer, some percent of a small op's cost."""
     guard = getattr(torch._C, "_AutoDispatchBelowAutograd", None)
     return contextlib.nullcontext() if guard is None else guard()
 
 
-def compile_elementwise(code: str, outputs: int) -> Callable[..., Any] | None:
-    """A CUDA kernel from the C++ for one element, as torch compiles its own at run time; None where it cannot."""
-    make = getattr(getattr(torch.cuda, "jiterator", None), "_create_multi_output_jit_fn", None)
-    return None if make is None else make(code, num_outputs=outputs)
+def compile_elementwise(code: str, name: str, outputs: int) -> Callable[..., Any] | None:
+    """A CUDA kernel from the C++ for one element, as `torch.cuda.jiterator` makes it; None where torch has none."""
+    launch = getattr(torch._C, "_cuda_jiterator_compile_and_launch_kernel", None)
+    return None if launch is None else lambda *tensors: launch(code, name, True, outputs, tensors, {})
 
 
 def weight_and_bias(linear: torch.nn.Linear) -> tuple[Tensor, Tensor | None]:

@@ -77,8 +77,9 @@ def rebuild_and_backward(record: Activation, z: Tensor) -> Fused | None:
 @torch.no_grad()
 def _prove(record: Activation, z: Tensor) -> Fused | None:
     """Compile the kernel and compare it with torch's ops; see [Note: proof]."""
-    code = f"template <typename T> void {record.name}_again(T g, T z, T& dz, T& h) {{{_CODE[record.name]}}}"
-    fused = compile_elementwise(code, outputs=2)
+    name = f"{record.name}_again"
+    code = f"template <typename T> void {name}(T g, T z, T& dz, T& h) {{{_CODE[record.name]}}}"
+    fused = compile_elementwise(code, name, outputs=2)
     if fused is None:
         return None
     every_z = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int16, device=z.device).repeat(16).view(z.dtype)

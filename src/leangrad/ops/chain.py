@@ -162,6 +162,7 @@ class Chain:
     ) -> list[Tensor | None]:
         needs, records, hidden = self.needs, self.records, self.hidden
         found: list[Tensor | None] = [None] * len(needs)
+        writer = self.writer  # of packed gradients: see tests/test_packed_products.py
         first, last, rooms = needs.index(True), len(records) - 1, Rooms() if g.is_cpu else None
         if records[last] is not None:
             g, ours = self._activation_backward(last, g, output, ours, spent, rooms), True
@@ -169,17 +170,17 @@ class Chain:
             weight: Tensor = tensors[2 * k + 1]  # type: ignore[assignment]
             room = zeros = None
             if needs[2 * k + 2]:
-                found[2 * k + 2] = g.sum(0)
+                found[2 * k + 2] = g.sum(0) if writer is None else writer.sum(2 * k + 2, g)
             if needs[2 * k + 1]:
                 h = hidden[k - 1] if k else tensors[0]
                 if h is None:
                     if spent and first <= 2 * k and k < last - 1 and (fused := self._fused(k - 1)):
                         dz, h = fused(torch.mm(g, weight), self._take(k - 1))
-                        found[2 * k + 1] = torch.mm(g.t(), h)
+                        found[2 * k + 1] = torch.mm(g.t(), h) if writer is None else writer.product(2 * k + 1, h, g)
                         g = dz
                         continue
                     h = room = self._rebuild(k - 1, rooms)
-                found[2 * k + 1] = torch.mm(g.t(), h)
+                found[2 * k + 1] = torch.mm(g.t(), h) if writer is None else writer.product(2 * k + 1, h, g)
                 del h  # it dies here, unless another name holds it
             if first > 2 * k:  # nothing below wants a gradient
                 break
