@@ -261,6 +261,27 @@ def test_step_by_step_is_all_at_once(form):
     torch.testing.assert_close(state, end)
 
 
+@pytest.mark.parametrize("T", [0, 1, 3, 4, 5])
+@pytest.mark.parametrize("form", FUNCTIONS)
+def test_without_gradients(form, T):
+    """Few steps take a way of their own then."""
+    inputs = make(form, T=T)
+    with torch.no_grad():
+        if form == "mamba":
+            inputs[2][0, 0] = 0  # A
+        inputs[1][:, :1] = 0
+        expected = FUNCTIONS[form](*inputs) if T == 0 else loop(form, *inputs)
+        found, bare = FUNCTIONS[form](*inputs), FUNCTIONS[form](*inputs[:-1])
+        low = [x.bfloat16() for x in inputs]
+        assert FUNCTIONS[form](*low)[0].dtype == torch.bfloat16
+        assert FUNCTIONS[form](*low)[1].dtype == torch.float32
+    torch.testing.assert_close(found, tuple(expected))
+    inputs[-1].requires_grad_(False).zero_()
+    torch.testing.assert_close(bare, tuple(x.detach() for x in FUNCTIONS[form](*inputs)))
+    found[1].zero_()
+    assert T == 0 or not torch.equal(found[0], torch.zeros_like(found[0]))
+
+
 def test_an_empty_batch():
     inputs = make("mamba", batch=0)
     z, last = selective_scan(*inputs)

@@ -107,8 +107,9 @@ def test_gradcheck_and_second_derivatives(make):
     assert any(g is not None and g.any() for g in found)
 
 
-def test_one_step_at_a_time_is_all_at_once(make):
-    block = make()
+@pytest.mark.parametrize("training", [True, False])
+def test_one_step_at_a_time_is_all_at_once(make, training):
+    block = make().requires_grad_(training)
     x = torch.randn(2, 9, WIDTH)
     whole = block(x)
     state, outputs = block.initial_state(2), []

@@ -21,6 +21,8 @@ from leangrad.ops import scan as ops
 
 __all__ = ["rg_lru", "selective_scan"]
 
+FEW_STEPS = 4
+
 
 def selective_scan(
     u: Tensor,
@@ -160,6 +162,10 @@ def _run(kind: _Kind, chunk: int | None, *tensors: Tensor | None) -> tuple[Tenso
         raise ValueError(f"chunk: expected a power of two, got {chunk!r}")
     if runs_plain(*tensors):
         return _plain(kind, *tensors)
+    if u.shape[1] <= FEW_STEPS and not (
+        torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    ):
+        return _infer(kind, *tensors)
     out: tuple[Tensor, Tensor] = _ScanFunction.apply(kind, chunk, *tensors)
     return out
 
@@ -289,3 +295,28 @@ def _plain_weight(form: str, x: Tensor, dt: Tensor) -> Tensor:
         series = 1 / math.factorial(k) - x * series
     away = torch.where(near_zero, 1.0, x)
     return dt * torch.where(near_zero, series, -torch.expm1(-away) / away)
+
+
+def _infer(kind: _Kind, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
+    """A few steps without gradients, as when a model is run step by step: no buffers, and as few calls as can be."""
+    scan, state = _scan_of(kind, tensors), tensors[-1]
+    dtype, form = ops.state_dtype(scan), scan.form
+    u, dt, A = scan.u.to(dtype), scan.dt.to(dtype).unsqueeze(2), scan.A.to(dtype)
+    v = (u if scan.gate is None else u * scan.gate).unsqueeze(2)
+    x = dt * A  # (batch, T, N, width)
+    drives = -torch.expm1(-x if form != "rms" else -2 * x)
+    if form == "zoh":
+        drives = torch.where(x == 0, dt, dt * drives / x)
+    elif form == "rms":
+        drives = drives.clamp_min_(0).sqrt_()
+    drives = drives * v if scan.B is None else drives * v * scan.B.unsqueeze(-1)
+    s = drives.new_zeros(u.shape[0], *A.shape) if state is None else state.to(dtype).transpose(1, 2)
+    decays, outputs = torch.exp(-x), []
+    for decay, drive in zip(decays.unbind(1), drives.unbind(1), strict=True):
+        s = torch.addcmul(drive, decay, s)
+        outputs.append(s)
+    states = torch.stack(outputs, 1) if outputs else drives
+    z = (states if scan.C is None else states * scan.C.unsqueeze(-1)).sum(2)
+    if scan.D is not None:
+        z = z + scan.D * u
+    return z.to(scan.u.dtype), s.transpose(1, 2).clone(memory_format=torch.contiguous_format)

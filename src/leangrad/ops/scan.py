@@ -147,8 +147,6 @@ class _Rates(NamedTuple):
     A: Tensor
     minus: Tensor
     inverse: Tensor
-    one: Tensor
-    series: list[Tensor]  # k/(k+1)!, from k = 1
 
 
 def _rates(scan: Scan, dtype: torch.dtype) -> _Rates:
@@ -157,9 +155,7 @@ def _rates(scan: Scan, dtype: torch.dtype) -> _Rates:
         # Where A is 0 or so small that dt·A could underflow, a tiny A gives the same: w = dt to the last bit.
         tiny = math.sqrt(torch.finfo(dtype).tiny)
         A = torch.where(A.abs() < tiny, tiny, A)
-    terms = 12 if dtype == torch.float64 else 6  # the next one is below the rounding at x = NEAR
-    series = [A.new_tensor(k / math.factorial(k + 1)) for k in range(1, terms + 1)]
-    return _Rates(A, -A, 1 / A, A.new_ones(()), series)
+    return _Rates(A, -A, 1 / A)
 
 
 class _Block(NamedTuple):
@@ -242,16 +238,18 @@ def _weigh_zoh(
     must be finite for that: the series gets a clamped x, and a dt whose square does not overflow.
     """
     minus_x = decays
+    terms = 12 if minus_x.dtype == torch.float64 else 6  # the next one is below the rounding at x = NEAR
     clamped = torch.clamp(minus_x, -NEAR, NEAR, out=far)
-    series = torch.mul(clamped, rates.series[-1], out=slopes).add_(rates.series[-2])
-    for coefficient in reversed(rates.series[:-2]):
-        torch.addcmul(coefficient, series, clamped, out=series)
+    series = torch.mul(clamped, terms / math.factorial(terms + 1), out=slopes)
+    for k in range(terms - 1, 1, -1):
+        series.add_(k / math.factorial(k + 1)).mul_(clamped)
+    series.add_(1 / 2)
     limit = math.sqrt(torch.finfo(minus_x.dtype).max)
     series.mul_(block.dt.clamp(-limit, limit).square_())
     torch.abs(minus_x, out=far).ge_(NEAR)
     decays.exp_()
     dt_decays = torch.mul(block.dt, decays, out=weights)
-    torch.sub(rates.one, decays, out=direct).mul_(rates.inverse).sub_(dt_decays).mul_(rates.inverse)
+    torch.neg(decays, out=direct).add_(1).mul_(rates.inverse).sub_(dt_decays).mul_(rates.inverse)
     torch.lerp(series, direct, far, out=slopes)
     torch.addcmul(dt_decays, rates.A, slopes, out=weights)
 
