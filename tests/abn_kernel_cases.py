@@ -200,6 +200,7 @@ def check_wide_offsets() -> None:
     plan = kernels.plan
     kernels.plan = lambda *args: plan(*args)._replace(wide=True)
     kernels.layer.cache_clear()
+    ops._fused.clear()
     try:
         for layout in ("rows", "planes"):
             check_passes(layout, ops.Activation("relu"), torch.float32, "cpu", inverted=False, added=False)

@@ -148,14 +148,25 @@ def fused_layer(
     """The kernels of a whole layer with statistics of the batch (`leangrad.kernels.abn.Layer`); None if they cannot."""
     if not serves(x):
         return None
-    place, dtypes = x.get_device(), []
+    place = x.get_device()
+    key: list[Any] = [x.shape, x.stride(), x.dtype, place, act.name, act.param, inverted, added, absolute]
     for t in (weight, bias, *(running or (None, None)), counter):
-        if t is not None and not (t.is_contiguous() and t.get_device() == place):
+        if t is None:
+            key.append(None)
+        elif t.is_contiguous() and t.get_device() == place:
+            key.append(t.dtype)
+        else:
             return None
-        dtypes.append(None if t is None else t.dtype)
-    if dtypes[2] != dtypes[3]:
-        return None
-    return _layer(x, act, inverted, added, absolute, *dtypes[:3], counter is not None)
+    layer = _fused.get(tuple(key))
+    if layer is None and key[-3] == key[-2]:  # both running statistics of one dtype
+        if len(_fused) >= 1 << 12:  # somebody's maps have a new size in every step
+            _fused.clear()
+        layer = _layer(x, act, inverted, added, absolute, *key[-5:-2], counter is not None)
+        _fused[tuple(key)] = layer
+    return layer
+
+
+_fused: dict[tuple[Any, ...], Any] = {}  # a shorter way to `_layer`, for what comes again in every step
 
 
 def update_running(running: tuple[Tensor, Tensor], mean: Tensor, var: Tensor, count: Any, momentum: float) -> None:
