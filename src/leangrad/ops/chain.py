@@ -186,10 +186,9 @@ class Chain:
                 break
             if rooms is not None and room is None:
                 room, zeros = self._find_room(k, g, weight, rooms, spent)
-            dh = torch.mm(g, weight, out=room)
             if rooms is not None and ours:
                 rooms.drop(g)
-            g, ours = dh, True
+            g, ours = torch.mm(g, weight, out=room), True
             if zeros is not None:
                 g.masked_fill_(zeros, 0)
             elif k and records[k - 1] is not None:
