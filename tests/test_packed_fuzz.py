@@ -36,10 +36,10 @@ class Model(nn.Module):
 class Loop:
     """One training loop, plain and packed side by side."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, device: str) -> None:
         torch.manual_seed(seed)
-        self.random = random.Random(seed)
-        self.plain = Model().double()
+        self.random, self.device = random.Random(seed), device
+        self.plain = Model().to(device, torch.float64)
         self.mine = copy.deepcopy(self.plain)
         self.packed: PackedGradients = pack_gradients(self.mine, range_bytes=self.random.choice([256, 512, None]))
         self.held: list[tuple[str, Tensor, Tensor]] = []
@@ -55,9 +55,9 @@ class Loop:
 
     def loss(self, model: nn.Module) -> Tensor:
         generator = torch.Generator().manual_seed(self.random.randrange(10**6))
-        tokens = torch.randint(7, (4,), generator=generator)
+        tokens = torch.randint(7, (4,), generator=generator).to(self.device)
         y = model(tokens, self.random.random() < 0.5)
-        return (y * torch.randn(y.shape, generator=generator, dtype=y.dtype)).sum()
+        return (y * torch.randn(y.shape, generator=generator, dtype=y.dtype).to(self.device)).sum()
 
     def backward(self) -> None:
         self.both(lambda model: self.loss(model).backward())
@@ -148,8 +148,18 @@ WAYS = [Loop.backward] * 6 + [
 
 @pytest.mark.parametrize("first_seed", range(0, LOOPS, 10))
 def test_random_loops(first_seed: int) -> None:
-    for seed in range(first_seed, first_seed + 10):
-        loop, steps = Loop(seed), []
+    run_loops(range(first_seed, first_seed + 10), "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS:UserWarning")
+def test_random_loops_on_a_gpu() -> None:
+    run_loops(range(10), "cuda")
+
+
+def run_loops(seeds: range, device: str) -> None:
+    for seed in seeds:
+        loop, steps = Loop(seed, device), []
         for _ in range(STEPS):
             way = loop.random.choice(WAYS)
             steps.append(way.__name__)
