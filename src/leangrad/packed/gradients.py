@@ -287,7 +287,8 @@ def pack_gradients(
     their gradients are packed by FSDP2 itself; pack after sharding, and `norm` and `clip_norm_` serve them too.
 
     Tensor hooks, post-accumulate hooks, retain_graph, create_graph and `torch.autograd.grad` work as in plain. The
-    one thing that does not see a written gradient is a prehook on a parameter's AccumulateGrad node.
+    one thing that does not see a written gradient is a prehook on a parameter's AccumulateGrad node. Several threads
+    may run backward at once, but on a CPU not over a weight that both its layer and a plain op use (tied weights).
 
     Raises ValueError for a model that has no trainable parameter, is packed already, or has sparse embeddings.
 

@@ -10,7 +10,8 @@ retain_graph, a second micro-batch, a tied weight and a partial backward are all
 On a CPU each thread that calls backward accumulates by itself. Autograd locks each add, but not the hook after it:
 while the hook of one thread moves a gradient into its slot, another may add to where it stood. So while another thread
 is inside a backward, a gradient that autograd has accumulated stays where it is, and the next pass moves it. A gradient
-that an op writes is added under the slot's lock. On CUDA one thread accumulates for all.
+that an op writes is added under the slot's lock. On CUDA one thread accumulates for all. One case is left: a weight
+that its layer writes and a plain op adds to, in two threads of a CPU at the same moment.
 """
 
 import threading
@@ -145,6 +146,9 @@ class Slot:
             order(stream, self._home)
             self._written_on = stream
             if grad is None:
+                if parameter.grad is not None:  # from another thread, by autograd, while this one computed
+                    self._why_now = ".grad had been set meanwhile"
+                    return False
                 self.attach(parameter, view)
             self._was_written, self._why_now, self.is_zero = True, how, False
             return True
