@@ -22,7 +22,7 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any
 
@@ -445,10 +445,12 @@ def backward_elsewhere() -> bool:
     return False
 
 
+_top_hooks: Callable[[bool], Any] | None = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+
+
 def innermost_pack_hook() -> Any:
     """The pack function of the saved-tensor hooks that are in force; None without any, or where torch does not tell."""
-    ask = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    hooks = None if ask is None else ask(True)
+    hooks = None if _top_hooks is None else _top_hooks(True)
     return None if hooks is None else hooks[0]
 
 
@@ -471,3 +473,35 @@ def weight_and_bias(linear: torch.nn.Linear) -> tuple[Tensor, Tensor | None]:
         return parameters["weight"], parameters["bias"]
     except (AttributeError, KeyError):
         return linear.weight, linear.bias
+
+
+def any_has_hooks(modules: Iterable[torch.nn.Module]) -> bool:
+    """`has_hooks` for each of them, or for every module there is, in one call."""
+    try:
+        for module in modules:
+            if module._forward_hooks or module._forward_pre_hooks:
+                return True
+            if module._backward_hooks or module._backward_pre_hooks:
+                return True
+    except AttributeError:
+        return True
+    return has_global_hooks()
+
+
+_is_tracing: Callable[[], bool] = getattr(torch._C, "_is_tracing", torch.jit.is_tracing)  # type: ignore[attr-defined]
+
+
+def is_watched() -> bool:
+    """Whether somebody must see torch's own ops: a compiler, a tracer, a `torch.func` transform, forward mode."""
+    return torch.compiler.is_compiling() or _is_tracing() or transforms_active() or forward_mode_active()
+
+
+def norm_tensors(norm: torch.nn.Module) -> tuple[Tensor | None, ...]:
+    """Weight, bias, running mean and variance and the number of batches of a batch norm, without five slow lookups."""
+    try:
+        parameters, buffers = norm._parameters, norm._buffers
+        running = buffers["running_mean"], buffers["running_var"], buffers["num_batches_tracked"]
+        return (parameters["weight"], parameters["bias"], *running)
+    except (AttributeError, KeyError):  # parametrized, or a torch that keeps them elsewhere
+        names = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
+        return tuple(getattr(norm, name) for name in names)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from leangrad._torch import has_global_hooks, has_hooks, weight_and_bias
+from leangrad._torch import any_has_hooks, weight_and_bias
 from leangrad.functional import activate, autocast_enabled, runs_plain
 from leangrad.node import run_recorded
 from leangrad.ops.activation import Activation, resolve
@@ -126,9 +126,9 @@ class MLP(nn.Sequential):
         """The children as a chain, or None if one of them is not what this class made, or has hooks."""
         records: list[Activation | None] = []
         parameters: list[Tensor | None] = []
+        if any_has_hooks(self):
+            return None
         for child in self:
-            if has_hooks(child):
-                return None
             if type(child) is nn.Linear:
                 records.append(None)
                 parameters += weight_and_bias(child)
@@ -136,7 +136,7 @@ class MLP(nn.Sequential):
                 records[-1] = child.record
             else:
                 return None
-        return None if has_global_hooks() else _Program(records, parameters)
+        return _Program(records, parameters)
 
 
 class _Program:
@@ -182,12 +182,15 @@ def _forward(x: Tensor, program: _Program) -> Tensor:
 
 def _run(x: Tensor, program: _Program, parameters: list[Tensor | None]) -> Tensor:
     """As one node, or with no backward where nobody asks for one."""
-    _check(x, parameters[0])
-    rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *parameters)):
-        y = run_recorded(program.record, program.plain, rows, *parameters)
-    else:
-        y = program.infer(rows, *parameters)
+    try:
+        rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *parameters)):
+            y = run_recorded(program.record, program.plain, rows, *parameters)
+        else:
+            y = program.infer(rows, *parameters)
+    except (RuntimeError, IndexError):  # torch sees what does not fit; say which argument it was
+        _check(x, parameters[0])
+        raise
     return y if rows is x else y.view(*x.shape[:-1], y.shape[-1])
 
 
