@@ -224,9 +224,9 @@ def main() -> None:
             row = run(case, options.device, repeats)
             rows.append(row)
             print(
-                f"{case.name:<18}{row['plain_ms']:>10.2f}{row['lean_ms']:>10.2f}{row['time_ratio']:>8.3f}{row['cpu_time_ratio']:>8.3f}"
-                f"{row['plain_kept_bytes'] / 1e6:>10.1f}{row['lean_kept_bytes'] / 1e6:>10.1f}"
-                f"{row.get('kept_over_floor', float('nan')):>8.4f} {row.get('lean_temporary_maps', '')}",
+                f"{case.name:<18}{row['plain_ms']:>9.2f}{row['lean_ms']:>9.2f}{row['time_ratio']:>9.3f}"
+                f"{row['cpu_time_ratio']:>9.3f}{row['plain_kept_bytes'] / 1e6:>9.1f}{row['lean_kept_bytes'] / 1e6:>9.1f}"
+                f"{row.get('kept_over_floor', float('nan')):>9.4f}  {row.get('lean_temporary_maps', '')}",
                 flush=True,
             )
     if not options.dry:
