@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from leangrad._torch import forward_mode_active, is_view, keeps_output, transforms_active
+from leangrad._torch import forward_mode_active, is_view, keeps_output, norm_tensors, transforms_active
 from leangrad.kernels import serves
 from leangrad.nn.abn_autograd import ABNFunction, Call
 from leangrad.nn.abn_spare import limits_of, spare_channels
@@ -86,41 +86,47 @@ class ABN(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """act(norm(x) + residual)."""
-        use_batch = self.training or self.running_mean is None
+        weight, bias, mean, var, counter = norm_tensors(self)
+        use_batch = self.training or mean is None
         self._check(x, residual, use_batch)
-        call = self._call(use_batch)
+        call = self._call(use_batch, mean, var, counter)
         if _must_be_plain(x) or (x.numel() == 0 and call.group is None):
             return self._activate(self._plain(x, call), residual)
         if is_rows(x) is None:
             x = x.contiguous()
         if residual is not None and residual.dtype != x.dtype:  # the sum has the wider dtype: add it in plain PyTorch
             call.activation, call.function = Activation("identity"), None
-            return self._activate(ABNFunction.apply(x, self.weight, self.bias, None, call), residual)
+            return self._activate(ABNFunction.apply(x, weight, bias, None, call), residual)
         if residual is not None and residual.stride() != x.stride():
             residual = torch.empty_like(x).copy_(residual)
-        self._prepare(x, residual, call)
-        z: Tensor = ABNFunction.apply(x, self.weight, self.bias, residual, call)
+        self._prepare(x, weight, bias, residual, call)
+        z: Tensor = ABNFunction.apply(x, weight, bias, residual, call)
         return z
 
-    def _prepare(self, x: Tensor, residual: Tensor | None, call: Call) -> None:
+    def _prepare(
+        self, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, call: Call
+    ) -> None:
         """Decide what this call keeps; here always the input."""
 
     def _group(self) -> dist.ProcessGroup | None:
         return None
 
-    def _call(self, use_batch: bool) -> Call:
-        factor, counter = 0.0, None
-        if self.training and (counted := self.num_batches_tracked) is not None:
+    def _call(self, use_batch: bool, mean: Tensor | None, var: Tensor | None, counter: Tensor | None) -> Call:
+        factor = 0.0
+        if not self.training:
+            counter = None
+        elif counter is not None:
             if self.momentum is None:
-                factor = 1.0 / float(counted.add_(1))
+                factor, counter = 1.0 / float(counter.add_(1)), None
             else:
-                factor, counter = self.momentum, counted
-        running = (None, None) if use_batch and not self.training else (self.running_mean, self.running_var)
+                factor = self.momentum
+        if use_batch and not self.training:
+            mean = var = None
         group = self._group() if use_batch else None
+        known, function = self._known, self._function
         return Call(
-            self._known, self._function, self.eps, use_batch, *running, factor, self.absolute, False, False, group,
-            counter,
-        )  # fmt: skip
+            known, function, self.eps, use_batch, mean, var, factor, self.absolute, False, False, group, counter
+        )
 
     def _check(self, x: Tensor, residual: Tensor | None, use_batch: bool) -> None:
         if x.dim() < 2 or x.shape[1] != self.num_features:
@@ -206,7 +212,9 @@ class InPlaceABN(ABN):
             )
         self.invert = invert
 
-    def _prepare(self, x: Tensor, residual: Tensor | None, call: Call) -> None:
+    def _prepare(
+        self, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, call: Call
+    ) -> None:
         able = self._function is None and self._known.inverts and residual is None
         coarse = self._known.name == "elu" and x.dtype.itemsize < 4
         call.invert = able and (not coarse if self.invert is None else self.invert)
@@ -217,7 +225,7 @@ class InPlaceABN(ABN):
             return
         call.in_place = _may_be_overwritten(x)
         limits = limits_of(self._known, x.dtype, self.eps if self.absolute else 0.0)
-        call.spare_channels = spare_channels(self, limits)
+        call.spare_channels = spare_channels(self, weight, bias, limits)
         call.limits = limits if serves(x) else None
 
 

@@ -34,6 +34,8 @@ MAX_DEPTH = 8
 class Session:
     """One `rebuilding()`: what its backward has released so far, and what is held for later; see [Note: chains]."""
 
+    __slots__ = ("held_bytes", "model", "released_bytes")
+
     def __init__(self, model: nn.Module | None) -> None:
         self.model = model
         self.released_bytes = 0
@@ -77,6 +79,11 @@ class Recipe:
     The bits are those of the forward. A rebuilt map is held until its last reader has read it, so an output with two
     consumers is rebuilt once. A recipe deeper than MAX_DEPTH is not made: that output is kept, and ends the chain.
     """
+
+    __slots__ = (
+        "activation", "depth", "held_bytes", "layer", "readers", "residual", "residual_version", "session", "value",
+        "vectors", "x", "x_version", "z_version",
+    )  # fmt: skip
 
     def __init__(
         self, x: Tensor, vectors: Tensor, residual: Tensor | Recipe | None, activation: ops.Activation, session: Session

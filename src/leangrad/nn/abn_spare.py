@@ -81,9 +81,8 @@ def note_backward() -> None:
     _passes += 1
 
 
-def spare_channels(layer: Any, limits: Limits) -> Tensor | None:
+def spare_channels(layer: Any, weight: Tensor | None, bias: Tensor | None, limits: Limits) -> Tensor | None:
     """The channels of `layer` that cannot be inverted, or None; see [Note: asking the device]."""
-    weight, bias = layer.weight, layer.bias
     if weight is None:
         return None  # γ = 1, β = 0
     if not (weight.is_cuda or INTERPRETED) or weight.dtype == torch.float64:
