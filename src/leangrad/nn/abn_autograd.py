@@ -221,48 +221,63 @@ def _normalize(
     running = None
     if call.running_mean is not None and call.running_var is not None:
         running = (call.running_mean, call.running_var)
-    limits = call.limits
+    layer = None
     if call.training and call.group is None:
         layer = ops.fused_layer(
             x, weight, bias, call.activation, absolute=call.absolute, inverted=call.invert, running=running,
             counter=call.counter, added=residual is not None,
         )  # fmt: skip
-        if layer is not None:
-            check = limits.wider()[:3] if limits is not None and call.spare_channels is None else None
-            vectors = layer.forward(
-                x, weight, bias, residual, z, eps=call.eps, running=running, momentum=call.momentum,
-                counter=call.counter, check=check,
-            )  # fmt: skip
-            if running is not None:
-                increment_version(running if call.counter is None else (*running, call.counter))
-            if limits is not None and check is None:
-                poison(vectors, call.spare_channels, limits)
-            return vectors, count, layer
-    if call.counter is not None:
-        call.counter.add_(1)
-    dtype = ops.accumulation_dtype(x.dtype)
-    if call.training and call.group is None:
-        vectors = ops.forward(
-            x, weight, bias, call.activation, eps=call.eps, absolute=call.absolute, running=running,
-            momentum=call.momentum, residual=residual, out=z,
+    if layer is not None:
+        check = call.limits.wider()[:3] if call.limits is not None and call.spare_channels is None else None
+        vectors = layer.forward(
+            x, weight, bias, residual, z, eps=call.eps, running=running, momentum=call.momentum, counter=call.counter,
+            check=check,
         )  # fmt: skip
-        if limits is not None:
-            poison(vectors, call.spare_channels, limits)
-        return vectors, count, None
+        _count_changes(*(running or ()), call.counter)
+        if check is not None:
+            return vectors, count, layer
+    elif call.training and call.group is None:
+        _count_batch(call)
+        form: dict[str, Any] = {"eps": call.eps, "absolute": call.absolute, "running": running}
+        form |= {"momentum": call.momentum, "residual": residual}
+        vectors = ops.forward(x, weight, bias, call.activation, **form, out=z)
+    else:
+        vectors, count = _given_vectors(x, weight, bias, call, running, count)
+        if x.numel():
+            ops.normalize(x, vectors, call.activation, residual=residual, out=z)
+    if call.limits is not None:
+        poison(vectors, call.spare_channels, call.limits)
+    return vectors, count, layer
+
+
+def _given_vectors(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, call: Call, running: tuple[Tensor, Tensor] | None, count: int
+) -> tuple[Tensor, Any]:
+    """The vectors from the statistics of all processes, or from the running ones; and the count behind them."""
+    dtype, total = ops.accumulation_dtype(x.dtype), None
     if call.group is not None:
+        _count_batch(call)
         mean, var = ops.stats(x) if count else (x.new_zeros(x.shape[1], dtype=dtype) for _ in range(2))
-        mean, var, count = _stats_over_group(mean, var, count, call.group)
+        mean, var, total = _stats_over_group(mean, var, count, call.group)
         if running is not None:
-            ops.update_running(running, mean, var, count, call.momentum)
+            ops.update_running(running, mean, var, total, call.momentum)
     else:
         assert running is not None
         mean, var = (t.to(dtype) for t in running)
     vectors = ops.stack_vectors(mean, var, weight, bias, eps=call.eps, absolute=call.absolute)
-    if limits is not None:
-        poison(vectors, call.spare_channels, limits)
-    if x.numel():
-        ops.normalize(x, vectors, call.activation, residual=residual, out=z)
-    return vectors, count, None
+    return vectors, count if total is None else total
+
+
+def _count_batch(call: Call) -> None:
+    if call.counter is not None:
+        call.counter.add_(1)
+
+
+def _count_changes(*tensors: Tensor | None) -> None:
+    """Tell autograd that kernels wrote to these; inference tensors have nothing to tell."""
+    changed = [t for t in tensors if t is not None and not t.is_inference()]
+    if changed:
+        increment_version(changed)
 
 
 def _stats_over_group(mean: Tensor, var: Tensor, count: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
