@@ -11,6 +11,7 @@ benchmarks/results/scan_<device>.json, the picture of the growth to benchmarks/r
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import time
 from collections.abc import Callable
@@ -121,7 +122,7 @@ def compare(case: str, plain: Step, lean: Step, device: str, rounds: int) -> dic
     for name, step in (("plain", plain), ("lean", lean)):
         row |= {f"{name}_{key}": count for key, count in memory_of(step, device).items()}
     row["kept_ratio"] = row["lean_kept_bytes"] / row["plain_kept_bytes"]
-    print(row, flush=True)
+    print(json.dumps(row), flush=True)
     return row
 
 
@@ -135,7 +136,7 @@ def growth(device: str) -> list[dict[str, Any]]:
             found = memory_of(Step(function, inputs), device)
             row |= {f"{name}_{key}": count for key, count in found.items()}
         rows.append(row)
-        print(row, flush=True)
+        print(json.dumps(row), flush=True)
     return rows
 
 
@@ -162,7 +163,7 @@ def kernels(device: str, rounds: int) -> list[dict[str, Any]]:
         rows.append(
             {"case": case, "wall_ms": 1e3 * wall, "kernels_ms": sum(times.values()) / 1e3, "kernels_us": largest}
         )
-        print(rows[-1], flush=True)
+        print(json.dumps(rows[-1]), flush=True)
     return rows
 
 
@@ -226,7 +227,7 @@ def main() -> None:
         grown = growth(device)
         (RESULTS / "scan_kept_bytes.svg").write_text(draw([*grown, {"T": 4096, **rows[0]}]))
         rows += grown
-    print(write_rows(f"scan_{device}", device, rows))
+    print(write_rows(f"scan_{device}", device, rows).read_text())
 
 
 if __name__ == "__main__":
