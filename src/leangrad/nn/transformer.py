@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from leangrad._torch import has_global_hooks, has_hooks
 from leangrad.functional import autocast_enabled, runs_plain
-from leangrad.nn.block import Block, Inputs, Replay
+from leangrad.nn.block import Block, Replay
 from leangrad.nn.block_steps import Heads
 from leangrad.nn.context import AttentionContext
 from leangrad.nn.masks import fit_mask
@@ -169,26 +169,22 @@ class ResidualBlock(nn.Module):
     def _run(self, x: Tensor, mask: Tensor | None, film: Film = _NO_FILM) -> Tensor:
         """As one node where a gradient is wanted and nothing speaks against it, else plainly."""
         self._check(x)
-        if not self._is_as_made() or not _wants_node(x, mask, film, self._own_parameters()):
+        if not self._is_as_made() or not _may_be_node(x, mask):
+            return self._run_plain(x, mask, film)
+        parameters = self._own_parameters()
+        if not _wants_node(x, parameters, film):
             return self._run_plain(x, mask, film)
         given, x = x, x if self.context is None else self.context(x)
         device_type = x.device.type
         autocast = autocast_enabled(device_type)
         dtype = torch.get_autocast_dtype(device_type) if autocast else x.dtype
+        if dtype != x.dtype:  # the linear layers' parameters; norms run in the dtype of x
+            cast = [None if p is None else p.to(dtype) for p in parameters]
+            parameters = (*parameters[:2], *cast[2:6], *parameters[6:8], *cast[8:])
         dropout = self.dropout if self.training else 0.0
         mask, heads = self.attention.divide(x, mask, dtype)
-        inputs = Inputs(
-            x.reshape(-1, self.width),
-            *_affine(self.norm1),
-            *_cast(self.attention.qkv, dtype),
-            *_cast(self.attention.out, dtype),
-            *_affine(self.norm2),
-            *_cast(self.ffn.up, dtype),
-            *_cast(self.ffn.down, dtype),
-            mask,
-            *self._rotary(x, dtype),
-            *film,
-        )
+        rows = x.reshape(-1, self.width)
+        inputs = (rows, *parameters, mask, *self._rotary(x, dtype), *film)  # in the order of `Inputs`
         norms = (_kind_and_eps(self.norm1), _kind_and_eps(self.norm2))
         replay = Replay(x.device) if dropout or heads.dropout else None
         observe = None if self.context is None else partial(_update, self.context, given)
@@ -215,9 +211,11 @@ class ResidualBlock(nn.Module):
     def _dropped(self, y: Tensor) -> Tensor:
         return F.dropout(y, self.dropout, self.training) if self.dropout else y
 
-    def _own_parameters(self) -> list[nn.Parameter]:
-        """Those that the node reads."""
-        return [p for child in (self.norm1, self.attention, self.norm2, self.ffn) for p in child.parameters()]
+    def _own_parameters(self) -> tuple[Tensor | None, ...]:
+        """Those that the node reads, in the order of `Inputs`."""
+        attention, ffn = self.attention, self.ffn
+        layers = (self.norm1, attention.qkv, attention.out, self.norm2, ffn.up, ffn.down)
+        return tuple(p for layer in layers for p in (layer.weight, getattr(layer, "bias", None)))
 
     def _is_as_made(self) -> bool:
         """Whether every child is of the class that this one made, and has neither hooks nor a forward of its own."""
@@ -334,26 +332,23 @@ def _update(context: AttentionContext, x: Tensor, y: Tensor) -> None:
     context.update(x, y.view(x.shape))
 
 
-def _wants_node(x: Tensor, mask: Tensor | None, film: Film, parameters: list[nn.Parameter]) -> bool:
+def _may_be_node(x: Tensor, mask: Tensor | None) -> bool:
+    """Whether a node may run here at all: not for nothing, for a mask that is learned, or while a graph is captured."""
+    if not torch.is_grad_enabled() or x.numel() == 0 or (mask is not None and mask.requires_grad):
+        return False
+    if mask is not None and runs_plain(mask):
+        return False
+    return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def _wants_node(x: Tensor, parameters: tuple[Tensor | None, ...], film: Film) -> bool:
     """Whether a gradient is wanted, and by somebody who need not see torch's own ops."""
-    if not torch.is_grad_enabled() or not any(t is not None and t.requires_grad for t in (x, *film, *parameters)):
-        return False
-    if x.numel() == 0 or (mask is not None and mask.requires_grad) or runs_plain(x, mask, *film, *parameters):
-        return False
-    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+    tensors = [t for t in (x, *parameters, *film) if t is not None]
+    if not any(t.requires_grad for t in tensors) or runs_plain(*tensors):
         return False
     # Autocast runs a norm in the dtype of its input on a CPU, and in float32 on CUDA: the same for float32.
-    autocast = autocast_enabled(x.device.type)
-    return {t.dtype for t in (x, *parameters)} == {torch.float32 if autocast else x.dtype}
-
-
-def _affine(norm: nn.Module) -> tuple[Tensor | None, Tensor | None]:
-    return norm.weight, getattr(norm, "bias", None)  # type: ignore[return-value]
-
-
-def _cast(layer: nn.Linear, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """The weight and bias in the dtype of the product, as autocast casts them."""
-    return layer.weight.to(dtype), None if layer.bias is None else layer.bias.to(dtype)
+    dtype = torch.float32 if autocast_enabled(x.device.type) else x.dtype
+    return x.dtype == dtype and all(p is None or p.dtype == dtype for p in parameters)
 
 
 def _has_own_forward(module: nn.Module) -> bool:

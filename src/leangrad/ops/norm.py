@@ -55,8 +55,9 @@ class Norm:
 def _chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """The same few rows of each tensor at a time; all of them at once on devices whose allocator keeps memory."""
     first = tensors[0]
-    rows = _CHUNK // max(1, first.shape[1]) if first.device.type == "cpu" else first.shape[0]
-    return zip(*(t.split(max(1, rows)) for t in tensors), strict=True)
+    if first.numel() <= _CHUNK or not first.is_cpu:
+        return iter((tensors,))
+    return zip(*(t.split(max(1, _CHUNK // first.shape[1])) for t in tensors), strict=True)
 
 
 def _joined(parts: list[Statistics]) -> Statistics:
