@@ -17,7 +17,7 @@ from __future__ import annotations
 import importlib
 import math
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -125,13 +125,18 @@ def _others(first: nn.Module, device: torch.device) -> dict[Any, Limits]:
     }
 
 
+@cache
+def _kernels() -> Any:
+    """Imported on first use: Triton is not everywhere."""
+    return importlib.import_module("leangrad.kernels.abn")
+
+
 def _ask(layers: dict[Any, Limits]) -> None:
     """One question to the device for all layers, and one wait; another one for each layer that has such channels."""
     weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
     counts = [1] * len(layers)
     if all(t is not None and serves(t) and t.dtype == torch.float32 and t.is_contiguous() for t in weights + biases):
-        kernels = importlib.import_module("leangrad.kernels.abn")
-        counts = kernels.unfit_counts(weights, biases, tuple(layers.values()), weights[0].device)
+        counts = _kernels().unfit_counts(weights, biases, tuple(layers.values()), weights[0].device)
     for (layer, limits), weight, bias, count in zip(layers.items(), weights, biases, counts, strict=True):
         channels = _unfit(weight.detach(), bias, *limits).nonzero().squeeze(1) if count else None
         if channels is not None and channels.numel() == 0:
