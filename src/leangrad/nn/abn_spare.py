@@ -116,13 +116,19 @@ def _unfit(weight: Tensor, bias: Tensor | None, lower: Any, ratio: Any, upper: A
 
 
 def _others(first: nn.Module, device: torch.device) -> dict[Any, Limits]:
-    """The other layers that have asked before and whose parameters are there to be read (sharded ones are not)."""
-    kinds = (Tensor, nn.Parameter)
+    """The other layers that have asked before and whose parameters are there to be read."""
     return {
         layer: answer.limits
         for layer, answer in _answers.items()
-        if layer is not first and type(layer.weight) in kinds and layer.weight.device == device
+        if layer is not first and all(_is_there(t, layer.num_features, device) for t in (layer.weight, layer.bias))
     }
+
+
+def _is_there(t: Tensor | None, size: int, device: torch.device) -> bool:
+    """Whether `t` has memory on this device. Sharded and offloaded parameters have it during their own forward only."""
+    if type(t) not in (Tensor, nn.Parameter) or t is None or t.numel() != size or t.device != device:
+        return False
+    return t.untyped_storage().nbytes() >= (t.storage_offset() + size) * t.element_size()
 
 
 @cache
