@@ -71,7 +71,7 @@ class Answer:
         return same and self.passes == _passes and self.versions == _versions(weight, bias)
 
 
-_answers: WeakKeyDictionary[nn.Module, Answer] = WeakKeyDictionary()
+_answers: WeakKeyDictionary[Any, Answer] = WeakKeyDictionary()
 _passes = 0
 
 
