@@ -4,7 +4,7 @@
     python -m benchmarks.abn --device cuda --write abn_h200   # each layer of ResNet-50, and its whole training step
 
 Each row is printed as a line of JSON; `--write` puts all into benchmarks/results. Ratios are lean / plain, the median
-over rounds in which both run right after each other.
+over rounds in which both run right after each other; "device" is what the kernels take by themselves, without the host.
 """
 
 from __future__ import annotations
@@ -52,20 +52,24 @@ def residual_net(width: int, depth: int) -> nn.Module:
     return nn.Sequential(*stem, *(Block(width) for _ in range(depth)), *head)
 
 
-def seconds(step: Callable[[], object], device: str) -> float:
+def seconds(step: Callable[[], object], device: str, repeats: int) -> float:
+    """Of one step, of several that run without waiting for the device in between, as training does."""
     if device == "cuda":
         torch.cuda.synchronize()
     start = time.perf_counter()
-    step()
+    for _ in range(repeats):
+        step()
     if device == "cuda":
         torch.cuda.synchronize()
-    return time.perf_counter() - start
+    return (time.perf_counter() - start) / repeats
 
 
-def interleave(plain: Callable[[], object], lean: Callable[[], object], device: str, rounds: int) -> dict[str, float]:
+def interleave(
+    plain: Callable[[], object], lean: Callable[[], object], device: str, rounds: int, repeats: int = 1
+) -> dict[str, float]:
     for _ in range(3):
         plain(), lean()
-    pairs = [(seconds(plain, device), seconds(lean, device)) for _ in range(rounds)]
+    pairs = [(seconds(plain, device, repeats), seconds(lean, device, repeats)) for _ in range(rounds)]
     return {
         "plain_ms": 1e3 * statistics.median(p for p, _ in pairs),
         "lean_ms": 1e3 * statistics.median(q for _, q in pairs),
@@ -113,13 +117,21 @@ def layer_row(channels: int, height: int, batch: int, rounds: int, kind: type[AB
         inputs = (x, *layer.parameters())
 
         def run() -> None:
-            for _ in range(10):
-                torch.autograd.grad(layer(x), inputs, dz)
+            torch.autograd.grad(layer(x), inputs, dz)
 
         return run
 
-    times = interleave(step(plain), step(lean), "cuda", rounds)
-    return {"case": f"{kind.__name__} forward+backward x 10, {shape}, bfloat16, channels_last", **times}
+    times = interleave(step(plain), step(lean), "cuda", rounds, repeats=20)
+    device_ms = {f"{name}_device_ms": busy_ms(step(layer)) for name, layer in (("plain", plain), ("lean", lean))}
+    return {"case": f"{kind.__name__} forward+backward, {shape}, bfloat16, channels_last", **times, **device_ms}
+
+
+def busy_ms(step: Callable[[], object]) -> float:
+    """How long the device works in a step: the sum of its kernels."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
+        step()
+        torch.cuda.synchronize()
+    return float(sum(e.self_device_time_total for e in profile.key_averages())) / 1e3
 
 
 def resnet50_row(batch: int, rounds: int) -> dict[str, Any]:
@@ -132,13 +144,14 @@ def resnet50_row(batch: int, rounds: int) -> dict[str, Any]:
     models = (plain, lean)
     steps = [training_step(m, x, target, torch.optim.AdamW(m.parameters(), fused=True), True) for m in models]
     row: dict[str, Any] = {"case": f"ResNet-50 training step, {batch} x 224 x 224, bfloat16 autocast, channels_last"}
-    row |= interleave(steps[0], steps[1], "cuda", rounds)
+    row |= interleave(steps[0], steps[1], "cuda", rounds, repeats=4)
     for name, step in zip(("plain", "lean"), steps, strict=True):
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         step()
         row[f"{name}_peak_gib"] = (torch.cuda.max_memory_allocated() - before) / 2**30
+        row[f"{name}_device_ms"] = busy_ms(step)
     return {**row, "peak_ratio": row["lean_peak_gib"] / row["plain_peak_gib"]}
 
 
