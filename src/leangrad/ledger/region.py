@@ -16,7 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from leangrad import _torch
 from leangrad.errors import ChangedError
 from leangrad.ledger.notes import Notes
-from leangrad.ledger.origins import OPAQUE, NoRecipeError, Operand, Walk, enter, key_of
+from leangrad.ledger.origins import NOTHING, OPAQUE, VALUES, NoRecipeError, Operand, Walk, enter, key_of
 from leangrad.ledger.record import Recorder, tensor_signature
 from leangrad.ledger.value import Bare, Value, changed, released, wait
 
@@ -86,7 +86,9 @@ class Region:
         self._decisions = ledger.decisions
         self._decided = 0
         self._bare = ledger.bare
+        self._planned = len(self._bare)
         self._packs = 0
+        self._walk = Walk(self)
         self._recorder = recorder
         self._notes = Notes(self, hold_sources=ledger.catches)
         self._hooks = saved_tensors_hooks(self.pack, unpack if recorder is None else _recorded_unpack(recorder))
@@ -108,6 +110,7 @@ class Region:
         self._hooks.__exit__()
         self._notes.__exit__(kind, error, trace)
         self._notes.recent.clear()
+        self._walk.forget()
         if self._recorder is not None:
             self._recorder.stop()
         for ref in self.waiting:
@@ -118,13 +121,15 @@ class Region:
     # ---------------------------------------------------------------- pack
 
     def pack(self, tensor: Tensor) -> Packed:
-        """Autograd wants to keep ``tensor``; what it gets is a value that can give it back.
-
-        Half of what a model saves are parameters, views of parameters, and statistics that need no gradient: they are
-        kept as they are, with their version and no value around them.
-        """
+        """Autograd wants to keep ``tensor``; what it gets is a value that can give it back."""
+        n = self._packs
+        self._packs = n + 1
         self.packing = True
         try:
+            if n < self._planned and self._bare[n]:
+                if tensor.is_leaf:
+                    return Bare(tensor if tensor.requires_grad else tensor.detach(), tensor._version)
+                return Bare(tensor.detach(), tensor._version, type(tensor.grad_fn))
             packed = self._pack(tensor)
         finally:
             self.packing = False
@@ -133,10 +138,10 @@ class Region:
         return packed
 
     def _pack(self, tensor: Tensor) -> Packed:
-        n = self._packs
-        self._packs = n + 1
-        if n < len(self._bare) and self._bare[n]:
-            return Bare(tensor.detach(), tensor._version, type(tensor.grad_fn))
+        """Half of what a model saves are parameters, views of parameters, and statistics that need no gradient.
+
+        They are kept as they are, with their version and no value around them.
+        """
         if tensor.grad_fn is None:
             if tensor.requires_grad:
                 return Bare(tensor, tensor._version)
@@ -144,10 +149,10 @@ class Region:
                 return Bare(tensor.detach(), tensor._version)
             value = self._kept(tensor, "input", free=True)  # it may turn out to be an op's second output, or its noise
         else:
-            base = tensor._base if tensor._is_view() else None
+            base = tensor._base
             if tensor.layout is not torch.strided or (base is not None and base.grad_fn is None):
                 return Bare(tensor.detach(), tensor._version)
-            value = self._value(tensor)
+            value = self._value(tensor, base)
         value.readers += 1
         return value
 
@@ -161,11 +166,12 @@ class Region:
         key = id(value.tensor) if value.op == "leaf" else value.tensor.untyped_storage().data_ptr()
         self.watched.setdefault(key, []).append(weakref.ref(value))
 
-    def _value(self, tensor: Tensor) -> Value:
+    def _value(self, tensor: Tensor, base: Tensor | None) -> Value:
+        """The value of a tensor that has a node; ``base``: of a view."""
         node: Any = tensor.grad_fn
-        assert node is not None
         metadata = node.metadata
-        key = key_of(tensor.output_nr)
+        nr = tensor.output_nr
+        key = VALUES[nr] if nr < 64 else key_of(nr)
         ref = metadata.get(key)
         value: Value | None = ref() if ref is not None else None
         fresh = OPAQUE not in metadata and node._sequence_nr() >= self.fence
@@ -181,8 +187,8 @@ class Region:
                 return self._choose(tensor, node, waiting=value)
         if not fresh or type(tensor) not in PLAIN_TYPES:
             return self._kept(tensor, type(node).__name__)
-        if tensor._is_view():
-            value = self._view(tensor)
+        if base is not None:
+            value = self._view(tensor, base)
         elif tensor.nbytes < self.min_bytes:
             value = self._kept(tensor, type(node).__name__, free=True)
         else:
@@ -196,15 +202,13 @@ class Region:
         value.free = free
         return value
 
-    def _view(self, tensor: Tensor) -> Value:
+    def _view(self, tensor: Tensor, base: Tensor) -> Value:
         """A view is its base, seen through a stride: kept or rebuilt once for all views."""
-        base = tensor._base
-        assert base is not None
         if base.grad_fn is None or base.dtype != tensor.dtype or tensor.is_conj() or tensor.is_neg():
             return self._kept(tensor, type(tensor.grad_fn).__name__, free=base.grad_fn is None)
         value = Value("view")
         offset = tensor.storage_offset() - base.storage_offset()
-        value.set_recipe(_see, (self._value(base), tensor.shape, tensor.stride(), offset), {})
+        value.set_recipe(_see, (self._value(base, None), tensor.shape, tensor.stride(), offset), NOTHING)
         value.nbytes = tensor.nbytes
         return value
 
@@ -224,12 +228,12 @@ class Region:
                     return value
                 cap = DEEPEST
         why = ""
-        walk = Walk(self.fence, self.watch, self.sharded)
+        walk = self._walk
         try:
-            value = waiting or walk.origin(node, tensor.output_nr)
+            value = waiting or walk.start(node, tensor.output_nr)
             if value.function is None:
                 raise NoRecipeError(f"{value.op} is never computed twice")
-            if walk.operand_bytes >= tensor.nbytes:
+            if waiting is None and walk.operand_bytes >= tensor.nbytes:
                 raise NoRecipeError("its recipe would hold as many bytes of operands")
         except NoRecipeError as reason:
             value, why = waiting or Value(type(node).__name__), str(reason)
@@ -254,7 +258,7 @@ class Region:
             op, nbytes, keep = decisions[n]
             if nbytes == tensor.nbytes and op == type(tensor.grad_fn).__name__:
                 return keep
-        self._decisions, self._bare = None, ()
+        self._decisions, self._planned = None, 0
         self._ledger.differs()
         return None
 
@@ -305,7 +309,7 @@ class Region:
         if type(value) is not Value or value.tensor is None:
             return
         try:
-            origin = Walk(self.fence, self.watch, self.sharded).origin(node, nr)
+            origin = self._walk.start(node, nr)
         except NoRecipeError:
             return
         if origin.blocked or origin.depth > self.cap:

@@ -129,10 +129,14 @@ class Value:
         if len(order) > 1:
             # The deepest first: a long chain is then rebuilt from its far end with no temporaries waiting on the way.
             order.sort(key=lambda i: -args[i].depth if type(args[i]) is Value else 0)
+        self.inputs, self.order = tuple(inputs), tuple(order)
+        blocked = False
         for v in inputs:
             v.parents += 1
-        self.inputs, self.order = tuple(inputs), tuple(order)
-        self.blocked = blocking(inputs)
+            if v.tensor is None and (v.function is None or v.blocked):
+                blocked = True
+        if blocked:
+            self.blocked = blocking(inputs)
         self.settle_lineage()
 
     def forget_recipe(self) -> None:
