@@ -279,11 +279,12 @@ def _kind_of(node: Node, name: str) -> tuple[str, str]:
 def rule_for(node: Node, nr: int) -> Rule | None:
     """The rule that rebuilds output ``nr`` of ``node``."""
     kind = type(node)
-    rules = _BY_TYPE.get(kind)
-    if rules is None:
+    try:
+        rules = _BY_TYPE[kind]
+    except KeyError:
         rules = _BY_TYPE[kind] = tuple(RULES.get(kind.__name__, ()))
     for rule in rules:
-        if (rule.output is None or rule.numbered or rule.output == nr) and (rule.when is None or rule.when(node)):
+        if (rule.output == nr or rule.output is None or rule.numbered) and (rule.when is None or rule.when(node)):
             return rule
     return None
 

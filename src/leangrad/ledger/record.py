@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from leangrad.ledger.plan import Item, Record
 from leangrad.ledger.value import Bare, Value
@@ -182,8 +182,3 @@ class Recorder:
 
 def _sees_kept(packed: Value) -> bool:
     return packed.op == "view" and packed.inputs[0].tensor is not None
-
-
-def tensor_signature(tensor: Tensor) -> tuple[str, int]:
-    """What a decision is known by from step to step."""
-    return type(tensor.grad_fn).__name__, tensor.nbytes

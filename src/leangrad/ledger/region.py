@@ -17,7 +17,7 @@ from leangrad import _torch
 from leangrad.errors import ChangedError
 from leangrad.ledger.notes import Notes
 from leangrad.ledger.origins import NOTHING, OPAQUE, VALUES, NoRecipeError, Operand, Walk, enter, key_of
-from leangrad.ledger.record import Recorder, tensor_signature
+from leangrad.ledger.record import Recorder
 from leangrad.ledger.value import Bare, Value, changed, released, wait
 
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)
@@ -219,13 +219,14 @@ class Region:
     def _choose(self, tensor: Tensor, node: Any, waiting: Value | None = None) -> Value:
         """Keep ``tensor`` or store a recipe; ``waiting``: its value, if a recipe downstream has asked for it before."""
         cap = self.cap
+        nbytes = tensor.nbytes
         if self._decisions is not None:
-            learned = self._learned(tensor)
+            learned = self._learned(type(node).__name__, nbytes)
+            if learned:
+                value = waiting or Value(type(node).__name__)
+                value.keep(tensor)
+                return value
             if learned is not None:
-                if learned:
-                    value = waiting or Value(type(node).__name__)
-                    value.keep(tensor)
-                    return value
                 cap = DEEPEST
         why = ""
         walk = self._walk
@@ -233,51 +234,49 @@ class Region:
             value = waiting or walk.start(node, tensor.output_nr)
             if value.function is None:
                 raise NoRecipeError(f"{value.op} is never computed twice")
-            if waiting is None and walk.operand_bytes >= tensor.nbytes:
+            if waiting is None and walk.operand_bytes >= nbytes:
                 raise NoRecipeError("its recipe would hold as many bytes of operands")
         except NoRecipeError as reason:
             value, why = waiting or Value(type(node).__name__), str(reason)
             value.keep(tensor)
         else:
-            if value.tensor is None and value.layout is None:
-                why = self._settle_new(value, tensor, cap)
-        self._record(value, tensor, why)
+            if value.layout is None and value.tensor is None:
+                value.layout = (tensor.shape, tensor.stride())
+                value.nbytes = nbytes
+                value.cap = cap
+                if value.depth > cap or value.blocked:
+                    why = self._keep_all_the_same(value, tensor, cap)
+        if self._recorder is not None:
+            self._recorder.decided(value, (type(node).__name__, nbytes), why)
         return value
 
-    def _record(self, value: Value, tensor: Tensor, why: str) -> None:
-        if self._recorder is not None:
-            self._recorder.decided(value, tensor_signature(tensor), why)
-
-    def _learned(self, tensor: Tensor) -> bool | None:
-        """Whether the plan says to simply keep ``tensor``; None, and an end to the plan, if this step is another."""
+    def _learned(self, op: str, nbytes: int) -> bool | None:
+        """Whether the plan says to simply keep this tensor; None, and an end to the plan, if this step is another."""
         decisions = self._decisions
         assert decisions is not None
         n = self._decided
         self._decided = n + 1
         if n < len(decisions):
-            op, nbytes, keep = decisions[n]
-            if nbytes == tensor.nbytes and op == type(tensor.grad_fn).__name__:
-                return keep
+            decision = decisions[n]
+            if nbytes == decision[1] and op == decision[0]:
+                return decision[2]
         self._decisions, self._planned = None, 0
         self._ledger.differs()
         return None
 
-    def _settle_new(self, value: Value, tensor: Tensor, cap: int) -> str:
-        """A recipe was found: store it, or say why the tensor is kept all the same."""
-        value.layout = (tensor.shape, tensor.stride())
-        value.nbytes = tensor.nbytes
-        value.cap = cap
+    def _keep_all_the_same(self, value: Value, tensor: Tensor, cap: int) -> str:
+        """A recipe was found that is too deep, or waits for what is not kept: say why ``tensor`` is kept, if it is."""
         if value.depth > cap:
             value.keep(tensor)
             if self._recorder is None:
                 value.forget_recipe()
             return f"its recipe joins more than {cap} lineages in a row"
-        if value.blocked and not self._catch(value):
-            value.keep(tensor)
-            wait(value)
-            self.waiting.append(weakref.ref(value))
-            return "it is made from " + ", ".join(b.op for b in value.blocked) + ", which is not kept"
-        return ""
+        if self._catch(value):
+            return ""
+        value.keep(tensor)
+        wait(value)
+        self.waiting.append(weakref.ref(value))
+        return "it is made from " + ", ".join(b.op for b in value.blocked) + ", which is not kept"
 
     def _catch(self, value: Value) -> bool:
         """Keep the absent values under ``value`` in its stead, if they are still there and smaller."""

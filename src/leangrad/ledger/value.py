@@ -117,24 +117,27 @@ class Value:
         self.function, self.args, self.kwargs = function, args, kwargs
         inputs: list[Value] = []
         order: list[int] = []
+        blocked = False
         for i, a in enumerate(args):
             if type(a) is Value:
                 inputs.append(a)
                 order.append(i)
-            elif type(a) is tuple:
+                a.parents += 1
+                if a.tensor is None and (a.function is None or a.blocked):
+                    blocked = True
+            elif type(a) is tuple and a and type(a[0]) is not int:
                 inside = [v for v in a if type(v) is Value]
                 if inside:
                     inputs += inside
                     order.append(i)
+                    blocked = True  # perhaps
+                    for v in inside:
+                        v.parents += 1
+        self.inputs = tuple(inputs)
         if len(order) > 1:
             # The deepest first: a long chain is then rebuilt from its far end with no temporaries waiting on the way.
             order.sort(key=lambda i: -args[i].depth if type(args[i]) is Value else 0)
-        self.inputs, self.order = tuple(inputs), tuple(order)
-        blocked = False
-        for v in inputs:
-            v.parents += 1
-            if v.tensor is None and (v.function is None or v.blocked):
-                blocked = True
+        self.order = tuple(order)
         if blocked:
             self.blocked = blocking(inputs)
         self.settle_lineage()
