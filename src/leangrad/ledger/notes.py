@@ -98,8 +98,10 @@ def _noted_with_defaults(names: str, **defaults: Any) -> Handler:
     def handler(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = func(*args, **kwargs)
         if not args or out is not args[0]:  # ``x.contiguous()`` may be x itself, and its node another op's
-            missing = {k: v for k, v in defaults.items() if names_.index(k) >= len(args)}
-            leave_note(out, names_, args, {**missing, **kwargs})
+            if len(args) < len(names_):
+                missing = {k: v for k, v in defaults.items() if names_.index(k) >= len(args)}
+                kwargs = {**missing, **kwargs}
+            leave_note(out, names_, args, kwargs)
         return out
 
     return handler

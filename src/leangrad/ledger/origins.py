@@ -76,6 +76,14 @@ def enter(node: Node, nr: int, value: Value) -> None:
     node.metadata[key_of(nr)] = weakref.ref(value)
 
 
+def join(node: Node, nr: int, value: Value) -> None:
+    """Let the values of outputs 0 and 1 of ``node`` know each other: rebuilding one gives the other as well."""
+    ref = node.metadata.get(VALUES[1 - nr]) if nr < 2 else None
+    other: Value | None = ref() if ref is not None else None
+    if other is not None:
+        value.kin, other.kin = weakref.ref(other), weakref.ref(value)
+
+
 class Book(Protocol):
     """What a walk asks of its region."""
 
@@ -125,7 +133,7 @@ class Walk:
             before = node.next_functions[0][0]
             if type(before) is AccumulateGrad:
                 return self._cast(rule, value, node, before.variable)
-        args = self._arguments(rule, node, nr)
+        args = self._arguments(rule, node)
         if rule.twins:
             if not _torch.same_device(node):
                 raise NoRecipeError("a copy from another device")
@@ -134,6 +142,9 @@ class Walk:
                 return twin
         keywords = {key: self._constant(node, name) for key, name in rule.keywords} if rule.keywords else NOTHING
         value.set_recipe(rule.function, args, keywords)
+        if rule.numbered:
+            value.part = nr
+            join(node, nr, value)
         if len(rule.operands) > 1:
             value.dtype = _torch.output_fact(node, "dtype")
         return value
@@ -190,7 +201,7 @@ class Walk:
         self._book.watch(value)
         return value
 
-    def _arguments(self, rule: Rule, node: Node, nr: int) -> tuple[Any, ...]:
+    def _arguments(self, rule: Rule, node: Node) -> tuple[Any, ...]:
         edges = node.next_functions
         args: list[Any] = []
         if rule.operands == LISTED:
@@ -206,8 +217,6 @@ class Walk:
                 args.append(self.input(edge) if edge[0] is not None else self._constant(node, name))
         for name in rule.constants:
             args.append(self._constant(node, name))
-        if rule.numbered:
-            args.append(nr)
         return tuple(args)
 
     def _constant(self, node: Node, name: str) -> Any:

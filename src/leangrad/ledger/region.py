@@ -16,7 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from leangrad import _torch
 from leangrad.errors import ChangedError
 from leangrad.ledger.notes import Notes
-from leangrad.ledger.origins import NOTHING, OPAQUE, VALUES, NoRecipeError, Operand, Walk, enter, key_of
+from leangrad.ledger.origins import NOTHING, OPAQUE, VALUES, NoRecipeError, Operand, Walk, enter, join, key_of
 from leangrad.ledger.record import Recorder
 from leangrad.ledger.value import Bare, Value, changed, released, wait
 
@@ -317,8 +317,9 @@ class Region:
         assert origin.function is not None
         value.op = origin.op
         value.set_recipe(origin.function, origin.args, origin.kwargs)
-        value.tensor = None
+        value.tensor, value.part = None, origin.part
         enter(node, nr, value)
+        join(node, nr, value)
 
 
 def _see(base: Tensor, shape: torch.Size, stride: tuple[int, ...], offset: int) -> Tensor:

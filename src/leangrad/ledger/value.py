@@ -10,7 +10,7 @@ reference (``node.metadata``), so a value dies with its last reader, in the midd
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, final
 
 import torch
@@ -54,6 +54,8 @@ class Value:
     kwargs: dict[str, Any] = {}  # noqa: RUF012  (never written to, only replaced)
     inputs: tuple[Value, ...] = ()  # the values among ``args``
     order: tuple[int, ...] = ()  # where they stand, the deepest first
+    part = -1  # ``function`` gives several tensors, and this is the one
+    kin: weakref.ref[Value] | None = None  # the value of another of them
     layout: Layout | None = None
     dtype: torch.dtype | None = None  # of the result, where the function alone would not tell: ``x_bf16 += y_float32``
     parents = 0  # how many recipes read it
@@ -61,6 +63,7 @@ class Value:
     memo_stream = 0
     readers = 0  # how many saved tensors are this value
     reads = 0  # how many of them were read in the backward pass ``task``
+    takes = 0  # how often the memo was read, by recipes as well
     task = -1
     depth = 0  # how many joins of lineages lie between this value and the furthest anchor
     root: Value | None = None  # the one anchor it descends from; None: itself
@@ -180,7 +183,7 @@ class Value:
             self.task, self.reads = task, 0
         self.reads += 1
         tensor, _ = self._take({}, task)
-        if self.reads >= self.readers:
+        if self.reads >= self.readers and self.parents < MANY:
             self.memo = None
         return tensor
 
@@ -205,14 +208,20 @@ class Value:
             return tensor, False
         memo = self.memo
         if memo is not None and self.memo_stream == _stream(memo):
+            if self.parents >= MANY:
+                self.takes += 1
+                if self.takes >= self.parents + self.readers and self.reads >= self.readers:
+                    self.memo = None
             return memo, False
         if self.parents > 1 and id(self) in made:
             return made[id(self)], False
         tensor, owned = self._rebuild(made, task)
-        if self.readers and (self.reads < self.readers or self.task != task):
+        # [Note: many recipes] A scan that is written as a loop reads slices of its inputs, one recipe a step, and each
+        # would rebuild the whole input: what many recipes read is held until as many have read it.
+        if self.parents >= MANY or (self.readers and (self.reads < self.readers or self.task != task)):
             # [Note: a memo belongs to one stream] Backward of each op runs on the stream of its forward. What was
             # rebuilt on one stream is not ready on another, so another stream rebuilds it for itself.
-            self.memo, self.memo_stream = tensor, _stream(tensor)
+            self.memo, self.memo_stream, self.takes = tensor, _stream(tensor), 1
             _remember(self, task)
             return tensor, False
         if self.parents > 1:
@@ -234,7 +243,13 @@ class Value:
                     owned = i
             else:
                 args[i] = [v._take(made, task)[0] if type(v) is Value else v for v in a]
-        tensor = self._overwrite(function, args, owned) if owned >= 0 else function(*args, **self.kwargs)
+        if self.part >= 0:
+            parts = function(*args, **self.kwargs)
+            tensor = parts[self.part]
+            if self.kin is not None:
+                self._hand_on(parts, task)
+        else:
+            tensor = self._overwrite(function, args, owned) if owned >= 0 else function(*args, **self.kwargs)
         if self.dtype is not None and tensor.dtype != self.dtype:
             tensor = tensor.to(self.dtype)
         layout = self.layout
@@ -247,6 +262,19 @@ class Value:
         # A view, or an input handed back (``x.to`` of its own dtype), is somebody else's memory too.
         return tensor, not tensor._is_view() and not any(tensor is a for a in args)
 
+    def _hand_on(self, parts: Sequence[Tensor], task: int) -> None:
+        """The other tensor that was made with this one: backward is about to ask for it as well."""
+        other = self.kin() if self.kin is not None else None
+        if other is None or other.tensor is not None or other.memo is not None or not other.readers:
+            return
+        tensor = parts[other.part]
+        if (other.task != task or other.reads < other.readers) and not tensor._is_view() and other._is_laid_out(tensor):
+            other.memo, other.memo_stream = tensor, _stream(tensor)
+            _remember(other, task)
+
+    def _is_laid_out(self, tensor: Tensor) -> bool:
+        return self.layout is None or (tensor.shape == self.layout[0] and tensor.stride() == self.layout[1])
+
     def _overwrite(self, function: Callable[..., Tensor], args: list[Any], owned: int) -> Tensor:
         """Write the result over an owned input where the op can and the result is of its kind; else make a new one."""
         inplace = IN_PLACE.get(function)
@@ -256,6 +284,8 @@ class Value:
                 return inplace(target, *([] if other is None else [other]), **self.kwargs)
         return function(*args, **self.kwargs)
 
+
+MANY = 4  # see [Note: many recipes]
 
 _memos: dict[int, list[weakref.ref[Value]]] = {}  # by backward pass
 

@@ -33,9 +33,9 @@ class Rule:
     function: Callable[..., Tensor]
     constants: tuple[str, ...]
     keywords: tuple[tuple[str, str], ...]
-    # The output that this rule rebuilds; None: the only one, or ``function`` takes its number.
+    # The output that this rule rebuilds; None: the only one.
     output: int | None = None
-    numbered: bool = False  # ``function`` takes the number of the output as its last argument
+    numbered: bool = False  # ``function`` gives all outputs of the node, and the value is one of them
     # Two such nodes over one input with the same constants are the same tensor: kept or rebuilt once.
     twins: bool = False
     when: Callable[[Any], bool] | None = None  # the nodes that this rule is for
