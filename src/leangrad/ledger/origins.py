@@ -26,7 +26,7 @@ NOTE = "leangrad.note"  # constants that the node forgets: {name: constant or Op
 LIVE = "leangrad.live"
 OPAQUE = "leangrad.opaque"  # the output was changed behind autograd's back: it cannot be replayed
 
-AccumulateGrad = type((torch.ones((), requires_grad=True) * 1).grad_fn.next_functions[0][0])
+AccumulateGrad: Any = type((torch.ones((), requires_grad=True) * 1).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
 LISTED = ("*",)
 NOTHING: dict[str, Any] = {}
 UNSIGNED = (float, bool, str, type(None))  # constants that are what they are
@@ -87,6 +87,7 @@ def join(node: Node, nr: int, value: Value) -> None:
 class Book(Protocol):
     """What a walk asks of its region."""
 
+    sizes: bool  # whether new values are told their bytes, for the plan
     fence: int  # outputs of nodes made before this sequence number may have been changed unseen, and are not rebuilt
     sharded: bool  # parameters are gathered for each module's forward and backward only: no recipe reads them
 
@@ -129,6 +130,8 @@ class Walk:
         if self.steps > MAX_WALK:
             raise NoRecipeError(f"more than {MAX_WALK} ops between the tensor and its anchors")
         value = Value(rule.node)
+        if self._book.sizes:
+            value.nbytes = _torch.output_nbytes(node, nr)
         if rule.twins:
             before = node.next_functions[0][0]
             if type(before) is AccumulateGrad:

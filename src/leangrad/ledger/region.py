@@ -79,6 +79,7 @@ class Region:
         self.fence = 0
         self.packing = False
         self.changing = 0
+        self.sizes = recorder is not None
         self.sharded = ledger.sharded  # parameters come and go between forward and backward: no recipe reads them
         self.watched: dict[int, list[weakref.ref[Value]]] = {}
         self.waiting: list[weakref.ref[Value]] = []

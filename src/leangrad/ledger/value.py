@@ -49,7 +49,7 @@ class Value:
     tensor: Tensor | None = None
     version = 0
     stream = 0  # the CUDA stream on which it was kept
-    function: Callable[..., Tensor] | None = None
+    function: Callable[..., Any] | None = None
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = {}  # noqa: RUF012  (never written to, only replaced)
     inputs: tuple[Value, ...] = ()  # the values among ``args``
@@ -115,7 +115,7 @@ class Value:
                 self.depth, self.root = depth, root
         self._notify()
 
-    def set_recipe(self, function: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def set_recipe(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """``function(*args, **kwargs)`` gives this value back."""
         self.function, self.args, self.kwargs = function, args, kwargs
         inputs: list[Value] = []
@@ -148,6 +148,8 @@ class Value:
     def forget_recipe(self) -> None:
         """A kept value lets go of a recipe that still waits, and so of what that recipe holds."""
         if self.tensor is not None:
+            for v in self.inputs:
+                v.parents -= 1
             self.function, self.args, self.kwargs, self.inputs, self.order, self.blocked = None, (), {}, (), (), ()
 
     def settle_lineage(self) -> None:
@@ -183,9 +185,19 @@ class Value:
             self.task, self.reads = task, 0
         self.reads += 1
         tensor, _ = self._take({}, task)
-        if self.reads >= self.readers and self.parents < MANY:
+        if self.reads >= self.readers and not self._is_held():
             self.memo = None
         return tensor
+
+    def _is_held(self) -> bool:
+        """Whether a rebuilt tensor is held for the recipes that read it, until as many have.
+
+        [Note: held for recipes] A scan that is written as a loop reads slices of its inputs, one recipe a step: each
+        would rebuild the whole input. A residual stream of which autograd saves only casts is a chain of sums that
+        nobody reads but the next: each link would be rebuilt from the first, and the sums grow as the square.
+        """
+        parents = self.parents
+        return parents >= MANY or (parents > 1 and self.depth > 0 and not self.readers)
 
     def _take(self, made: dict[int, Tensor], task: int) -> tuple[Tensor, bool]:
         """The tensor, and whether it is owned: made just now, held by nobody else, free to be overwritten.
@@ -208,7 +220,7 @@ class Value:
             return tensor, False
         memo = self.memo
         if memo is not None and self.memo_stream == _stream(memo):
-            if self.parents >= MANY:
+            if self._is_held():
                 self.takes += 1
                 if self.takes >= self.parents + self.readers and self.reads >= self.readers:
                     self.memo = None
@@ -216,9 +228,7 @@ class Value:
         if self.parents > 1 and id(self) in made:
             return made[id(self)], False
         tensor, owned = self._rebuild(made, task)
-        # [Note: many recipes] A scan that is written as a loop reads slices of its inputs, one recipe a step, and each
-        # would rebuild the whole input: what many recipes read is held until as many have read it.
-        if self.parents >= MANY or (self.readers and (self.reads < self.readers or self.task != task)):
+        if self._is_held() or (self.readers and (self.reads < self.readers or self.task != task)):
             # [Note: a memo belongs to one stream] Backward of each op runs on the stream of its forward. What was
             # rebuilt on one stream is not ready on another, so another stream rebuilds it for itself.
             self.memo, self.memo_stream, self.takes = tensor, _stream(tensor), 1
@@ -248,8 +258,10 @@ class Value:
             tensor = parts[self.part]
             if self.kin is not None:
                 self._hand_on(parts, task)
+        elif owned >= 0:
+            tensor = self._overwrite(function, args, owned)
         else:
-            tensor = self._overwrite(function, args, owned) if owned >= 0 else function(*args, **self.kwargs)
+            tensor = function(*args, **self.kwargs)
         if self.dtype is not None and tensor.dtype != self.dtype:
             tensor = tensor.to(self.dtype)
         layout = self.layout
@@ -263,29 +275,36 @@ class Value:
         return tensor, not tensor._is_view() and not any(tensor is a for a in args)
 
     def _hand_on(self, parts: Sequence[Tensor], task: int) -> None:
-        """The other tensor that was made with this one: backward is about to ask for it as well."""
+        """The other tensor that was made with this one: backward is about to ask for it, so it is held if it is small.
+
+        A dropout's mask is; the indices of a pooling, 8 bytes each, are not.
+        """
         other = self.kin() if self.kin is not None else None
         if other is None or other.tensor is not None or other.memo is not None or not other.readers:
             return
         tensor = parts[other.part]
-        if (other.task != task or other.reads < other.readers) and not tensor._is_view() and other._is_laid_out(tensor):
+        if tensor.nbytes > parts[self.part].nbytes:
+            return
+        if (other.task != task or other.reads < other.readers) and not tensor._is_view() and other.is_laid_out(tensor):
             other.memo, other.memo_stream = tensor, _stream(tensor)
             _remember(other, task)
 
-    def _is_laid_out(self, tensor: Tensor) -> bool:
+    def is_laid_out(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` lies in memory as this value did."""
         return self.layout is None or (tensor.shape == self.layout[0] and tensor.stride() == self.layout[1])
 
-    def _overwrite(self, function: Callable[..., Tensor], args: list[Any], owned: int) -> Tensor:
+    def _overwrite(self, function: Callable[..., Any], args: list[Any], owned: int) -> Tensor:
         """Write the result over an owned input where the op can and the result is of its kind; else make a new one."""
         inplace = IN_PLACE.get(function)
         if inplace is not None and len(args) <= 2:
             target, other = args[owned], args[1 - owned] if len(args) == 2 else None
             if _fits(target, other, self.dtype) and (owned == 0 or (function in COMMUTES and self.kwargs in PLAIN_SUM)):
                 return inplace(target, *([] if other is None else [other]), **self.kwargs)
-        return function(*args, **self.kwargs)
+        tensor: Tensor = function(*args, **self.kwargs)
+        return tensor
 
 
-MANY = 4  # see [Note: many recipes]
+MANY = 4  # see [Note: held for recipes]
 
 _memos: dict[int, list[weakref.ref[Value]]] = {}  # by backward pass
 

@@ -19,8 +19,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
 from leangrad._torch import output_fact
 
 
@@ -30,7 +28,7 @@ class Rule:
 
     node: str
     operands: tuple[str, ...]  # one per edge; ``("*",)``: a list of tensors, one per edge
-    function: Callable[..., Tensor]
+    function: Callable[..., Any]
     constants: tuple[str, ...]
     keywords: tuple[tuple[str, str], ...]
     # The output that this rule rebuilds; None: the only one.
@@ -47,7 +45,7 @@ RULES: dict[str, list[Rule]] = {}
 def rule(
     node: str,
     operands: str,
-    function: Callable[..., Tensor],
+    function: Callable[..., Any],
     *constants: str,
     output: int | None = 0,
     numbered: bool = False,

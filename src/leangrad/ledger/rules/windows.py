@@ -11,7 +11,6 @@ aten = torch.ops.aten
 # -------------------------------------------------------------------------------------------------------------- pooling
 
 
-
 # Output 0 of a max pooling is the values; output 1 the indices, 8 bytes each, which are rebuilt too.
 _MAXIMUM = ("kernel_size", "stride", "padding", "dilation", "ceil_mode")
 _AVERAGE = ("kernel_size", "stride", "padding", "ceil_mode", "count_include_pad", "divisor_override")
