@@ -1,4 +1,4 @@
-"""Every op that is fused gives ATen's bits: on all inputs where they can be counted, on random bits where they cannot."""
+"""Every fused op gives the bits of ATen: on all inputs where they can be counted, on random bits where they cannot."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 [Note: the same bits in one kernel]
 Why one kernel can give the very bits of many:
 
-- ATen computes each pointwise op in float32 (its "opmath") and rounds the result to the op's dtype. So does a step here.
+- ATen computes a pointwise op in float32 (its "opmath") and rounds the result to the op's dtype. So does a step here.
 - float32 ``+ - *``, division, square root and fma are defined to the last bit by IEEE 754. Contraction of ``a * b + c``
   to an fma is switched off; where nvcc contracts *inside* one of ATen's kernels, the fma is written out.
 - Rounding to bfloat16 and float16 is one machine instruction, given as such: what the compiler sees as a cast it may
@@ -15,7 +15,7 @@ Nothing here is taken on trust: tests try every bfloat16, every float16 and ever
 ``ledger/fused.py`` compares each new program with ATen on real data, bit for bit, before it uses it.
 """
 
-# mypy: disable-error-code="no-untyped-def"
+# mypy: disable-error-code="no-untyped-def,no-redef"
 
 from __future__ import annotations
 
