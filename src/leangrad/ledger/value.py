@@ -9,6 +9,7 @@ reference (``node.metadata``), so a value dies with its last reader, in the midd
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, final
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
-from leangrad import _torch
+from leangrad import _torch, kernels
 from leangrad.errors import ChangedError, LeangradError
 
 Layout = tuple[torch.Size, tuple[int, ...]]
@@ -217,6 +218,8 @@ class Value:
         function = self.function
         if function is None:
             raise LeangradError(f"the input of a recipe was never kept: {self.op}; this is a bug in leangrad")
+        if function in _fusable() and (fused := _fusable()[function](self, made, task)) is not None:
+            return fused
         args = list(self.args)
         owned = -1
         for i in self.order:
@@ -248,6 +251,17 @@ class Value:
             if _fits(target, other, self.dtype) and (owned == 0 or (function in COMMUTES and self.kwargs in PLAIN_SUM)):
                 return inplace(target, *([] if other is None else [other]), **self.kwargs)
         return function(*args, **self.kwargs)
+
+
+@functools.cache
+def _fusable() -> dict[Any, Callable[[Value, dict[int, Tensor], int], tuple[Tensor, bool] | None]]:
+    """The functions that may be replayed together as one kernel, and what does it: none where Triton has no device."""
+    if not kernels.has_device():
+        return {}
+    from leangrad.ledger.fused import replay
+    from leangrad.ledger.lowering import LOWERINGS
+
+    return dict.fromkeys(LOWERINGS, replay)
 
 
 _memos: dict[int, list[weakref.ref[Value]]] = {}  # by backward pass

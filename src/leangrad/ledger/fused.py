@@ -1,0 +1,318 @@
+"""A chain of pointwise ops in a recipe, replayed as one kernel.
+
+Where a value is rebuilt, the pointwise ops under it are gathered into one program: its inputs are what is kept, held or
+made by other ops, its outputs the value itself and every inner value that readers are still to come for.
+
+[Note: proven before used]
+A program is used only after it has been compared: the first ``PROOFS`` times the recipe is replayed op by op as ever,
+and the program is run beside it, in pieces, over the same tensors. One different bit and this kind of chain is replayed
+op by op for ever. So a program that is wrong on this GPU, this torch or this Triton costs time, not gradients.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from leangrad import kernels
+from leangrad.kernels.pointwise import BLOCK, Kernel, compiled
+from leangrad.ledger.lowering import LOWERINGS, STATIC, WEIGHTS, Builder, RefusedError, Slot
+from leangrad.ledger.value import Value, _remember, _stream
+
+PROOFS = 3  # times that a program is compared before it is used
+PIECE = 1 << 22  # elements that are compared at once
+MIN_BYTES = 64 * 1024  # below this a launch costs more than the memory it saves
+MAX_STEPS = 48
+BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
+
+Key = tuple[Any, ...]
+
+_plans: dict[Key, Plan] = {}
+_refused: dict[Key, str] = {}  # why a chain is replayed op by op
+_lock = threading.RLock()  # one thread at a time makes and proves programs
+_local = threading.local()  # ``proving``: this thread replays op by op, to compare
+
+
+class Chain:
+    """The pointwise ops under a value, and what they read."""
+
+    def __init__(self, root: Value, made: dict[int, Tensor], task: int) -> None:
+        self.made, self.task = made, task
+        self.values: list[Value] = []  # in the order in which they are computed; the root is the last
+        self.leaves: list[Value] = []
+        self.scalars: list[float] = []
+        self.outputs: list[int] = []  # numbers of values that are wanted, the root's among them
+        self.parts: list[Any] = []
+        self.shape = root.layout[0] if root.layout is not None else None
+        self._codes: dict[int, int] = {}
+        self._hand: dict[int, bool] = {}
+        self._visit(root)
+        if not self.outputs or self.outputs[-1] != len(self.values) - 1:
+            self.outputs.append(len(self.values) - 1)
+
+    @property
+    def weight(self) -> int:
+        """Passes over memory that a replay op by op would take."""
+        return sum(WEIGHTS[v.function] for v in self.values)
+
+    @property
+    def key(self) -> Key:
+        """What makes two chains one program, but for the layouts of what they read."""
+        return (*self.parts, *self.outputs)
+
+    def refusal(self, reason: object) -> str:
+        """Why this chain is replayed op by op."""
+        return f"{', '.join(v.op for v in self.values)}: {reason}"
+
+    def _visit(self, value: Value) -> None:
+        parts: list[Any] = [value.function]
+        for i in value.order:
+            self._operand(value.args[i])
+        for a in value.args:
+            parts.append(self._code(a, value))
+        for name, a in value.kwargs.items():
+            parts.append((name, a))
+        number = len(self.values)
+        self._codes[id(value)] = number
+        self.values.append(value)
+        self.parts.append((*parts, value.dtype))
+        if self._is_wanted(value):
+            self.outputs.append(number)
+
+    def _operand(self, value: Value) -> None:
+        if id(value) in self._codes:
+            return
+        if self._is_inner(value):
+            self._visit(value)
+        else:
+            self.leaves.append(value)
+            self._codes[id(value)] = -len(self.leaves)
+
+    def _code(self, a: Any, value: Value) -> Any:
+        kind = type(a)
+        if kind is Value:
+            return self._codes[id(a)]
+        if kind is float or kind is int or (kind is Tensor and a.dim() == 0 and a.is_cpu):
+            if value.function in STATIC:
+                return float(a)
+            self.scalars.append(float(a))
+            return float
+        return a
+
+    def _is_wanted(self, value: Value) -> bool:
+        """Whether readers are still to come: as in ``Value._take``."""
+        return value.readers > 0 and (value.reads < value.readers or value.task != self.task)
+
+    def _is_inner(self, value: Value) -> bool:
+        """Whether ``value`` is computed in this program.
+
+        One that other recipes read too is computed here only if everything under it is at hand. Otherwise it is made
+        once and held (``made``), or what lies under it would be rebuilt again and again.
+        """
+        if value.function not in LOWERINGS or self._is_held(value) or len(self.values) >= MAX_STEPS:
+            return False
+        if self._is_wanted(value) and (value.layout is None or value.layout[0] != self.shape):
+            return False
+        return value.parents <= 1 or self._is_at_hand(value)
+
+    def _is_held(self, value: Value) -> bool:
+        if value.tensor is not None:
+            return True
+        memo = value.memo
+        return (memo is not None and value.memo_stream == _stream(memo)) or id(value) in self.made
+
+    def _is_at_hand(self, value: Value) -> bool:
+        known = self._hand.get(id(value))
+        if known is None:
+            known = self._is_held(value) or (
+                value.function in LOWERINGS and all(self._is_at_hand(v) for v in value.inputs)
+            )
+            self._hand[id(value)] = known
+        return known
+
+
+class Plan:
+    """A program for one kind of chain over tensors of one kind of layout."""
+
+    def __init__(self, chain: Chain, leaves: list[Tensor]) -> None:
+        shape, stride = _layout(chain, leaves)
+        builder = Builder(leaves, (shape, stride))
+        slots: list[Slot] = []
+        scalars = iter(range(len(chain.scalars)))
+        for value, (_, *parts, _) in zip(chain.values, chain.parts, strict=True):
+            slots.append(_lower(builder, value, parts, slots, scalars))
+        for k in chain.outputs:
+            layout = chain.values[k].layout
+            if slots[k].shape != shape or (layout is not None and not _alike(layout[1], stride, shape)):
+                raise RefusedError("outputs of different layouts")
+        self.n = shape.numel()
+        self.leaves = [k for k, _ in builder.inputs]
+        self.scalars = builder.scalars
+        self.stride = stride
+        self.outputs = [
+            (*(chain.values[k].layout or (shape, stride)), slots[k].dtype or torch.float32) for k in chain.outputs
+        ]
+        program = builder.program(tuple(slots[k].number for k in chain.outputs))
+        wide = max(self.n, *(_reach(leaves[k]) for k in self.leaves)) >= 2**31 - BLOCK
+        self.kernel: Kernel = compiled(program, wide)
+        self.device = leaves[0].device
+        self.unproven = PROOFS
+        self.launches = 0
+
+    def run(self, leaves: list[Tensor], scalars: list[float]) -> list[Tensor]:
+        """The outputs of the program, fresh."""
+        outputs = [torch.empty_strided(s, t, dtype=d, device=self.device) for s, t, d in self.outputs]
+        self.kernel.launch([leaves[k] for k in self.leaves], self._numbers(scalars), outputs, self.n)
+        self.launches += 1
+        return outputs
+
+    def agrees(self, leaves: list[Tensor], scalars: list[float], expected: list[Tensor | None]) -> bool:
+        """Whether the program gives the bits of ``expected``, tried in pieces; NaN is NaN."""
+        inputs, numbers = [leaves[k] for k in self.leaves], self._numbers(scalars)
+        flat = []
+        for t, (shape, _, dtype) in zip(expected, self.outputs, strict=True):
+            if t is None or t.shape != shape or t.dtype != dtype or not _alike(t.stride(), self.stride, shape):
+                return False
+            flat.append(t.as_strided((self.n,), (1,)))
+        for start in range(0, self.n, PIECE):
+            n = min(PIECE, self.n - start)
+            pieces = [torch.empty(n, dtype=d, device=self.device) for _, _, d in self.outputs]
+            self.kernel.launch(inputs, numbers, pieces, n, start)
+            for mine, plain in zip(pieces, (f[start : start + n] for f in flat), strict=True):
+                bits = BITS[mine.dtype]
+                same = (mine.view(bits) == plain.view(bits)) | (mine.isnan() & plain.isnan())
+                if not bool(same.all()):
+                    return False
+        return True
+
+    def _numbers(self, scalars: list[float]) -> list[float]:
+        return [_inverse(scalars[k]) if inverted else scalars[k] for k, inverted in self.scalars]
+
+
+def replay(root: Value, made: dict[int, Tensor], task: int) -> tuple[Tensor, bool] | None:
+    """Rebuild ``root`` by one kernel for its chain; None where it has to be replayed op by op."""
+    if getattr(_local, "proving", False):
+        return None
+    chain = Chain(root, made, task)
+    if chain.weight < 2 or not chain.leaves:
+        return None
+    first = (*chain.key, *[_kind(v.tensor) if v.tensor is not None else v.layout for v in chain.leaves])
+    if first in _refused:
+        return None
+    leaves = [v._take(made, task)[0] for v in chain.leaves]
+    key = (chain.key, *[_kind(t) for t in leaves])
+    plan = _plans.get(key)
+    if plan is None or plan.unproven:
+        return _prove(chain, leaves, first, key)
+    outputs = plan.run(leaves, chain.scalars)
+    for k, tensor in zip(chain.outputs[:-1], outputs, strict=False):
+        value = chain.values[k]
+        value.memo, value.memo_stream = tensor, _stream(tensor)
+        _remember(value, task)
+    return outputs[-1], True
+
+
+def _prove(chain: Chain, leaves: list[Tensor], first: Key, key: Key) -> tuple[Tensor, bool] | None:
+    """Replay op by op, and compare the program with that: see [Note: proven before used]."""
+    if leaves[0].is_cuda and torch.cuda.is_current_stream_capturing():
+        return None  # nothing can be compared while a graph is captured
+    with _lock:
+        try:
+            plan = _plans.get(key) or Plan(chain, leaves)
+        except RefusedError as reason:
+            _refused[first] = chain.refusal(reason)
+            return None
+        root = chain.values[-1]
+        _local.proving = True
+        try:
+            rebuilt = root._rebuild(chain.made, chain.task)
+        finally:
+            _local.proving = False
+        expected = [*(chain.values[k].memo for k in chain.outputs[:-1]), rebuilt[0]]
+        try:
+            agrees = plan.agrees(leaves, chain.scalars, expected)
+        except torch.OutOfMemoryError:
+            return rebuilt  # another time
+        except Exception as error:  # whatever Triton raises: the chain works without it
+            _refused[first] = chain.refusal(repr(error))
+            return rebuilt
+        if agrees:
+            plan.unproven -= 1
+            _plans[key] = plan
+        else:
+            _refused[first] = chain.refusal("other bits")
+            _plans.pop(key, None)
+        return rebuilt
+
+
+def _lower(b: Builder, value: Value, parts: list[Any], slots: list[Slot], scalars: Any) -> Slot:
+    """The steps of one op; ``slots``: the results of the ops before it."""
+    args: list[Any] = []
+    keywords: dict[str, Any] = {}
+    places = len(value.args)
+    for part, a in zip(parts[:places], value.args, strict=True):
+        if type(a) is Value:
+            args.append(slots[part] if part >= 0 else b.leaf(-1 - part))
+        else:
+            args.append(b.scalar(next(scalars)) if part is float else part)
+    keywords.update(parts[places:])
+    try:
+        slot = LOWERINGS[value.function](b, *args, **keywords)
+    except (TypeError, AttributeError) as error:  # an operand that is missing, or of another kind
+        raise RefusedError(f"{value.op}: {error}") from error
+    return slot if value.dtype is None or value.dtype == slot.dtype else b.step("cast", value.dtype, slot)
+
+
+def _layout(chain: Chain, leaves: list[Tensor]) -> tuple[torch.Size, tuple[int, ...]]:
+    """The layout of the root: noted, or that of all inputs of its size."""
+    if not kernels.serves(leaves[0]) or any(t.device != leaves[0].device for t in leaves):
+        raise RefusedError("not on one device that Triton serves")
+    layout = chain.values[-1].layout
+    if layout is None:
+        shape = torch.broadcast_shapes(*(t.shape for t in leaves))
+        strides = {t.stride() for t in leaves if t.shape == shape}
+        if len(strides) != 1:
+            raise RefusedError("a layout that only ATen knows")
+        layout = shape, strides.pop()
+    if layout[0].numel() * 4 < MIN_BYTES:
+        raise RefusedError("too small")
+    return layout
+
+
+def _alike(a: tuple[int, ...], b: tuple[int, ...], shape: torch.Size) -> bool:
+    """Whether two rows of strides lay out ``shape`` alike."""
+    return a == b or all(n == 1 or x == y for x, y, n in zip(a, b, shape, strict=True))
+
+
+def _reach(tensor: Tensor) -> int:
+    return sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _kind(tensor: Tensor) -> Key:
+    return tensor.dtype, tensor.shape, tensor.stride(), tensor.device
+
+
+def _inverse(number: float) -> float:
+    """1 / number in float32, as ATen computes it on the host: rounding to double in between does no harm."""
+    rounded = ctypes.c_float(number).value
+    return 1.0 / rounded if rounded else math.copysign(math.inf, rounded)
+
+
+def report() -> dict[str, Any]:
+    """How many kinds of chains are fused and how often they ran; and why others are replayed op by op.
+
+    >>> sorted(report())
+    ['launches', 'programs', 'refused', 'unproven']
+    """
+    plans = list(_plans.values())
+    return {
+        "programs": sum(not p.unproven for p in plans),
+        "unproven": sum(bool(p.unproven) for p in plans),
+        "launches": sum(p.launches for p in plans),
+        "refused": list(_refused.values()),
+    }

@@ -1,0 +1,248 @@
+"""How each op of a recipe is written as steps of a pointwise program: one line per op, by the name of its node.
+
+Formulas are ATen's, in the order in which ATen rounds; ``kernels/pointwise.py`` says why a program has the same bits.
+What cannot be written so raises ``RefusedError``, and the recipe is replayed op by op.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from leangrad.kernels.pointwise import Input, Program, Step, Term
+from leangrad.ledger.rules import RULES
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+MAX_TERMS = 4  # that it may take to find an element of an input
+
+
+class RefusedError(Exception):
+    """This chain cannot be one program; the argument says why."""
+
+
+class Slot(NamedTuple):
+    """An operand: a tensor that is read or computed, or a scalar, whose dtype is None."""
+
+    number: int  # among the inputs, the scalars or the steps, by ``kind``
+    kind: str  # "input", "scalar" or "step"
+    dtype: torch.dtype | None
+    shape: torch.Size
+
+
+class Builder:
+    """The steps so far, and what they read.
+
+    ``leaves`` are the tensors at hand; ``full`` is the layout that all outputs share.
+    """
+
+    def __init__(self, leaves: list[Tensor], full: tuple[torch.Size, tuple[int, ...]]) -> None:
+        self.leaves = leaves
+        self.full = full
+        self.inputs: list[tuple[int, Input]] = []  # the number of the leaf, and how it is read
+        self.scalars: list[tuple[int, bool]] = []  # the number of the recipe's scalar, and whether it is inverted
+        self.steps: list[tuple[str, tuple[Slot, ...], torch.dtype]] = []
+
+    def leaf(self, number: int, shape: torch.Size | None = None, stride: tuple[int, ...] | None = None) -> Slot:
+        """A tensor at hand, as it is or seen in another shape."""
+        tensor = self.leaves[number]
+        if tensor.dtype not in FLOATS and tensor.dtype is not torch.bool:
+            raise RefusedError(f"{tensor.dtype}")
+        shape, stride = (tensor.shape, tensor.stride()) if shape is None or stride is None else (shape, stride)
+        entry = number, Input(tensor.dtype, find_terms(shape, stride, *self.full))
+        if entry not in self.inputs:
+            self.inputs.append(entry)
+        return Slot(self.inputs.index(entry), "input", tensor.dtype, shape)
+
+    def channels(self, slot: Slot, like: Slot) -> Slot:
+        """A vector of channels, dimension 1 of ``like``."""
+        number = self.inputs[slot.number][0]
+        if slot.kind != "input" or len(slot.shape) != 1 or len(like.shape) < 2:
+            raise RefusedError("a vector of channels that is computed")
+        others = len(like.shape) - 2
+        return self.leaf(
+            number, torch.Size((*slot.shape, *[1] * others)), (*self.leaves[number].stride(), *[0] * others)
+        )
+
+    def scalar(self, number: int, inverted: bool = False) -> Slot:
+        """A Python number of the recipe, or its reciprocal."""
+        if (number, inverted) not in self.scalars:
+            self.scalars.append((number, inverted))
+        return Slot(self.scalars.index((number, inverted)), "scalar", None, torch.Size())
+
+    def step(self, op: str, dtype: torch.dtype | None, *operands: Slot) -> Slot:
+        """Compute ``op`` and round to ``dtype``."""
+        if dtype not in FLOATS:
+            raise RefusedError(f"a result in {dtype}")
+        shape = torch.broadcast_shapes(*(s.shape for s in operands))
+        self.steps.append((op, operands, dtype))
+        return Slot(len(self.steps) - 1, "step", dtype, shape)
+
+    def program(self, outputs: tuple[int, ...]) -> Program:
+        """What was built; ``outputs`` are numbers of steps."""
+        base = {"input": 0, "scalar": len(self.inputs), "step": len(self.inputs) + len(self.scalars)}
+        steps = tuple(Step(op, tuple(base[s.kind] + s.number for s in operands), d) for op, operands, d in self.steps)
+        return Program(tuple(i for _, i in self.inputs), len(self.scalars), steps, outputs)
+
+
+def find_terms(
+    shape: torch.Size, stride: tuple[int, ...], full_shape: torch.Size, full_stride: tuple[int, ...]
+) -> tuple[Term, ...] | None:
+    """Where a tensor, broadcast to ``full_shape``, has the element that lies at i in dense memory of ``full_stride``.
+
+    >>> find_terms(torch.Size((3,)), (1,), torch.Size((5, 3)), (3, 1))
+    ((1, 3, 1),)
+    >>> find_terms(torch.Size((5, 1)), (1, 1), torch.Size((5, 3)), (3, 1))
+    ((3, 0, 1),)
+    >>> find_terms(torch.Size((5, 3)), (3, 1), torch.Size((5, 3)), (3, 1))
+    """
+    skipped = len(full_shape) - len(shape)
+    dims = [
+        (full_stride[d], n, 0 if d < skipped or shape[d - skipped] == 1 else stride[d - skipped])
+        for d, n in enumerate(full_shape)
+        if n > 1
+    ]
+    terms: list[Term] = []
+    inner = 1
+    for place, size, step in sorted(dims):
+        if place != inner:
+            raise RefusedError("a result that is not dense")
+        if terms and step and terms[-1][0] * terms[-1][1] == inner and terms[-1][2] * terms[-1][1] == step:
+            terms[-1] = terms[-1][0], terms[-1][1] * size, terms[-1][2]
+        elif step:
+            terms.append((inner, size, step))
+        inner *= size
+    if terms == [(1, inner, 1)] or inner == 1:
+        return None
+    if len(terms) > MAX_TERMS:
+        raise RefusedError("an operand whose elements are too scattered")
+    return tuple((i, 0 if i * n == inner else n, s) for i, n, s in terms)
+
+
+# ------------------------------------------------------------------------------------------------------------- lowering
+
+Lowering = Callable[..., Slot]
+LOWERINGS: dict[Any, Lowering] = {}  # by the function of a recipe
+STATIC: set[Any] = set()  # functions whose numbers are part of the program
+WEIGHTS: dict[Any, int] = {}  # passes over memory that a replay of the op takes, where it is more than one
+
+
+def lower(nodes: str, lowering: Lowering, *, static: bool = False, weight: int = 1) -> None:
+    """Enter ops by the names of their nodes. ``lowering`` takes what the function takes, with slots for tensors."""
+    for node in nodes.split():
+        function = RULES[node][0].function
+        LOWERINGS[function] = lowering
+        WEIGHTS[function] = weight
+        if static:
+            STATIC.add(function)
+
+
+def _common(*slots: Slot) -> torch.dtype:
+    """The dtype in which ATen computes: of the tensors with dimensions, else of those without."""
+    tensors = [s for s in slots if s.dtype is not None]
+    deciding = [s for s in tensors if s.shape] or tensors
+    dtype = deciding[0].dtype
+    for s in deciding[1:]:
+        assert dtype is not None
+        assert s.dtype is not None
+        dtype = torch.promote_types(dtype, s.dtype)
+    if dtype not in FLOATS or any(s.dtype not in FLOATS for s in tensors):
+        raise RefusedError(f"computed in {dtype}")
+    return dtype
+
+
+def _as(b: Builder, dtype: torch.dtype, slot: Slot) -> Slot:
+    """A tensor without dimensions has no say, and is rounded first; Python numbers are not."""
+    narrower = slot.dtype is not None and torch.promote_types(slot.dtype, dtype) != dtype
+    return b.step("cast", dtype, slot) if narrower else slot
+
+
+def _pointwise(op: str) -> Lowering:
+    def lowering(b: Builder, *operands: Slot, alpha: Any = 1) -> Slot:
+        if alpha != 1:
+            raise RefusedError("alpha")
+        dtype = _common(*operands)
+        return b.step(op, dtype, *(_as(b, dtype, s) for s in operands))
+
+    return lowering
+
+
+def _div(b: Builder, x: Slot, other: Slot) -> Slot:
+    if other.kind == "scalar":  # ATen multiplies by the reciprocal, computed on the host
+        return b.step("mul", _common(x), x, b.scalar(b.scalars[other.number][0], inverted=True))
+    return _pointwise("div")(b, x, other)
+
+
+def _rsub(b: Builder, x: Slot, other: Slot, alpha: Any = 1) -> Slot:
+    return _pointwise("sub")(b, other, x, alpha=alpha)
+
+
+def _pow(b: Builder, x: Slot, exponent: Any) -> Slot:
+    if exponent in (2, 3):
+        square = b.step("mul", x.dtype, x, x)
+        return square if exponent == 2 else b.step("mul", x.dtype, square, x)
+    if exponent in (0.5, -0.5):
+        return b.step("sqrt" if exponent > 0 else "rsqrt", x.dtype, x)
+    raise RefusedError(f"a power of {exponent}")
+
+
+def _cast(b: Builder, x: Slot, dtype: torch.dtype) -> Slot:
+    return b.step("cast", dtype, x)
+
+
+def _gelu(b: Builder, x: Slot, approximate: str) -> Slot:
+    return b.step("gelu" if approximate == "none" else "gelu_tanh", x.dtype, x)
+
+
+def _where(b: Builder, x: Slot, other: Slot, condition: Slot) -> Slot:
+    if condition.dtype is not torch.bool:
+        raise RefusedError("a condition that is not bool")
+    return b.step("where", _common(x, other), condition, x, other)
+
+
+def _layer_norm(
+    b: Builder, x: Slot, weight: Slot | None, bias: Slot | None, shape: Any, eps: Any, mean: Slot, rstd: Slot
+) -> Slot:
+    if weight is None and bias is None:
+        return b.step("layer_norm_bare", x.dtype, x, mean, rstd)
+    if weight is None:
+        raise RefusedError("a norm with a bias alone")
+    if bias is None:
+        return b.step("layer_norm_no_bias", x.dtype, x, mean, rstd, weight)
+    return b.step("layer_norm", x.dtype, x, mean, rstd, weight, bias)
+
+
+def _rms_norm(b: Builder, x: Slot, weight: Slot | None, shape: Any, eps: Any, rstd: Slot) -> Slot:
+    if weight is None:
+        return b.step("rms_norm_bare", x.dtype, x, rstd)
+    return b.step("rms_norm", x.dtype, x, rstd, weight)
+
+
+def _batch_norm(b: Builder, x: Slot, weight: Slot, bias: Slot, eps: Any, mean: Slot, rstd: Slot) -> Slot:
+    return b.step("batch_norm", x.dtype, x, *(b.channels(s, x) for s in (mean, rstd, weight, bias)))
+
+
+lower("ToCopyBackward0", _cast)
+lower("AddBackward0", _pointwise("add"))
+lower("SubBackward0", _pointwise("sub"))
+lower("RsubBackward0 RsubBackward1", _rsub)
+lower("MulBackward0 MulBackward1", _pointwise("mul"))
+lower("DivBackward0 DivBackward1", _div)
+lower("NegBackward0", _pointwise("neg"))
+lower("ReluBackward0", _pointwise("relu"))
+lower("LeakyReluBackward0 LeakyReluBackward1", _pointwise("leaky_relu"))
+lower("HardtanhBackward0", _pointwise("clamp"))
+lower("SqrtBackward0", _pointwise("sqrt"))
+lower("RsqrtBackward0", _pointwise("rsqrt"))
+lower("ExpBackward0", _pointwise("exp"))
+lower("TanhBackward0", _pointwise("tanh"))
+lower("SigmoidBackward0", _pointwise("sigmoid"))
+lower("SiluBackward0", _pointwise("silu"))
+lower("GeluBackward0", _gelu)
+lower("PowBackward0", _pow, static=True)
+lower("WhereBackward0", _where)
+lower("NativeLayerNormBackward0", _layer_norm)
+lower("FusedRmsNormBackward0", _rms_norm)
+lower("NativeBatchNormBackward0 CudnnBatchNormBackward0", _batch_norm, weight=2)
