@@ -39,100 +39,98 @@ _local = threading.local()  # ``proving``: this thread replays op by op, to comp
 
 
 class Chain:
-    """The pointwise ops under a value, and what they read."""
+    """The pointwise ops under a value, and what they read. Made for every rebuild, so it is written to be quick."""
+
+    __slots__ = (
+        "_at_hand",
+        "_codes",
+        "key",
+        "leaves",
+        "made",
+        "outputs",
+        "scalars",
+        "shape",
+        "task",
+        "values",
+        "weight",
+    )
 
     def __init__(self, root: Value, made: dict[int, Tensor], task: int) -> None:
         self.made, self.task = made, task
+        self.shape = root.layout[0] if root.layout is not None else None
         self.values: list[Value] = []  # in the order in which they are computed; the root is the last
         self.leaves: list[Value] = []
         self.scalars: list[float] = []
-        self.outputs: list[int] = []  # numbers of values that are wanted, the root's among them
-        self.parts: list[Any] = []
-        self.shape = root.layout[0] if root.layout is not None else None
-        self._codes: dict[int, int] = {}
-        self._hand: dict[int, bool] = {}
+        self.outputs: list[int] = []  # numbers of values that are wanted; the root's is the last
+        self.key: list[Any] = []  # what makes two chains one program: a part for each value
+        self.weight = 0  # passes over memory that a replay op by op would take
+        self._codes: dict[int, int] = {}  # by id: the number of a value, or −1 − that of a leaf
+        self._at_hand: dict[int, bool] = {}
         self._visit(root)
         if not self.outputs or self.outputs[-1] != len(self.values) - 1:
             self.outputs.append(len(self.values) - 1)
-
-    @property
-    def weight(self) -> int:
-        """Passes over memory that a replay op by op would take."""
-        return sum(WEIGHTS[v.function] for v in self.values)
-
-    @property
-    def key(self) -> Key:
-        """What makes two chains one program, but for the layouts of what they read."""
-        return (*self.parts, *self.outputs)
 
     def refusal(self, reason: object) -> str:
         """Why this chain is replayed op by op."""
         return f"{', '.join(v.op for v in self.values)}: {reason}"
 
     def _visit(self, value: Value) -> None:
-        parts: list[Any] = [value.function]
+        codes, args, function = self._codes, value.args, value.function
         for i in value.order:
-            self._operand(value.args[i])
-        for a in value.args:
-            parts.append(self._code(a, value))
-        for name, a in value.kwargs.items():
-            parts.append((name, a))
-        number = len(self.values)
-        self._codes[id(value)] = number
+            operand = args[i]
+            if id(operand) not in codes:
+                if operand.tensor is None and operand.function in LOWERINGS and self._is_inner(operand):
+                    self._visit(operand)
+                else:
+                    self.leaves.append(operand)
+                    codes[id(operand)] = -len(self.leaves)
+        part: list[Any] = [function, value.dtype, value.layout]
+        for a in args:
+            kind = type(a)
+            if kind is Value:
+                part.append(codes[id(a)])
+            elif kind is float or kind is int or (kind is Tensor and a.dim() == 0 and a.is_cpu):
+                if function in STATIC:
+                    part.append(float(a))
+                else:
+                    self.scalars.append(float(a))
+                    part.append(float)
+            else:
+                part.append(a)
+        if value.kwargs:
+            part.extend(value.kwargs.items())
+        number = codes[id(value)] = len(self.values)
         self.values.append(value)
-        self.parts.append((*parts, value.dtype))
-        if self._is_wanted(value):
+        self.weight += WEIGHTS[function]
+        if value.readers and (value.reads < value.readers or value.task != self.task):  # as in ``Value._take``
             self.outputs.append(number)
-
-    def _operand(self, value: Value) -> None:
-        if id(value) in self._codes:
-            return
-        if self._is_inner(value):
-            self._visit(value)
-        else:
-            self.leaves.append(value)
-            self._codes[id(value)] = -len(self.leaves)
-
-    def _code(self, a: Any, value: Value) -> Any:
-        kind = type(a)
-        if kind is Value:
-            return self._codes[id(a)]
-        if kind is float or kind is int or (kind is Tensor and a.dim() == 0 and a.is_cpu):
-            if value.function in STATIC:
-                return float(a)
-            self.scalars.append(float(a))
-            return float
-        return a
-
-    def _is_wanted(self, value: Value) -> bool:
-        """Whether readers are still to come: as in ``Value._take``."""
-        return value.readers > 0 and (value.reads < value.readers or value.task != self.task)
+            part.append(True)
+        self.key.append(tuple(part))
 
     def _is_inner(self, value: Value) -> bool:
-        """Whether ``value`` is computed in this program.
+        """Whether ``value``, an op of the table, is computed in this program.
 
         One that other recipes read too is computed here only if everything under it is at hand. Otherwise it is made
         once and held (``made``), or what lies under it would be rebuilt again and again.
         """
-        if value.function not in LOWERINGS or self._is_held(value) or len(self.values) >= MAX_STEPS:
+        if self._is_held(value) or len(self.values) >= MAX_STEPS:
             return False
-        if self._is_wanted(value) and (value.layout is None or value.layout[0] != self.shape):
+        if value.readers and (value.layout is None or value.layout[0] != self.shape):
             return False
-        return value.parents <= 1 or self._is_at_hand(value)
+        return value.parents <= 1 or self._has_at_hand(value)
 
     def _is_held(self, value: Value) -> bool:
-        if value.tensor is not None:
-            return True
         memo = value.memo
-        return (memo is not None and value.memo_stream == _stream(memo)) or id(value) in self.made
+        if memo is not None and value.memo_stream == _stream(memo):
+            return True
+        return value.tensor is not None or id(value) in self.made
 
-    def _is_at_hand(self, value: Value) -> bool:
-        known = self._hand.get(id(value))
+    def _has_at_hand(self, value: Value) -> bool:
+        known = self._at_hand.get(id(value))
         if known is None:
-            known = self._is_held(value) or (
-                value.function in LOWERINGS and all(self._is_at_hand(v) for v in value.inputs)
+            known = self._at_hand[id(value)] = self._is_held(value) or (
+                value.function in LOWERINGS and all(self._has_at_hand(v) for v in value.inputs)
             )
-            self._hand[id(value)] = known
         return known
 
 
@@ -144,7 +142,7 @@ class Plan:
         builder = Builder(leaves, (shape, stride))
         slots: list[Slot] = []
         scalars = iter(range(len(chain.scalars)))
-        for value, (_, *parts, _) in zip(chain.values, chain.parts, strict=True):
+        for value, (_, _, _, *parts) in zip(chain.values, chain.key, strict=True):
             slots.append(_lower(builder, value, parts, slots, scalars))
         for k in chain.outputs:
             layout = chain.values[k].layout
@@ -201,11 +199,12 @@ def replay(root: Value, made: dict[int, Tensor], task: int) -> tuple[Tensor, boo
     chain = Chain(root, made, task)
     if chain.weight < 2 or not chain.leaves:
         return None
-    first = (*chain.key, *[_kind(v.tensor) if v.tensor is not None else v.layout for v in chain.leaves])
+    key = tuple(chain.key)
+    first = key, *[_kind(v.tensor) if v.tensor is not None else v.layout for v in chain.leaves]
     if first in _refused:
         return None
     leaves = [v._take(made, task)[0] for v in chain.leaves]
-    key = (chain.key, *[_kind(t) for t in leaves])
+    key = key, *[_kind(t) for t in leaves]
     plan = _plans.get(key)
     if plan is None or plan.unproven:
         return _prove(chain, leaves, first, key)
@@ -253,14 +252,13 @@ def _prove(chain: Chain, leaves: list[Tensor], first: Key, key: Key) -> tuple[Te
 def _lower(b: Builder, value: Value, parts: list[Any], slots: list[Slot], scalars: Any) -> Slot:
     """The steps of one op; ``slots``: the results of the ops before it."""
     args: list[Any] = []
-    keywords: dict[str, Any] = {}
     places = len(value.args)
+    keywords = dict(parts[places : places + len(value.kwargs)])
     for part, a in zip(parts[:places], value.args, strict=True):
         if type(a) is Value:
             args.append(slots[part] if part >= 0 else b.leaf(-1 - part))
         else:
             args.append(b.scalar(next(scalars)) if part is float else part)
-    keywords.update(parts[places:])
     try:
         slot = LOWERINGS[value.function](b, *args, **keywords)
     except (TypeError, AttributeError) as error:  # an operand that is missing, or of another kind
