@@ -6,7 +6,9 @@ made by other ops, its outputs the value itself and every inner value that reade
 [Note: proven before used]
 A program is used only after it has been compared: the first ``PROOFS`` times the recipe is replayed op by op as ever,
 and the program is run beside it, in pieces, over the same tensors. One different bit and this kind of chain is replayed
-op by op for ever. So a program that is wrong on this GPU, this torch or this Triton costs time, not gradients.
+op by op for ever. So a program that is wrong on this GPU, this torch or this Triton costs time, not gradients. Steps do
+not depend on how many elements there are, so a proof holds for all batch sizes; but a library may choose another kernel
+for a norm of another shape, so with such a norm each shape is proven for itself.
 """
 
 from __future__ import annotations
@@ -26,13 +28,24 @@ from leangrad.ledger.value import Value, _remember, _stream
 
 PROOFS = 3  # times that a program is compared before it is used
 PIECE = 1 << 22  # elements that are compared at once
-MIN_BYTES = 64 * 1024  # below this a launch costs more than the memory it saves
+MIN_BYTES = 32 * 1024  # below this a launch costs more than the passes over memory that it saves
 MAX_STEPS = 48
+SHAPELY = ("batch_norm",)  # ops for which libraries have several kernels
 BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 
 Key = tuple[Any, ...]
 
+
+class Proof:
+    """How often a program has yet to be compared."""
+
+    def __init__(self) -> None:
+        self.missing = PROOFS
+        self.failed = False
+
+
 _plans: dict[Key, Plan] = {}
+_proofs: dict[Any, Proof] = {}
 _refused: dict[Key, str] = {}  # why a chain is replayed op by op
 _lock = threading.RLock()  # one thread at a time makes and proves programs
 _local = threading.local()  # ``proving``: this thread replays op by op, to compare
@@ -159,12 +172,31 @@ class Plan:
         wide = max(self.n, *(_reach(leaves[k]) for k in self.leaves)) >= 2**31 - BLOCK
         self.kernel: Kernel = compiled(program, wide)
         self.device = leaves[0].device
-        self.unproven = PROOFS
+        self.over = self._find_over(builder, leaves)
+        shapely = any(step.op in SHAPELY for step in program.steps)
+        self.proof = _proofs.setdefault((program, shape, stride) if shapely else program, Proof())
         self.launches = 0
 
-    def run(self, leaves: list[Tensor], scalars: list[float]) -> list[Tensor]:
-        """The outputs of the program, fresh."""
-        outputs = [torch.empty_strided(s, t, dtype=d, device=self.device) for s, t, d in self.outputs]
+    def _find_over(self, builder: Builder, leaves: list[Tensor]) -> list[int]:
+        """For each output a leaf that it may be written over, if that is owned; else −1."""
+        found = []
+        for shape, stride, dtype in self.outputs:
+            fitting = [
+                k
+                for k, t in enumerate(leaves)
+                if (t.dtype, t.shape, t.stride()) == (dtype, shape, stride)
+                and k not in found
+                and all(i.terms is None for number, i in builder.inputs if number == k)
+            ]
+            found.append(fitting[0] if fitting else -1)
+        return found
+
+    def run(self, leaves: list[Tensor], owned: list[bool], scalars: list[float]) -> list[Tensor]:
+        """The outputs of the program, in memory that nobody else sees."""
+        outputs = [
+            leaves[k] if k >= 0 and owned[k] else torch.empty_strided(s, t, dtype=d, device=self.device)
+            for k, (s, t, d) in zip(self.over, self.outputs, strict=True)
+        ]
         self.kernel.launch([leaves[k] for k in self.leaves], self._numbers(scalars), outputs, self.n)
         self.launches += 1
         return outputs
@@ -194,7 +226,7 @@ class Plan:
 
 def replay(root: Value, made: dict[int, Tensor], task: int) -> tuple[Tensor, bool] | None:
     """Rebuild ``root`` by one kernel for its chain; None where it has to be replayed op by op."""
-    if getattr(_local, "proving", False):
+    if (root.layout is not None and root.nbytes < MIN_BYTES) or getattr(_local, "proving", False):
         return None
     chain = Chain(root, made, task)
     if chain.weight < 2 or not chain.leaves:
@@ -203,16 +235,19 @@ def replay(root: Value, made: dict[int, Tensor], task: int) -> tuple[Tensor, boo
     first = key, *[_kind(v.tensor) if v.tensor is not None else v.layout for v in chain.leaves]
     if first in _refused:
         return None
-    leaves = [v._take(made, task)[0] for v in chain.leaves]
+    taken = [v._take(made, task) for v in chain.leaves]
+    leaves = [tensor for tensor, _ in taken]
     key = key, *[_kind(t) for t in leaves]
     plan = _plans.get(key)
-    if plan is None or plan.unproven:
+    if plan is None or plan.proof.missing:
         return _prove(chain, leaves, first, key)
-    outputs = plan.run(leaves, chain.scalars)
-    for k, tensor in zip(chain.outputs[:-1], outputs, strict=False):
-        value = chain.values[k]
-        value.memo, value.memo_stream = tensor, _stream(tensor)
-        _remember(value, task)
+    outputs = plan.run(leaves, [owned for _, owned in taken], chain.scalars)
+    if len(outputs) > 1:
+        stream = _stream(leaves[0])
+        for k, tensor in zip(chain.outputs[:-1], outputs, strict=False):
+            value = chain.values[k]
+            value.memo, value.memo_stream = tensor, stream
+            _remember(value, task)
     return outputs[-1], True
 
 
@@ -223,6 +258,8 @@ def _prove(chain: Chain, leaves: list[Tensor], first: Key, key: Key) -> tuple[Te
     with _lock:
         try:
             plan = _plans.get(key) or Plan(chain, leaves)
+            if plan.proof.failed:
+                raise RefusedError("other bits")
         except RefusedError as reason:
             _refused[first] = chain.refusal(reason)
             return None
@@ -241,11 +278,11 @@ def _prove(chain: Chain, leaves: list[Tensor], first: Key, key: Key) -> tuple[Te
             _refused[first] = chain.refusal(repr(error))
             return rebuilt
         if agrees:
-            plan.unproven -= 1
+            plan.proof.missing = max(0, plan.proof.missing - 1)
             _plans[key] = plan
         else:
+            plan.proof.missing, plan.proof.failed = 1, True
             _refused[first] = chain.refusal("other bits")
-            _plans.pop(key, None)
         return rebuilt
 
 
@@ -277,7 +314,7 @@ def _layout(chain: Chain, leaves: list[Tensor]) -> tuple[torch.Size, tuple[int, 
         if len(strides) != 1:
             raise RefusedError("a layout that only ATen knows")
         layout = shape, strides.pop()
-    if layout[0].numel() * 4 < MIN_BYTES:
+    if layout[0].numel() * 2 < MIN_BYTES:
         raise RefusedError("too small")
     return layout
 
@@ -309,8 +346,8 @@ def report() -> dict[str, Any]:
     """
     plans = list(_plans.values())
     return {
-        "programs": sum(not p.unproven for p in plans),
-        "unproven": sum(bool(p.unproven) for p in plans),
+        "programs": sum(not p.proof.missing for p in plans),
+        "unproven": sum(p.proof.missing > 0 and not p.proof.failed for p in plans),
         "launches": sum(p.launches for p in plans),
         "refused": list(_refused.values()),
     }
