@@ -150,6 +150,8 @@ OPS = {
     "layer_norm_no_bias": "{3} * ({2} * ({0} - {1}))",
     "layer_norm_bare": "{2} * ({0} - {1})",
     "batch_norm": "tl.fma({3} * ({0} - {1}), {2}, {4})",
+    "batch_norm_scaled": "tl.fma({0} - {1}, {3} * {2}, {4})",
+    "batch_norm_folded": "tl.fma({0}, {3} * {2}, {4} - {1} * ({3} * {2}))",
     # x, rstd, weight
     "rms_norm": "{2} * ({1} * {0})",
     "rms_norm_bare": "{1} * {0}",

@@ -23,14 +23,13 @@ from torch import Tensor
 
 from leangrad import kernels
 from leangrad.kernels.pointwise import BLOCK, Kernel, compiled
-from leangrad.ledger.lowering import LOWERINGS, STATIC, WEIGHTS, Builder, RefusedError, Slot
+from leangrad.ledger.lowering import LOWERINGS, STATIC, VARIANTS, WEIGHTS, Builder, RefusedError, Slot
 from leangrad.ledger.value import Value, _remember, _stream
 
 PROOFS = 3  # times that a program is compared before it is used
 PIECE = 1 << 22  # elements that are compared at once
 MIN_BYTES = 32 * 1024  # below this a launch costs more than the passes over memory that it saves
 MAX_STEPS = 48
-SHAPELY = ("batch_norm",)  # ops for which libraries have several kernels
 BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 
 Key = tuple[Any, ...]
@@ -126,13 +125,14 @@ class Chain:
         One that other recipes read too is computed here only if everything under it is at hand. Otherwise it is made
         once and held (``made``), or what lies under it would be rebuilt again and again.
         """
-        if self._is_held(value) or len(self.values) >= MAX_STEPS:
+        if self.is_held(value) or len(self.values) >= MAX_STEPS:
             return False
         if value.readers and (value.layout is None or value.layout[0] != self.shape):
             return False
         return value.parents <= 1 or self._has_at_hand(value)
 
-    def _is_held(self, value: Value) -> bool:
+    def is_held(self, value: Value) -> bool:
+        """Whether ``value`` need not be rebuilt."""
         memo = value.memo
         if memo is not None and value.memo_stream == _stream(memo):
             return True
@@ -141,7 +141,7 @@ class Chain:
     def _has_at_hand(self, value: Value) -> bool:
         known = self._at_hand.get(id(value))
         if known is None:
-            known = self._at_hand[id(value)] = self._is_held(value) or (
+            known = self._at_hand[id(value)] = self.is_held(value) or (
                 value.function in LOWERINGS and all(self._has_at_hand(v) for v in value.inputs)
             )
         return known
@@ -150,9 +150,9 @@ class Chain:
 class Plan:
     """A program for one kind of chain over tensors of one kind of layout."""
 
-    def __init__(self, chain: Chain, leaves: list[Tensor]) -> None:
+    def __init__(self, chain: Chain, leaves: list[Tensor], variant: int = 0) -> None:
         shape, stride = _layout(chain, leaves)
-        builder = Builder(leaves, (shape, stride))
+        builder = Builder(leaves, (shape, stride), variant)
         slots: list[Slot] = []
         scalars = iter(range(len(chain.scalars)))
         for value, (_, _, _, *parts) in zip(chain.values, chain.key, strict=True):
@@ -173,8 +173,8 @@ class Plan:
         self.kernel: Kernel = compiled(program, wide)
         self.device = leaves[0].device
         self.over = self._find_over(builder, leaves)
-        shapely = any(step.op in SHAPELY for step in program.steps)
-        self.proof = _proofs.setdefault((program, shape, stride) if shapely else program, Proof())
+        self.varies = any(step.op in VARIANTS for step in program.steps)
+        self.proof = _proofs.setdefault((program, shape, stride) if self.varies else program, Proof())
         self.launches = 0
 
     def _find_over(self, builder: Builder, leaves: list[Tensor]) -> list[int]:
@@ -231,17 +231,20 @@ def replay(root: Value, made: dict[int, Tensor], task: int) -> tuple[Tensor, boo
     chain = Chain(root, made, task)
     if chain.weight < 2 or not chain.leaves:
         return None
-    key = tuple(chain.key)
-    first = key, *[_kind(v.tensor) if v.tensor is not None else v.layout for v in chain.leaves]
-    if first in _refused:
+    kind = (*chain.key, *[_kind(v.tensor) if v.tensor is not None else v.layout for v in chain.leaves])
+    if kind in _refused:
         return None
-    taken = [v._take(made, task) for v in chain.leaves]
-    leaves = [tensor for tensor, _ in taken]
-    key = key, *[_kind(t) for t in leaves]
+    taken = {id(v): v._take(made, task) for v in chain.leaves}
+    if any(v.tensor is None for v in chain.leaves) and any(chain.is_held(v) for v in chain.values):
+        # To rebuild a leaf, values of this very chain were rebuilt and are held: they are leaves now.
+        chain = Chain(root, made, task)
+        taken |= {id(v): v._take(made, task) for v in chain.leaves if id(v) not in taken}
+    leaves = [taken[id(v)][0] for v in chain.leaves]
+    key = (*chain.key, *[_kind(t) for t in leaves])
     plan = _plans.get(key)
     if plan is None or plan.proof.missing:
-        return _prove(chain, leaves, first, key)
-    outputs = plan.run(leaves, [owned for _, owned in taken], chain.scalars)
+        return _prove(chain, leaves, kind, key)
+    outputs = plan.run(leaves, [taken[id(v)][1] for v in chain.leaves], chain.scalars)
     if len(outputs) > 1:
         stream = _stream(leaves[0])
         for k, tensor in zip(chain.outputs[:-1], outputs, strict=False):
@@ -251,39 +254,46 @@ def replay(root: Value, made: dict[int, Tensor], task: int) -> tuple[Tensor, boo
     return outputs[-1], True
 
 
-def _prove(chain: Chain, leaves: list[Tensor], first: Key, key: Key) -> tuple[Tensor, bool] | None:
+def _prove(chain: Chain, leaves: list[Tensor], kind: Key, key: Key) -> tuple[Tensor, bool] | None:
     """Replay op by op, and compare the program with that: see [Note: proven before used]."""
     if leaves[0].is_cuda and torch.cuda.is_current_stream_capturing():
         return None  # nothing can be compared while a graph is captured
     with _lock:
         try:
-            plan = _plans.get(key) or Plan(chain, leaves)
-            if plan.proof.failed:
-                raise RefusedError("other bits")
+            plans = [_plans[key]] if key in _plans else _candidates(chain, leaves)
         except RefusedError as reason:
-            _refused[first] = chain.refusal(reason)
+            _refused[kind] = chain.refusal(reason)
             return None
-        root = chain.values[-1]
         _local.proving = True
         try:
-            rebuilt = root._rebuild(chain.made, chain.task)
+            rebuilt = chain.values[-1]._rebuild(chain.made, chain.task)
         finally:
             _local.proving = False
         expected = [*(chain.values[k].memo for k in chain.outputs[:-1]), rebuilt[0]]
         try:
-            agrees = plan.agrees(leaves, chain.scalars, expected)
+            for plan in plans:
+                if plan.agrees(leaves, chain.scalars, expected):
+                    plan.proof.missing = max(0, plan.proof.missing - 1)
+                    _plans[key] = plan
+                    return rebuilt
+                plan.proof.missing, plan.proof.failed = PROOFS, True
+            _refused[kind] = chain.refusal("other bits")
         except torch.OutOfMemoryError:
-            return rebuilt  # another time
+            pass  # another time
         except Exception as error:  # whatever Triton raises: the chain works without it
-            _refused[first] = chain.refusal(repr(error))
-            return rebuilt
-        if agrees:
-            plan.proof.missing = max(0, plan.proof.missing - 1)
-            _plans[key] = plan
-        else:
-            plan.proof.missing, plan.proof.failed = 1, True
-            _refused[first] = chain.refusal("other bits")
+            _refused[kind] = chain.refusal(repr(error))
         return rebuilt
+
+
+def _candidates(chain: Chain, leaves: list[Tensor]) -> list[Plan]:
+    """A plan for each formula that the library may have used."""
+    plans = [Plan(chain, leaves)]
+    if plans[0].varies:
+        plans += [Plan(chain, leaves, variant) for variant in range(1, len(VARIANTS))]
+    plans = [plan for plan in plans if not plan.proof.failed]
+    if not plans:
+        raise RefusedError("other bits")
+    return plans
 
 
 def _lower(b: Builder, value: Value, parts: list[Any], slots: list[Slot], scalars: Any) -> Slot:
@@ -295,10 +305,10 @@ def _lower(b: Builder, value: Value, parts: list[Any], slots: list[Slot], scalar
         if type(a) is Value:
             args.append(slots[part] if part >= 0 else b.leaf(-1 - part))
         else:
-            args.append(b.scalar(next(scalars)) if part is float else part)
+            args.append(Slot("scalar", next(scalars)) if part is float else part)
     try:
         slot = LOWERINGS[value.function](b, *args, **keywords)
-    except (TypeError, AttributeError) as error:  # an operand that is missing, or of another kind
+    except (TypeError, AttributeError, RuntimeError) as error:  # an operand is missing, or of another kind or shape
         raise RefusedError(f"{value.op}: {error}") from error
     return slot if value.dtype is None or value.dtype == slot.dtype else b.step("cast", value.dtype, slot)
 
@@ -309,7 +319,7 @@ def _layout(chain: Chain, leaves: list[Tensor]) -> tuple[torch.Size, tuple[int, 
         raise RefusedError("not on one device that Triton serves")
     layout = chain.values[-1].layout
     if layout is None:
-        shape = torch.broadcast_shapes(*(t.shape for t in leaves))
+        shape = max((t.shape for t in leaves), key=torch.Size.numel)
         strides = {t.stride() for t in leaves if t.shape == shape}
         if len(strides) != 1:
             raise RefusedError("a layout that only ATen knows")

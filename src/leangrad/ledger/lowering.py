@@ -16,6 +16,7 @@ from leangrad.kernels.pointwise import Input, Program, Step, Term
 from leangrad.ledger.rules import RULES
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+VARIANTS = ("batch_norm", "batch_norm_scaled", "batch_norm_folded")  # cuDNN has a kernel for each
 MAX_TERMS = 4  # that it may take to find an element of an input
 
 
@@ -24,66 +25,64 @@ class RefusedError(Exception):
 
 
 class Slot(NamedTuple):
-    """An operand: a tensor that is read or computed, or a scalar, whose dtype is None."""
+    """An operand: a tensor at hand ("leaf"), a number ("scalar", or its "inverse"; no dtype), a result ("step")."""
 
-    number: int  # among the inputs, the scalars or the steps, by ``kind``
-    kind: str  # "input", "scalar" or "step"
-    dtype: torch.dtype | None
-    shape: torch.Size
+    kind: str
+    number: int  # among those of its kind
+    dtype: torch.dtype | None = None
+    shape: torch.Size = torch.Size()
+    stride: tuple[int, ...] = ()  # of a leaf
 
 
 class Builder:
     """The steps so far, and what they read.
 
-    ``leaves`` are the tensors at hand; ``full`` is the layout that all outputs share.
+    ``leaves`` are the tensors at hand; ``full`` is the layout that all outputs share; ``variant`` chooses among the
+    formulas of an op for which a library has several kernels.
     """
 
-    def __init__(self, leaves: list[Tensor], full: tuple[torch.Size, tuple[int, ...]]) -> None:
+    def __init__(self, leaves: list[Tensor], full: tuple[torch.Size, tuple[int, ...]], variant: int = 0) -> None:
         self.leaves = leaves
         self.full = full
+        self.variant = variant
         self.inputs: list[tuple[int, Input]] = []  # the number of the leaf, and how it is read
         self.scalars: list[tuple[int, bool]] = []  # the number of the recipe's scalar, and whether it is inverted
-        self.steps: list[tuple[str, tuple[Slot, ...], torch.dtype]] = []
+        self.steps: list[tuple[str, list[tuple[str, int]], torch.dtype]] = []
 
-    def leaf(self, number: int, shape: torch.Size | None = None, stride: tuple[int, ...] | None = None) -> Slot:
-        """A tensor at hand, as it is or seen in another shape."""
+    def leaf(self, number: int) -> Slot:
+        """A tensor at hand."""
         tensor = self.leaves[number]
         if tensor.dtype not in FLOATS and tensor.dtype is not torch.bool:
             raise RefusedError(f"{tensor.dtype}")
-        shape, stride = (tensor.shape, tensor.stride()) if shape is None or stride is None else (shape, stride)
-        entry = number, Input(tensor.dtype, find_terms(shape, stride, *self.full))
-        if entry not in self.inputs:
-            self.inputs.append(entry)
-        return Slot(self.inputs.index(entry), "input", tensor.dtype, shape)
-
-    def channels(self, slot: Slot, like: Slot) -> Slot:
-        """A vector of channels, dimension 1 of ``like``."""
-        number = self.inputs[slot.number][0]
-        if slot.kind != "input" or len(slot.shape) != 1 or len(like.shape) < 2:
-            raise RefusedError("a vector of channels that is computed")
-        others = len(like.shape) - 2
-        return self.leaf(
-            number, torch.Size((*slot.shape, *[1] * others)), (*self.leaves[number].stride(), *[0] * others)
-        )
-
-    def scalar(self, number: int, inverted: bool = False) -> Slot:
-        """A Python number of the recipe, or its reciprocal."""
-        if (number, inverted) not in self.scalars:
-            self.scalars.append((number, inverted))
-        return Slot(self.scalars.index((number, inverted)), "scalar", None, torch.Size())
+        return Slot("leaf", number, tensor.dtype, tensor.shape, tensor.stride())
 
     def step(self, op: str, dtype: torch.dtype | None, *operands: Slot) -> Slot:
         """Compute ``op`` and round to ``dtype``."""
         if dtype not in FLOATS:
             raise RefusedError(f"a result in {dtype}")
         shape = torch.broadcast_shapes(*(s.shape for s in operands))
-        self.steps.append((op, operands, dtype))
-        return Slot(len(self.steps) - 1, "step", dtype, shape)
+        self.steps.append((op, [self._place(s) for s in operands], dtype))
+        return Slot("step", len(self.steps) - 1, dtype, shape)
+
+    def _place(self, slot: Slot) -> tuple[str, int]:
+        """The operand among the inputs, scalars or steps of the program."""
+        if slot.kind == "step":
+            return "step", slot.number
+        if slot.kind == "leaf":
+            assert slot.dtype is not None
+            read = slot.number, Input(slot.dtype, find_terms(slot.shape, slot.stride, *self.full))
+            if read not in self.inputs:
+                self.inputs.append(read)
+            return "input", self.inputs.index(read)
+        number = slot.number, slot.kind == "inverse"
+        if number not in self.scalars:
+            self.scalars.append(number)
+        return "scalar", self.scalars.index(number)
 
     def program(self, outputs: tuple[int, ...]) -> Program:
         """What was built; ``outputs`` are numbers of steps."""
         base = {"input": 0, "scalar": len(self.inputs), "step": len(self.inputs) + len(self.scalars)}
-        steps = tuple(Step(op, tuple(base[s.kind] + s.number for s in operands), d) for op, operands, d in self.steps)
+        steps = tuple(Step(op, tuple(base[kind] + n for kind, n in operands), d) for op, operands, d in self.steps)
         return Program(tuple(i for _, i in self.inputs), len(self.scalars), steps, outputs)
 
 
@@ -171,7 +170,7 @@ def _pointwise(op: str) -> Lowering:
 
 def _div(b: Builder, x: Slot, other: Slot) -> Slot:
     if other.kind == "scalar":  # ATen multiplies by the reciprocal, computed on the host
-        return b.step("mul", _common(x), x, b.scalar(b.scalars[other.number][0], inverted=True))
+        return b.step("mul", _common(x), x, other._replace(kind="inverse"))
     return _pointwise("div")(b, x, other)
 
 
@@ -220,8 +219,20 @@ def _rms_norm(b: Builder, x: Slot, weight: Slot | None, shape: Any, eps: Any, rs
     return b.step("rms_norm", x.dtype, x, rstd, weight)
 
 
-def _batch_norm(b: Builder, x: Slot, weight: Slot, bias: Slot, eps: Any, mean: Slot, rstd: Slot) -> Slot:
-    return b.step("batch_norm", x.dtype, x, *(b.channels(s, x) for s in (mean, rstd, weight, bias)))
+def _batch_norm(*formulas: str) -> Lowering:
+    def lowering(b: Builder, x: Slot, weight: Slot, bias: Slot, eps: Any, mean: Slot, rstd: Slot) -> Slot:
+        vectors = [_along_channels(s, x) for s in (mean, rstd, weight, bias)]
+        return b.step(formulas[b.variant % len(formulas)], x.dtype, x, *vectors)
+
+    return lowering
+
+
+def _along_channels(vector: Slot, x: Slot) -> Slot:
+    """A vector that belongs to dimension 1 of ``x``."""
+    if vector.kind != "leaf" or len(vector.shape) != 1 or len(x.shape) < 2:
+        raise RefusedError("a vector of channels that is computed")
+    others = len(x.shape) - 2
+    return vector._replace(shape=torch.Size((*vector.shape, *[1] * others)), stride=(*vector.stride, *[0] * others))
 
 
 lower("ToCopyBackward0", _cast)
@@ -245,4 +256,5 @@ lower("PowBackward0", _pow, static=True)
 lower("WhereBackward0", _where)
 lower("NativeLayerNormBackward0", _layer_norm)
 lower("FusedRmsNormBackward0", _rms_norm)
-lower("NativeBatchNormBackward0 CudnnBatchNormBackward0", _batch_norm, weight=2)
+lower("NativeBatchNormBackward0", _batch_norm("batch_norm"), weight=2)
+lower("CudnnBatchNormBackward0", _batch_norm(*VARIANTS), weight=2)
