@@ -16,6 +16,8 @@ from __future__ import annotations
 import ctypes
 import math
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -47,7 +49,18 @@ _plans: dict[Key, Plan] = {}
 _proofs: dict[Any, Proof] = {}
 _refused: dict[Key, str] = {}  # why a chain is replayed op by op
 _lock = threading.RLock()  # one thread at a time makes and proves programs
-_local = threading.local()  # ``proving``: this thread replays op by op, to compare
+_local = threading.local()  # ``off``: this thread replays op by op
+
+
+@contextmanager
+def off() -> Iterator[None]:
+    """Replay op by op in this thread: to compare."""
+    before = getattr(_local, "off", False)
+    _local.off = True
+    try:
+        yield
+    finally:
+        _local.off = before
 
 
 class Chain:
@@ -226,7 +239,7 @@ class Plan:
 
 def replay(root: Value, made: dict[int, Tensor], task: int) -> tuple[Tensor, bool] | None:
     """Rebuild ``root`` by one kernel for its chain; None where it has to be replayed op by op."""
-    if (root.layout is not None and root.nbytes < MIN_BYTES) or getattr(_local, "proving", False):
+    if (root.layout is not None and root.nbytes < MIN_BYTES) or getattr(_local, "off", False):
         return None
     chain = Chain(root, made, task)
     if chain.weight < 2 or not chain.leaves:
@@ -264,11 +277,8 @@ def _prove(chain: Chain, leaves: list[Tensor], kind: Key, key: Key) -> tuple[Ten
         except RefusedError as reason:
             _refused[kind] = chain.refusal(reason)
             return None
-        _local.proving = True
-        try:
+        with off():
             rebuilt = chain.values[-1]._rebuild(chain.made, chain.task)
-        finally:
-            _local.proving = False
         expected = [*(chain.values[k].memo for k in chain.outputs[:-1]), rebuilt[0]]
         try:
             for plan in plans:
