@@ -18,3 +18,12 @@ def test_chains_under_the_interpreter() -> None:
     result = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr[-3000:]
     assert "all chains agree" in result.stdout
+
+
+@pytest.mark.gpu
+def test_chains_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    from leangrad.ledger import fused
+    from tests import fused_cases
+
+    monkeypatch.setattr(fused, "MIN_BYTES", 0)
+    fused_cases.check_recipes("cuda")

@@ -371,3 +371,11 @@ def report() -> dict[str, Any]:
         "launches": sum(p.launches for p in plans),
         "refused": list(_refused.values()),
     }
+
+
+def summarize() -> str:
+    """The report in words."""
+    found = report()
+    lines = [f"{found['programs']} kinds of chains are rebuilt by one kernel each, {found['launches']} times so far"]
+    lines += [f"op by op: {why}" for why in dict.fromkeys(found["refused"])]
+    return "\n".join(lines)

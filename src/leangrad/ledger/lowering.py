@@ -201,6 +201,16 @@ def _where(b: Builder, x: Slot, other: Slot, condition: Slot) -> Slot:
     return b.step("where", _common(x, other), condition, x, other)
 
 
+def _masked_fill(b: Builder, x: Slot, mask: Slot, value: Slot) -> Slot:
+    return _where(b, value, x, mask)
+
+
+def _clamp(b: Builder, x: Slot, low: Slot | None, high: Slot | None) -> Slot:
+    if low is None or high is None:
+        return b.step("clamp_max" if low is None else "clamp_min", x.dtype, x, *(s for s in (low, high) if s))
+    return b.step("clamp", x.dtype, x, low, high)
+
+
 def _layer_norm(
     b: Builder, x: Slot, weight: Slot | None, bias: Slot | None, shape: Any, eps: Any, mean: Slot, rstd: Slot
 ) -> Slot:
@@ -245,6 +255,13 @@ lower("NegBackward0", _pointwise("neg"))
 lower("ReluBackward0", _pointwise("relu"))
 lower("LeakyReluBackward0 LeakyReluBackward1", _pointwise("leaky_relu"))
 lower("HardtanhBackward0", _pointwise("clamp"))
+lower("ClampBackward1", _clamp)
+lower("ClampMinBackward0", _pointwise("clamp_min"))
+lower("ClampMaxBackward0", _pointwise("clamp_max"))
+lower("HardswishBackward0", _pointwise("hardswish"))
+lower("HardsigmoidBackward0", _pointwise("hardsigmoid"))
+lower("AbsBackward0", _pointwise("abs"))
+lower("ReciprocalBackward0", _pointwise("reciprocal"))
 lower("SqrtBackward0", _pointwise("sqrt"))
 lower("RsqrtBackward0", _pointwise("rsqrt"))
 lower("ExpBackward0", _pointwise("exp"))
@@ -254,6 +271,7 @@ lower("SiluBackward0", _pointwise("silu"))
 lower("GeluBackward0", _gelu)
 lower("PowBackward0", _pow, static=True)
 lower("WhereBackward0", _where)
+lower("MaskedFillBackward0", _masked_fill)
 lower("NativeLayerNormBackward0", _layer_norm)
 lower("FusedRmsNormBackward0", _rms_norm)
 lower("NativeBatchNormBackward0", _batch_norm("batch_norm"), weight=2)
