@@ -18,6 +18,7 @@ import ast
 import contextlib
 import functools
 import inspect
+import math
 import sys
 import warnings
 import weakref
@@ -135,6 +136,14 @@ def output_kind(node: Any) -> tuple[torch.dtype, torch.device]:
     """The dtype and device of a node's first output."""
     metadata = node._input_metadata[0]
     return metadata.dtype, metadata.device
+
+
+def output_nbytes(node: Any, nr: int) -> int:
+    """The bytes of output `nr` of a node; 0 where autograd does not know it."""
+    known = node._input_metadata
+    if nr >= len(known):
+        return 0
+    return int(math.prod(known[nr].shape) * known[nr].dtype.itemsize)
 
 
 def packed(saved: Any) -> Any:

@@ -76,6 +76,7 @@ class Chain:
         "scalars",
         "shape",
         "task",
+        "uses",
         "values",
         "weight",
     )
@@ -84,6 +85,7 @@ class Chain:
         self.made, self.task = made, task
         self.shape = root.layout[0] if root.layout is not None else None
         self.values: list[Value] = []  # in the order in which they are computed; the root is the last
+        self.uses: list[int] = []  # how often each is read in this chain
         self.leaves: list[Value] = []
         self.scalars: list[float] = []
         self.outputs: list[int] = []  # numbers of values that are wanted; the root's is the last
@@ -92,8 +94,13 @@ class Chain:
         self._codes: dict[int, int] = {}  # by id: the number of a value, or −1 − that of a leaf
         self._at_hand: dict[int, bool] = {}
         self._visit(root)
-        if not self.outputs or self.outputs[-1] != len(self.values) - 1:
-            self.outputs.append(len(self.values) - 1)
+        last = len(self.values) - 1
+        if len(self.outputs) > 1 or (self.outputs and self.outputs[0] != last):
+            self.outputs = [k for k in self.outputs if k != last and self._is_asked_for(k)]
+            self.outputs.append(last)
+        elif not self.outputs:
+            self.outputs.append(last)
+        self.key.append(tuple(self.outputs))
 
     def refusal(self, reason: object) -> str:
         """Why this chain is replayed op by op."""
@@ -113,7 +120,10 @@ class Chain:
         for a in args:
             kind = type(a)
             if kind is Value:
-                part.append(codes[id(a)])
+                code = codes[id(a)]
+                part.append(code)
+                if code >= 0:
+                    self.uses[code] += 1
             elif kind is float or kind is int or (kind is Tensor and a.dim() == 0 and a.is_cpu):
                 if function in STATIC:
                     part.append(float(a))
@@ -126,11 +136,18 @@ class Chain:
             part.extend(value.kwargs.items())
         number = codes[id(value)] = len(self.values)
         self.values.append(value)
+        self.uses.append(0)
         self.weight += WEIGHTS[function]
-        if value.readers and (value.reads < value.readers or value.task != self.task):  # as in ``Value._take``
+        if value.readers or value.parents > 1:
             self.outputs.append(number)
-            part.append(True)
         self.key.append(tuple(part))
+
+    def _is_asked_for(self, number: int) -> bool:
+        """Whether readers or other recipes are still to come for a value: as in ``Value._take``."""
+        value = self.values[number]
+        if value.readers and (value.reads < value.readers or value.task != self.task):
+            return True
+        return value._is_held() and self.uses[number] < value.parents
 
     def _is_inner(self, value: Value) -> bool:
         """Whether ``value``, an op of the table, is computed in this program.
@@ -138,13 +155,13 @@ class Chain:
         One that other recipes read too is computed here only if everything under it is at hand. Otherwise it is made
         once and held (``made``), or what lies under it would be rebuilt again and again.
         """
-        if self.is_held(value) or len(self.values) >= MAX_STEPS:
+        if self.is_made(value) or len(self.values) >= MAX_STEPS:
             return False
-        if value.readers and (value.layout is None or value.layout[0] != self.shape):
+        if (value.readers or value._is_held()) and value.layout is not None and value.layout[0] != self.shape:
             return False
         return value.parents <= 1 or self._has_at_hand(value)
 
-    def is_held(self, value: Value) -> bool:
+    def is_made(self, value: Value) -> bool:
         """Whether ``value`` need not be rebuilt."""
         memo = value.memo
         if memo is not None and value.memo_stream == _stream(memo):
@@ -154,7 +171,7 @@ class Chain:
     def _has_at_hand(self, value: Value) -> bool:
         known = self._at_hand.get(id(value))
         if known is None:
-            known = self._at_hand[id(value)] = self.is_held(value) or (
+            known = self._at_hand[id(value)] = self.is_made(value) or (
                 value.function in LOWERINGS and all(self._has_at_hand(v) for v in value.inputs)
             )
         return known
@@ -168,7 +185,7 @@ class Plan:
         builder = Builder(leaves, (shape, stride), variant)
         slots: list[Slot] = []
         scalars = iter(range(len(chain.scalars)))
-        for value, (_, _, _, *parts) in zip(chain.values, chain.key, strict=True):
+        for value, (_, _, _, *parts) in zip(chain.values, chain.key, strict=False):
             slots.append(_lower(builder, value, parts, slots, scalars))
         for k in chain.outputs:
             layout = chain.values[k].layout
@@ -178,6 +195,7 @@ class Plan:
         self.leaves = [k for k, _ in builder.inputs]
         self.scalars = builder.scalars
         self.stride = stride
+        self.uses = [chain.uses[k] for k in chain.outputs]
         self.outputs = [
             (*(chain.values[k].layout or (shape, stride)), slots[k].dtype or torch.float32) for k in chain.outputs
         ]
@@ -248,7 +266,7 @@ def replay(root: Value, made: dict[int, Tensor], task: int) -> tuple[Tensor, boo
     if kind in _refused:
         return None
     taken = {id(v): v._take(made, task) for v in chain.leaves}
-    if any(v.tensor is None for v in chain.leaves) and any(chain.is_held(v) for v in chain.values):
+    if any(v.tensor is None for v in chain.leaves) and any(chain.is_made(v) for v in chain.values):
         # To rebuild a leaf, values of this very chain were rebuilt and are held: they are leaves now.
         chain = Chain(root, made, task)
         taken |= {id(v): v._take(made, task) for v in chain.leaves if id(v) not in taken}
@@ -260,9 +278,9 @@ def replay(root: Value, made: dict[int, Tensor], task: int) -> tuple[Tensor, boo
     outputs = plan.run(leaves, [taken[id(v)][1] for v in chain.leaves], chain.scalars)
     if len(outputs) > 1:
         stream = _stream(leaves[0])
-        for k, tensor in zip(chain.outputs[:-1], outputs, strict=False):
+        for k, uses, tensor in zip(chain.outputs[:-1], plan.uses, outputs, strict=False):
             value = chain.values[k]
-            value.memo, value.memo_stream = tensor, stream
+            value.memo, value.memo_stream, value.takes = tensor, stream, uses
             _remember(value, task)
     return outputs[-1], True
 

@@ -82,6 +82,10 @@ def _noted(names: str) -> Handler:
 
     def handler(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = func(*args, **kwargs)
+        if len(args) == 2 and not kwargs:
+            a, b = args
+            if isinstance(a, Tensor) and isinstance(b, Tensor) and a.requires_grad and b.requires_grad:
+                return out  # the node has an edge for each: nothing is forgotten
         leave_note(out, names_, args, kwargs)
         return out
 
@@ -94,8 +98,10 @@ def _noted_with_defaults(names: str, **defaults: Any) -> Handler:
     def handler(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = func(*args, **kwargs)
         if not args or out is not args[0]:  # ``x.contiguous()`` may be x itself, and its node another op's
-            missing = {k: v for k, v in defaults.items() if names_.index(k) >= len(args)}
-            leave_note(out, names_, args, {**missing, **kwargs})
+            if len(args) < len(names_):
+                missing = {k: v for k, v in defaults.items() if names_.index(k) >= len(args)}
+                kwargs = {**missing, **kwargs}
+            leave_note(out, names_, args, kwargs)
         return out
 
     return handler
@@ -203,15 +209,15 @@ def _pooled(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
 
 def _source(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     out = func(*args, **kwargs)
+    if not notes.hold_sources:
+        return out
     if type(out) is Tensor and out.nbytes >= notes.book.min_bytes:
         made = out._base if out._is_view() else out
         node: Any = made.grad_fn if made is not None else None
         if node is not None and made is not None:
-            node.metadata[LIVE] = None
-            if notes.hold_sources:
-                held = made.detach()
-                node.metadata[LIVE] = (weakref.ref(held), held._version)
-                notes.recent.append(held)
+            held = made.detach()
+            node.metadata[LIVE] = (weakref.ref(held), held._version)
+            notes.recent.append(held)
     return out
 
 

@@ -40,7 +40,7 @@ for _op in UNARY.split():
         IN_PLACE[_function] = getattr(Tensor, _op + "_", None) or getattr(aten, _op + "_").default
 
 # Output 1 is a buffer that backward reads, as large as the output on a CPU.
-rule("LogSigmoidBackward0", "self", lambda x, n: aten.log_sigmoid_forward.default(x)[n], numbered=True)
+rule("LogSigmoidBackward0", "self", aten.log_sigmoid_forward.default, numbered=True)
 rule("GeluBackward0", "self", F.gelu, approximate="approximate")
 rule("LeakyReluBackward0", "self", F.leaky_relu, "negative_slope")
 rule("LeakyReluBackward1", "self", F.leaky_relu, "negative_slope")

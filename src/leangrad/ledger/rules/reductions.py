@@ -20,16 +20,16 @@ def _vector_norm(x: Tensor, order: float, dim: list[int] | None, keepdim: bool, 
     return aten.linalg_vector_norm.default(x, order, dim, keepdim, dtype=named)  # type: ignore[no-any-return]
 
 
-def _var_mean(x: Tensor, dim: list[int] | None, correction: float | None, keepdim: bool, n: int) -> Tensor:
-    return torch.var_mean(x, dim, correction=correction, keepdim=keepdim)[n]
+def _var_mean(x: Tensor, dim: list[int] | None, correction: float | None, keepdim: bool) -> tuple[Tensor, ...]:
+    return torch.var_mean(x, dim, correction=correction, keepdim=keepdim)
 
 
-def _std_mean(x: Tensor, dim: list[int] | None, correction: float | None, keepdim: bool, n: int) -> Tensor:
-    return torch.std_mean(x, dim, correction=correction, keepdim=keepdim)[n]
+def _std_mean(x: Tensor, dim: list[int] | None, correction: float | None, keepdim: bool) -> tuple[Tensor, ...]:
+    return torch.std_mean(x, dim, correction=correction, keepdim=keepdim)
 
 
-def _aminmax(x: Tensor, dim: int | None, keepdim: bool, n: int) -> Tensor:
-    return torch.aminmax(x, dim=dim, keepdim=keepdim)[n]
+def _aminmax(x: Tensor, dim: int | None, keepdim: bool) -> tuple[Tensor, ...]:
+    return torch.aminmax(x, dim=dim, keepdim=keepdim)
 
 
 rule("SumBackward0", "self", lambda x, dtype: torch.sum(x, dtype=dtype), "@dtype")

@@ -20,8 +20,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
 from leangrad._torch import output_fact
 
 
@@ -31,12 +29,12 @@ class Rule:
 
     node: str
     operands: tuple[str, ...]  # one per edge; ``("*",)``: a list of tensors, one per edge
-    function: Callable[..., Tensor]
+    function: Callable[..., Any]
     constants: tuple[str, ...]
     keywords: tuple[tuple[str, str], ...]
-    # The output that this rule rebuilds; None: the only one, or ``function`` takes its number.
+    # The output that this rule rebuilds; None: the only one.
     output: int | None = None
-    numbered: bool = False  # ``function`` takes the number of the output as its last argument
+    numbered: bool = False  # ``function`` gives all outputs of the node, and the value is one of them
     # Two such nodes over one input with the same constants are the same tensor: kept or rebuilt once.
     twins: bool = False
     when: Callable[[Any], bool] | None = None  # the nodes that this rule is for
@@ -48,7 +46,7 @@ RULES: dict[str, list[Rule]] = {}
 def rule(
     node: str,
     operands: str,
-    function: Callable[..., Tensor],
+    function: Callable[..., Any],
     *constants: str,
     output: int | None = 0,
     numbered: bool = False,
