@@ -4,32 +4,28 @@
     python -m benchmarks.packed --device cuda    # the same MLP larger, and the Llama of 1B shape, in bfloat16
 
 One process serves all forms of a case: their steps are timed in turns, and a ratio is the median of the ratios of
-neighbours. Peaks are above parameters and optimizer state, gradients included. Temporaries are what the backward of a
-later micro-batch allocates in blocks of a matrix's size. Each case appends a row to `benchmarks/results/packed.jsonl`
-(`--out` names another file).
+neighbours. A phase is timed from an idle device to an idle device, so what the host needs counts in full. Peaks are
+above parameters and optimizer state, gradients included. Temporaries are what the backward of a later micro-batch
+allocates in blocks of a matrix's size. Rows go to `benchmarks/results/packed_cpu.json` and `packed_h200.json`.
 """
 
 import argparse
 import copy
 import gc
-import json
-import platform
 import statistics
-import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.environment import environment, write_rows
 from leangrad.measure import measure
-from leangrad.packed import PackedGradients, pack_gradients
+from leangrad.packed import pack_gradients
 
-RESULTS = Path(__file__).parent / "results" / "packed.jsonl"
 MICRO_BATCHES = 4
 ODD = 23
 
@@ -101,33 +97,92 @@ def build(case: Case, device: str) -> tuple[nn.Module, Loss]:
 
 
 class Form:
-    """One way to train the model: plain, packed, or packed with gradients accumulated in float32."""
+    """One way to train the model: with the gradients that autograd makes, clipped by torch's own function."""
 
-    def __init__(self, model: nn.Module, loss: Loss, packing: str | None) -> None:
+    def __init__(self, model: nn.Module, loss: Loss) -> None:
         self.model, self.loss = model, loss
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-        self.packed: PackedGradients | None = None
-        self.casts = packing == "float32"
-        if packing is not None:
-            self.packed = pack_gradients(model, torch.float32 if self.casts else None)
 
     def accumulate(self) -> None:
         for _ in range(MICRO_BATCHES):
             self.loss(self.model).backward()
 
+    def clip(self) -> None:
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0, foreach=True)
+
     def clip_and_step(self) -> None:
-        if self.packed is None:
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0, foreach=True)
-        else:
-            self.packed.clip_norm_(1.0)
-            if self.casts:
-                self.packed.cast_()
+        self.clip()
         self.optimizer.step()
 
     def step(self) -> None:
         self.accumulate()
         self.clip_and_step()
+        self.zero_grad()
+
+    def zero_grad(self) -> None:
         self.optimizer.zero_grad()
+
+
+class Packed(Form):
+    """Packed gradients."""
+
+    def __init__(self, model: nn.Module, loss: Loss) -> None:
+        super().__init__(model, loss)
+        self.packed = pack_gradients(model)
+
+    def clip(self) -> None:
+        self.packed.clip_norm_(1.0)
+
+
+class PackedFloat32(Form):
+    """Packed gradients that are accumulated in float32, and rounded for the optimizer."""
+
+    def __init__(self, model: nn.Module, loss: Loss) -> None:
+        super().__init__(model, loss)
+        self.packed = pack_gradients(model, torch.float32)
+
+    def clip(self) -> None:
+        self.packed.clip_norm_(1.0, cast=True)
+
+
+class PlainFloat32(Form):
+    """The same without leangrad: each gradient is added to a float32 sum as it arrives, and released."""
+
+    def __init__(self, model: nn.Module, loss: Loss) -> None:
+        super().__init__(model, loss)
+        self.sums: dict[nn.Parameter, Tensor] = {}
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(self.add)
+
+    def add(self, parameter: nn.Parameter) -> None:
+        assert parameter.grad is not None
+        if parameter in self.sums:
+            self.sums[parameter].add_(parameter.grad)
+        else:
+            self.sums[parameter] = parameter.grad.float()
+        parameter.grad = None
+
+    @torch.no_grad()
+    def clip(self) -> None:
+        sums = list(self.sums.values())
+        factor = (1.0 / (torch.nn.utils.get_total_norm(sums, foreach=True) + 1e-6)).clamp(max=1.0)
+        torch._foreach_mul_(sums, factor)
+        del sums
+        for parameter in list(self.sums):
+            parameter.grad = self.sums.pop(parameter).to(parameter.dtype)
+
+    def zero_grad(self) -> None:
+        super().zero_grad()
+        self.sums.clear()
+
+
+#: The forms by what a row calls them. Those of float32 make sense for narrower parameters only.
+FORMS: dict[str, type[Form]] = {
+    "plain": Form,
+    "packed": Packed,
+    "plain float32": PlainFloat32,
+    "packed float32": PackedFloat32,
+}
 
 
 def seconds_of(call: Callable[[], object], device: str) -> float:
@@ -147,7 +202,7 @@ def time_in_turns(forms: dict[str, Form], device: str, repeats: int) -> dict[str
         for name, form in forms.items():
             seconds[name]["accumulate"].append(seconds_of(form.accumulate, device))
             seconds[name]["clip and step"].append(seconds_of(form.clip_and_step, device))
-            form.optimizer.zero_grad()
+            form.zero_grad()
     return seconds
 
 
@@ -159,14 +214,15 @@ def temporaries(form: Form) -> int:
     sizes = {p.numel() * p.element_size() for p in form.model.parameters() if p.dim() == 2}
     form.loss(form.model, True).backward()
     found = measure(lambda: form.loss(form.model, True).backward(), timed_runs=0)
-    form.optimizer.zero_grad()
+    form.zero_grad()
     return sum(event.bytes for event in found.timeline if event.phase == "backward" and event.bytes in sizes)
 
 
 def run(case: Case, device: str, repeats: int) -> dict[str, Any]:
+    """The row of one case: every form's peak, temporaries and seconds, and ratios to plain."""
     model, loss = build(case, device)
-    packings = {"plain": None, "packed": "own"} | ({"packed float32": "float32"} if case.dtype != "float32" else {})
-    forms = {name: Form(copy.deepcopy(model), loss, packing) for name, packing in packings.items()}
+    kinds = FORMS if case.dtype != "float32" else {name: FORMS[name] for name in ("plain", "packed")}
+    forms = {name: kind(copy.deepcopy(model), loss) for name, kind in kinds.items()}
     del model
     for form in forms.values():  # optimizer state, and whatever the first steps allocate for good
         form.step()
@@ -183,56 +239,37 @@ def run(case: Case, device: str, repeats: int) -> dict[str, Any]:
                 "ratio": statistics.median(a / b for a, b in zip(values, seconds["plain"][phase], strict=True)),
             }
         rows[name] = entry
-    return {"case": asdict(case), "micro_batches": MICRO_BATCHES, "repeats": repeats, "forms": rows} | where(device)
+    return {"case": asdict(case), "micro_batches": MICRO_BATCHES, "repeats": repeats, "forms": rows}
 
 
-def where(device: str) -> dict[str, Any]:
-    """Hardware, versions and commit."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    name = (
-        torch.cuda.get_device_name() if device == "cuda" else f"{platform.machine()}, {torch.get_num_threads()} threads"
-    )
-    return {
-        "device": name,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "commit": commit.stdout.strip() or "unknown",
-    }
-
-
-def table(row: dict[str, Any]) -> str:
-    lines = [f"{row['case']['name']} on {row['device']}, {MICRO_BATCHES} micro-batches, torch {row['torch']}"]
+def table(row: dict[str, Any], device: str) -> str:
+    """The row as text."""
+    where = environment(device)
+    lines = [f"{row['case']['name']} on {where['hardware']}, {MICRO_BATCHES} micro-batches, torch {where['torch']}"]
     lines.append(
         f"{'':<16}{'peak MB':>10}{'temporary MB':>14}{'accumulate ms':>15}{'ratio':>8}{'clip+step ms':>14}{'ratio':>8}"
     )
     for name, entry in row["forms"].items():
-        first, second = entry["accumulate"], entry["clip and step"]
-        values = (
-            f"{entry['peak_bytes'] / 1e6:.1f}",
-            f"{entry['temporary_bytes'] / 1e6:.1f}",
-            f"{first['seconds'] * 1e3:.1f}",
-            f"{first['ratio']:.3f}",
-            f"{second['seconds'] * 1e3:.2f}",
-            f"{second['ratio']:.3f}",
-        )
-        lines.append(f"{name:<16}" + "".join(f"{value:>15}" for value in values))
+        line = f"{name:<16}{entry['peak_bytes'] / 1e6:>10.1f}{entry['temporary_bytes'] / 1e6:>14.1f}"
+        for phase, width in (("accumulate", 15), ("clip and step", 14)):
+            line += f"{entry[phase]['seconds'] * 1e3:>{width}.2f}{entry[phase]['ratio']:>8.3f}"
+        lines.append(line)
     return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", choices=sorted(CASES))
-    parser.add_argument("--case", help="one case of that name only")
+    parser.add_argument("--case", help="one case of that name only; nothing is written then")
     parser.add_argument("--repeats", type=int, default=12)
-    parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
+    rows = []
     for case in CASES[options.device]:
         if options.case in (None, case.name):
-            row = run(case, options.device, options.repeats)
-            print(table(row), flush=True)
-            options.out.parent.mkdir(parents=True, exist_ok=True)
-            with options.out.open("a") as file:
-                file.write(json.dumps(row) + "\n")
+            rows.append(run(case, options.device, options.repeats))
+            print(table(rows[-1], options.device), flush=True)
+    if options.case is None:
+        write_rows("packed_h200" if options.device == "cuda" else "packed_cpu", options.device, rows)
 
 
 if __name__ == "__main__":

@@ -62,6 +62,21 @@ def test_the_norm_of_bfloat16_gradients_is_float32() -> None:
     torch.testing.assert_close(packed.norm().double(), expected, rtol=1e-6, atol=0)
 
 
+def test_complex_gradients_are_pairs_of_numbers() -> None:
+    model = nn.Linear(5, 3, dtype=torch.complex64)
+    packed = pack_gradients(model)
+    x = torch.randn(4, 5, dtype=torch.complex64)
+    model(x).abs().square().sum().backward()
+    before = [g.clone() for g in gradients(model)]
+    expected = torch.nn.utils.get_total_norm(before)
+    torch.testing.assert_close(packed.clip_norm_(0.5), expected.real)
+    for a, b in zip(gradients(model), before, strict=True):
+        torch.testing.assert_close(a, b * (0.5 / expected))
+    assert packed.all_finite()
+    model.weight.grad[0, 0] = complex(0, float("inf"))
+    assert not packed.all_finite()
+
+
 @pytest.mark.parametrize("as_tensor", [True, False])
 def test_scale(as_tensor: bool) -> None:
     model = odd()
@@ -164,6 +179,33 @@ def test_cast_then_any_optimizer_then_on() -> None:
             optimizer.zero_grad()
     for a, b in zip(mine.parameters(), plain.parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.usefixtures("_grad_dtype")
+@pytest.mark.parametrize("max_norm", [0.5, 1e6])
+def test_clip_and_cast_in_one_pass(max_norm: float) -> None:
+    one, two = wide_twins()[1:], wide_twins()[1:]
+    two[0].load_state_dict(one[0].state_dict())
+    for seed in range(3):
+        filled(one[0], seed)
+        filled(two[0], seed)
+    norm = one[1].clip_norm_(max_norm)
+    clipped = [g.bfloat16() for g in gradients(one[0])]
+    assert torch.equal(two[1].clip_norm_(max_norm, cast=True), norm)
+    for a, b in zip(gradients(two[0]), clipped, strict=True):
+        assert a.dtype == torch.bfloat16
+        assert torch.equal(a, b)
+    assert two[1].report().standing_bytes == 0
+
+
+def test_clip_and_cast_scales_what_needs_no_cast() -> None:
+    model = nn.Sequential(nn.Linear(6, 6).bfloat16(), nn.Linear(6, 6))
+    packed = pack_gradients(model, torch.float32)
+    model[1](model[0](torch.randn(4, 6).bfloat16()).float()).square().sum().backward()
+    norm = packed.clip_norm_(0.1, cast=True)
+    assert [g.dtype for g in gradients(model)] == [torch.bfloat16] * 2 + [torch.float32] * 2
+    assert norm > 0.1
+    torch.testing.assert_close(packed.norm(), torch.tensor(0.1), rtol=1e-3, atol=0)
 
 
 @pytest.mark.usefixtures("_grad_dtype")

@@ -267,7 +267,7 @@ def private_names() -> dict[str, bool]:
     tensor = torch.ones(1, requires_grad=True) * 1
     owners: list[Any] = [torch, torch._C, torch._C._autograd, torch.autograd, torch.autograd.forward_ad]
     owners += [torch.autograd.Variable]
-    owners += [torch.nn.Module(), torch.nn.modules.module, torch.ops.aten.add.Tensor]
+    owners += [torch.nn.Module(), torch.nn.modules.module, torch.ops.aten, torch.ops.aten.add.Tensor]
     owners += [tensor, tensor.untyped_storage(), tensor.grad_fn]
     there = {name for owner in owners for name in dir(owner)}
     has_cuda = torch.backends.cuda.is_built()
@@ -367,3 +367,53 @@ def without_batches() -> Any:
         return torch._C._ExcludeDispatchKeyGuard(keys)
     except (AttributeError, RuntimeError, TypeError):
         return contextlib.nullcontext()
+
+
+def norms(tensors: list[Tensor], order: float, dtype: torch.dtype) -> list[Tensor]:
+    """The norm of each tensor, in `dtype`: in one call, where torch has it."""
+    together = getattr(torch, "_foreach_norm", None)
+    if together is None:
+        return [torch.linalg.vector_norm(tensor, order, dtype=dtype) for tensor in tensors]
+    return list(together(tensors, order, dtype=dtype))
+
+
+def scale_(tensors: list[Tensor], factor: Tensor | float) -> None:
+    """Multiply each tensor by `factor`, in place: in one call, where torch has it."""
+    together = getattr(torch, "_foreach_mul_", None)
+    if together is not None:
+        together(tensors, factor)
+        return
+    for tensor in tensors:
+        tensor.mul_(factor)
+
+
+@functools.cache
+def _has_fused_rms_norm(device_type: str) -> bool:
+    """Whether torch has kernels of its own for both passes of an RMS norm there; on a CPU it composes other ops."""
+    if device_type != "cuda":
+        return False
+    try:
+        x = torch.ones(1, 8, device=device_type)
+        _, rstd = torch.ops.aten._fused_rms_norm(x, [8], x[0], 1e-5)
+        torch.ops.aten._fused_rms_norm_backward(x, x, [8], rstd, x[0], [True, True])
+    except (AttributeError, RuntimeError):  # NotImplementedError is a RuntimeError
+        return False
+    return True
+
+
+def fused_rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor] | None:
+    """An RMS norm over the last dimension and 1/rms of each row; None where torch has no kernel for it."""
+    if not _has_fused_rms_norm(x.device.type):
+        return None
+    y, rstd = torch.ops.aten._fused_rms_norm(x, [x.shape[-1]], weight, eps)
+    return y, rstd
+
+
+def fused_rms_norm_backward(
+    g: Tensor, x: Tensor, rstd: Tensor, weight: Tensor | None, needs_dweight: bool
+) -> tuple[Tensor, Tensor | None] | None:
+    """The gradients of x and of the weight for `fused_rms_norm`; None where torch has no kernel for it."""
+    if not _has_fused_rms_norm(x.device.type):
+        return None
+    dx, dweight = torch.ops.aten._fused_rms_norm_backward(g, x, [x.shape[-1]], rstd, weight, [True, needs_dweight])
+    return dx, dweight if needs_dweight else None

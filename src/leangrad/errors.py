@@ -1,6 +1,6 @@
 """leangrad's own errors. Each message says what was expected, what was found, and what to do instead."""
 
-__all__ = ["ChangedError", "ConsumedError", "LeangradError"]
+__all__ = ["ChangedError", "ConsumedError", "LeangradError", "StaleError"]
 
 
 class LeangradError(RuntimeError):
@@ -17,3 +17,7 @@ class ConsumedError(LeangradError):
 
 class ChangedError(LeangradError):
     """A tensor that backward needs was changed in place after it was kept."""
+
+
+class StaleError(LeangradError):
+    """A buffer that was borrowed from a workspace was touched after it was given back."""

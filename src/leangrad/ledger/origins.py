@@ -231,6 +231,9 @@ class Walk:
             return _torch.output_fact(node, attribute)
         if kind == "tensor":
             return self._saved(getattr(node, attribute), name)
+        if kind == "statistic":
+            packed = _torch.packed(getattr(node, attribute))
+            return leaf_value(packed.tensor, packed.version) if type(packed) is Bare else packed
         noted = node.metadata.get(NOTE)
         if noted is None or attribute not in noted:
             if attribute in DEFAULTS:
@@ -273,11 +276,13 @@ _BY_TYPE: dict[type, tuple[Rule, ...]] = {}
 
 
 def _kind_of(node: Node, name: str) -> tuple[str, str]:
-    """Where this type of node has a constant: a fact of its output, a saved tensor, a plain constant, or a note."""
+    """Where this type of node has a constant: a fact of its output, a note, a statistic, a saved tensor, or itself."""
     if name[0] == "@":
         found = "fact", name[1:]
     elif name[0] == "?":
         found = "note", name[1:]
+    elif name[0] == "~":
+        found = "statistic", "_raw_saved_" + name[1:]
     elif hasattr(type(node), "_raw_saved_" + name):
         found = "tensor", "_raw_saved_" + name
     elif hasattr(type(node), "_saved_" + name):

@@ -9,6 +9,7 @@ reference (``node.metadata``), so a value dies with its last reader, in the midd
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, final
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
-from leangrad import _torch
+from leangrad import _torch, kernels
 from leangrad.errors import ChangedError, LeangradError
 
 Layout = tuple[torch.Size, tuple[int, ...]]
@@ -243,6 +244,8 @@ class Value:
         function = self.function
         if function is None:
             raise LeangradError(f"the input of a recipe was never kept: {self.op}; this is a bug in leangrad")
+        if function in _fusable() and (fused := _fusable()[function](self, made, task)) is not None:
+            return fused
         args = list(self.args)
         owned = -1
         for i in self.order:
@@ -302,6 +305,17 @@ class Value:
                 return inplace(target, *([] if other is None else [other]), **self.kwargs)
         tensor: Tensor = function(*args, **self.kwargs)
         return tensor
+
+
+@functools.cache
+def _fusable() -> dict[Any, Callable[[Value, dict[int, Tensor], int], tuple[Tensor, bool] | None]]:
+    """The functions that may be replayed together as one kernel, and what does it: none where Triton has no device."""
+    if not kernels.has_device():
+        return {}
+    from leangrad.ledger.fused import replay
+    from leangrad.ledger.lowering import LOWERINGS
+
+    return dict.fromkeys(LOWERINGS, replay)
 
 
 MANY = 4  # see [Note: held for recipes]

@@ -14,7 +14,7 @@ from leangrad.errors import ChangedError, LeangradError
 from . import slots as slots_module
 from .layout import check_packable, has_plain_weight, lay_out, reasons_for_adding
 from .modules import teach, unteach
-from .passes import is_finite, norm_of, whole
+from .passes import are_finite, narrow, norms_of, scale, whole
 from .reduction import Reduction
 from .report import Report, Row
 from .slots import SLOTS, Slot
@@ -84,6 +84,7 @@ class PackedGradients:
 
         Each is the memory of the gradients themselves: what is done to it is done to them.
         """
+        self._check_parameters()
         flats = self._settled()
         for range_ in self.ranges:
             range_.forget_zeros()  # whoever has the vector may write anywhere in it
@@ -92,56 +93,40 @@ class PackedGradients:
     @torch.no_grad()
     def norm(self) -> Tensor:
         """The 2-norm of all gradients together, in float32 or wider: `torch.nn.utils.get_total_norm(grads)`."""
-        return self._norm(self._settled())
+        norm = self._norm(self._settled())
+        self._check_parameters()
+        return norm
 
     @torch.no_grad()
-    def clip_norm_(self, max_norm: float) -> Tensor:
-        """`torch.nn.utils.clip_grad_norm_(parameters, max_norm)`: returns the norm before clipping."""
+    def clip_norm_(self, max_norm: float, *, cast: bool = False) -> Tensor:
+        """`torch.nn.utils.clip_grad_norm_(parameters, max_norm)`: returns the norm before clipping.
+
+        The norm and the factor are float32 or wider; torch rounds both to the dtype of the gradients. `cast=True`
+        leaves the gradients as `cast_()` would, in the pass that scales them.
+        """
         norm = self._norm(self._settled())
-        self._scale((max_norm / (norm + 1e-6)).clamp(max=1.0))
+        self._check_parameters()  # which a GPU does not wait for: it is busy with the norm
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        self._scale(self._cast(factor) if cast else self._standing(), factor)
         return norm
 
     @torch.no_grad()
     def scale_(self, factor: Tensor | float) -> None:
         """Multiply every gradient by `factor`, a number or a tensor of one element."""
-        self._settled()
-        self._scale(factor)
+        self._check_parameters()
+        self._scale(self._settled(), factor)
 
     @torch.no_grad()
     def all_finite(self) -> Tensor:
         """Whether no gradient holds an Inf or a NaN, as a tensor of one bool (on CUDA nothing waits for it)."""
-        parts = [is_finite(flat) for flat in self._settled()]
+        parts = are_finite(self._settled())
+        self._check_parameters()
         for _, parameter in self._outside:
             if parameter.grad is not None:
                 parts.append(torch.isfinite(whole(torch.linalg.vector_norm(parameter.grad, float("inf")))))
         if not parts:
             return torch.ones((), dtype=torch.bool)
         return torch.stack([part.to(parts[0].device) for part in parts]).all()
-
-    def _settled(self) -> list[Tensor]:
-        """Every range that stands, with zeros wherever there is no gradient."""
-        self._check_parameters()
-        for parameter, slot in self._pairs:
-            slot.settle(parameter)
-        for range_ in self.ranges:
-            range_.clear_pads()
-        return [flat for range_ in self.ranges if (flat := range_.flat()) is not None]
-
-    def _norm(self, flats: list[Tensor]) -> Tensor:
-        parts = [norm_of(flat) for flat in flats]
-        outside = [p.grad for _, p in self._outside if p.grad is not None]
-        if outside:
-            parts.append(whole(torch.nn.utils.get_total_norm(outside)))
-        if not parts:
-            return torch.zeros(())
-        return norm_of(torch.stack([part.to(parts[0].device) for part in parts]))
-
-    def _scale(self, factor: Tensor | float) -> None:
-        for range_ in self.ranges:
-            range_.scale_(factor.to(range_.device) if isinstance(factor, Tensor) else factor)
-        for _, parameter in self._outside:
-            if parameter.grad is not None:
-                parameter.grad.mul_(factor)
 
     @torch.no_grad()
     def cast_(self) -> None:
@@ -150,18 +135,56 @@ class PackedGradients:
         Range by range, so that both forms of one range at most stand at a time. The next gradient to arrive after
         `zero_grad` is accumulated in the wider dtype again.
         """
+        self._check_parameters()
         self._settled()
-        owners = {slot: parameter for parameter, slot in self._pairs}
+        self._cast(None)
+
+    def _settled(self) -> list[Tensor]:
+        """Every range that stands, with zeros wherever there is no gradient."""
+        for parameter, slot in self._pairs:
+            slot.settle(parameter)
         for range_ in self.ranges:
-            flat = range_.flat()
-            if flat is None or range_.dtype == range_.parameter_dtype:
+            range_.clear_pads()
+        return self._standing()
+
+    def _standing(self) -> list[Tensor]:
+        return [flat for range_ in self.ranges if (flat := range_.flat()) is not None]
+
+    def _norm(self, flats: list[Tensor]) -> Tensor:
+        norms = norms_of(flats)
+        outside = [p.grad for _, p in self._outside if p.grad is not None]
+        if outside:
+            norms.append(whole(torch.nn.utils.get_total_norm(outside)))
+        if not norms:
+            return torch.zeros(())
+        norm: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
+        return norm
+
+    def _scale(self, flats: list[Tensor], factor: Tensor | float) -> None:
+        scale(flats, factor)
+        for range_ in self.ranges:
+            range_.forget_zeros()  # the factor may be infinite or NaN
+        for _, parameter in self._outside:
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
+
+    def _cast(self, factor: Tensor | None) -> list[Tensor]:
+        """Cast, times `factor`, what has a wider dtype than its parameter; return the vectors that have not."""
+        owners = {slot: parameter for parameter, slot in self._pairs}
+        others: list[Tensor] = []
+        for range_ in self.ranges:
+            if (flat := range_.flat()) is None:
                 continue
-            narrow = flat.to(range_.parameter_dtype)
+            if range_.dtype == range_.parameter_dtype:
+                others.append(flat)
+                continue
+            narrowed = narrow(flat, range_.parameter_dtype, factor)
             for slot in range_.slots:
                 parameter = owners[slot]
                 if parameter.grad is not None:
                     parameter.grad = None  # a stand-in of the wider dtype cannot be replaced in one assignment
-                    parameter.grad = narrow.as_strided(slot.shape, slot.stride, slot.offset)
+                    parameter.grad = narrowed.as_strided(slot.shape, slot.stride, slot.offset)
+        return others
 
     # -- processes ----------------------------------------------------------------------------------------------
 

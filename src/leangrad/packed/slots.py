@@ -108,13 +108,6 @@ class Range:
             flat.index_fill_(0, self._pad_index, 0)
             self._pads_are_zero = True
 
-    def scale_(self, factor: Tensor | float) -> None:
-        """Multiply the whole buffer. The factor may be infinite or NaN, so nothing is known to be zero afterwards."""
-        flat = self.flat()
-        if flat is not None:
-            flat.mul_(factor)
-            self.forget_zeros()
-
     def forget_zeros(self) -> None:
         """Take nothing in the buffer for zero any more."""
         self._pads_are_zero = not self._pads

@@ -62,7 +62,7 @@ rule("NanToNumBackward0", "self", torch.nan_to_num, "?nan", "?posinf", "?neginf"
 rule("LogitBackward0", "self", torch.logit, "eps")
 rule("PowBackward0", "self", torch.pow, "exponent")
 rule("PowBackward2", "exponent", lambda exponent, base: torch.pow(base, exponent), "self")
-rule("RsubBackward1", "self", lambda x, other, alpha: torch.rsub(x, other, alpha=alpha), "?other", "alpha")
+rule("RsubBackward1", "self", lambda x, other, alpha: torch.rsub(x, other, alpha=alpha), "?other", alpha="alpha")
 rule("MulBackward1", "self", torch.mul, "other")
 rule("DivBackward1", "self", torch.div, "other")
 rule("DivBackward3", "self", torch.div, "other", rounding_mode="rounding_mode")

@@ -112,11 +112,16 @@ rule("SafeSoftmaxBackward0", "self", aten._safe_softmax.default, "dim", dtype="@
 # ---------------------------------------------------------------------------------------------------------------- norms
 
 
-def _layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, shape: list[int], eps: float) -> Tensor:
+# The statistics that autograd saved come last: a fused kernel applies a norm from them, its own function needs none.
+
+
+def _layer_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, shape: list[int], eps: float, *statistics: Tensor
+) -> Tensor:
     return torch.native_layer_norm(x, shape, weight, bias, eps)[0]
 
 
-def _rms_norm(x: Tensor, weight: Tensor | None, shape: list[int], eps: float | None) -> Tensor:
+def _rms_norm(x: Tensor, weight: Tensor | None, shape: list[int], eps: float | None, *statistics: Tensor) -> Tensor:
     return aten._fused_rms_norm.default(x, shape, weight, eps)[0]  # type: ignore[no-any-return]
 
 
@@ -126,12 +131,12 @@ def _group_norm(
     return torch.native_group_norm(x, weight, bias, n, c, hw, group, eps)[0]
 
 
-def _batch_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+def _batch_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *statistics: Tensor) -> Tensor:
     # The statistics of the batch again, with no running statistics to touch: the same bits, and no state changes.
     return torch.native_batch_norm(x, weight, bias, None, None, True, 0.0, eps)[0]
 
 
-def _cudnn_batch_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+def _cudnn_batch_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, *statistics: Tensor) -> Tensor:
     return torch.cudnn_batch_norm(x, weight, bias, None, None, True, 0.0, eps)[0]
 
 
@@ -152,10 +157,12 @@ def _evaluating(node: Any) -> bool:
 
 
 _STATISTICS = ("?fixed_mean", "?fixed_var", "eps")  # copies: a later training step changes the originals unseen
-rule("NativeLayerNormBackward0", "input weight bias", _layer_norm, "normalized_shape", "?eps")
-rule("FusedRmsNormBackward0", "input weight", _rms_norm, "normalized_shape", "?eps")
+rule("NativeLayerNormBackward0", "input weight bias", _layer_norm, "normalized_shape", "?eps", "~result1", "~result2")
+rule("FusedRmsNormBackward0", "input weight", _rms_norm, "normalized_shape", "?eps", "~result1")
 rule("NativeGroupNormBackward0", "input weight bias", _group_norm, "N", "C", "HxW", "group", "eps")
-rule("NativeBatchNormBackward0", "input weight bias", _batch_norm, "eps", when=_training)
+rule("NativeBatchNormBackward0", "input weight bias", _batch_norm, "eps", "~result1", "~result2", when=_training)
 rule("NativeBatchNormBackward0", "input weight bias", _fixed_norm, *_STATISTICS, when=_evaluating)
-rule("CudnnBatchNormBackward0", "input weight bias", _cudnn_batch_norm, "epsilon", when=_training)
+rule(
+    "CudnnBatchNormBackward0", "input weight bias", _cudnn_batch_norm, "epsilon", "~result1", "~result2", when=_training
+)
 rule("WeightNormInterfaceBackward0", "v g", _weight_norm, "dim")

@@ -10,7 +10,8 @@ means ``F.leaky_relu(self, node._saved_negative_slope)``. Where a node forgets a
 norm) the constant is written ``?name`` and comes from the note that ``notes.py`` left on the node; where there is no
 note there is no recipe, and the tensor is kept. An input without an edge (it needs no gradient) is looked up by its
 name in the same way: ``other`` is what the node saved, ``?other`` is for nodes that save it only at times. ``@shape``
-and ``@dtype`` are those of the op's output.
+and ``@dtype`` are those of the op's output. ``~result1`` is a statistic that the node saved (a mean, a 1/deviation):
+the function does not need it, but a fused kernel applies a norm from it (``fused.py``).
 """
 
 from __future__ import annotations

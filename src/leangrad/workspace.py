@@ -1,0 +1,327 @@
+"""Workspaces: scratch buffers that are lent, given back and lent again, never freed and allocated again.
+
+    with workspace.default.borrow("scores", (n, m), like=x) as scores:
+        torch.mm(x, y, out=scores.tensor)
+
+[Note: capacity] The memory of a buffer has a capacity for each dimension, a power of two. What fits is lent out of that
+memory, contiguous, and allocates nothing. Where a dimension exceeds its capacity, that one grows and the others stay;
+where all fall to a quarter or less, all shrink. A sequence of shapes that repeats allocates nothing the second time.
+
+[Note: never overwritten] What is lent is a tensor of its own (`detach`) on the memory. Everything that can read it
+later, be it autograd that saved it, a view, a numpy array, the storage itself, raises a count on the memory above what
+it was when only the workspace had it. That row of counts (`leangrad._torch.reference_counts`) is noted when the memory
+is new; before the memory is lent again the row must be the same, or the memory is left to those who hold it and a
+fresh one is allocated. A row that cannot be read means the same. All that is lent from one memory shares one version
+counter, so that autograd's own check stands behind this one.
+
+[Note: streams] A buffer is lent for the CUDA stream that is current, to whose work all that was done in it before is
+known to be finished. A borrower who touches it on another stream waits for the first one, and before the buffer is lent
+again the first one waits for that borrower. A backward on another thread has buffers of its own.
+"""
+
+from __future__ import annotations
+
+import sysconfig
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from leangrad._torch import is_traced, raw_stream, reference_counts, transforms_active
+from leangrad.errors import StaleError
+
+__all__ = ["Borrowed", "Workspace", "default"]
+
+
+class Borrowed:
+    """A buffer that is ours until `release`, until the end of a `with`, or until nobody has this object any more.
+
+    What is in it at first is anything, NaN included. A name that still has the tensor when the same buffer is wanted
+    again costs a fresh allocation (see [Note: never overwritten]), so write `borrowed.tensor` where it is used.
+    """
+
+    __slots__ = ("__weakref__", "_buffer", "_tensor", "generation", "name")
+
+    def __init__(self, name: str, buffer: _Buffer, tensor: Tensor, generation: int):
+        self.name, self.generation = name, generation
+        self._buffer = buffer
+        self._tensor: Tensor | None = tensor
+
+    @property
+    def tensor(self) -> Tensor:
+        """The tensor, of the shape that was asked for; StaleError once it was given back."""
+        buffer, tensor = self._buffer, self._tensor
+        if tensor is None or buffer.generation != self.generation:
+            raise StaleError(
+                f"borrow {self.generation} of {self.name!r} was given back and its memory may have been lent again "
+                f"(it is at {buffer.generation}); borrow it anew, or release it later"
+            )
+        if buffer.stream is not None:
+            buffer.visit(tensor)
+        return tensor
+
+    def release(self) -> None:
+        """Give the buffer back. A second time does nothing."""
+        self._tensor = None
+
+    def __enter__(self) -> Borrowed:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+    def __repr__(self) -> str:
+        what = "given back" if self._tensor is None else f"{tuple(self._tensor.shape)}, {self._tensor.dtype}"
+        return f"Borrowed({self.name!r}, generation {self.generation}, {what})"
+
+
+class Workspace:
+    """Scratch buffers by name, separate for each dtype, device, stream and thread.
+
+    `borrow(name, shape)` equals `torch.empty(shape)` whose memory is used again once it was given back. One name may be
+    borrowed several times at once: nested borrowers never share memory. A workspace may be shared by threads, and
+    copied and pickled with a module; a copy is empty.
+
+    `allocations` counts the tensors that were allocated, `bytes` is what is held now, `high_water` the most there was.
+
+    >>> workspace = Workspace()
+    >>> with workspace.borrow("scores", (3, 100)) as scores:
+    ...     torch.full((3, 100), float("nan"), out=scores.tensor).isnan().all()
+    tensor(True)
+    >>> with workspace.borrow("scores", (4, 120)) as scores:
+    ...     torch.mm(torch.ones(4, 2), torch.ones(2, 120), out=scores.tensor).unique()
+    tensor([2.])
+    >>> workspace  # capacity (4, 128)
+    Workspace(buffers=1, allocations=1, bytes=2048, high_water=2048)
+    """
+
+    def __init__(self) -> None:
+        self._local = threading.local()
+        self._lock = threading.Lock()  # for the counters and the list of shelves; never held where nothing is allocated
+        self._shelves: list[weakref.ref[_Shelf]] = []
+        self._allocations = self._high_water = 0
+
+    def borrow(
+        self,
+        name: str,
+        shape: Sequence[int],
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | int | None = None,
+        like: Tensor | None = None,
+    ) -> Borrowed:
+        """Lend a contiguous buffer of this shape, with anything in it.
+
+        dtype and device are those of `like` where none are given, and torch's defaults where that is missing too.
+        Keeps nothing for backward. Where memory cannot be used again safely (a compiler or tracer, a `torch.func`
+        transform, the capture of a CUDA graph, a kind of device whose order of work is not known here), the buffer is
+        new each time.
+
+        >>> Workspace().borrow("row", (5,), dtype=torch.float64).tensor.shape
+        torch.Size([5])
+        """
+        if like is not None:
+            dtype, device = dtype or like.dtype, like.device if device is None else device
+        dtype, device = dtype or torch.get_default_dtype(), _resolve(device)
+        shape = torch.Size(shape)
+        if min(shape, default=0) < 0:
+            raise ValueError(f"shape: expected sizes of 0 or more, got {tuple(shape)}")
+        if not _may_pool(device):
+            return _Buffer(None).new(self, name, shape, dtype, device).lend(name, shape)
+        stream = raw_stream(device) if device.type == "cuda" else 0
+        buffers = self._shelf().setdefault((name, len(shape), dtype, device, stream), [])
+        buffer = next((b for b in buffers if b.is_free), None)
+        if buffer is None:
+            buffer = _Buffer(torch.cuda.current_stream(device) if device.type == "cuda" else None)
+            buffers.append(buffer)
+        capacity = _capacity(buffer.capacity, shape)
+        if capacity != buffer.capacity or buffer.is_held:
+            buffer.new(self, name, capacity, dtype, device)
+        return buffer.lend(name, shape)
+
+    @property
+    def allocations(self) -> int:
+        """How often memory was allocated, in all threads, since this workspace was made."""
+        return self._allocations
+
+    @property
+    def bytes(self) -> int:
+        """The bytes that are held now, lent or not, in all threads."""
+        return sum(buffer.nbytes for buffer in self._buffers())
+
+    @property
+    def high_water(self) -> int:
+        """The most that `bytes` ever was."""
+        return self._high_water
+
+    def clear(self) -> None:
+        """Return all memory, of all threads; what is lent goes back when its borrower lets go of it.
+
+        >>> workspace = Workspace()
+        >>> with workspace.borrow("row", (5,)):
+        ...     pass
+        >>> workspace.clear()
+        >>> workspace.bytes, workspace.high_water
+        (0, 32)
+        """
+        with self._lock:
+            for shelf in self._shelves:
+                buffers = shelf()
+                if buffers is not None:
+                    buffers.clear()
+
+    def _shelf(self) -> _Shelf:
+        """The buffers of this thread. They end with the thread."""
+        shelf: _Shelf | None = getattr(self._local, "shelf", None)
+        if shelf is None:
+            shelf = self._local.shelf = _Shelf()
+            with self._lock:
+                self._shelves = [s for s in self._shelves if s() is not None] + [weakref.ref(shelf)]
+        return shelf
+
+    def _buffers(self) -> Iterator[_Buffer]:
+        for ref in list(self._shelves):
+            shelf = ref()
+            for buffers in [] if shelf is None else list(shelf.values()):
+                yield from list(buffers)
+
+    def _count_allocation(self) -> None:
+        with self._lock:
+            self._allocations += 1
+            self._high_water = max(self._high_water, self.bytes)
+
+    def __reduce__(self) -> tuple[type[Workspace], tuple[()]]:
+        return Workspace, ()
+
+    def __repr__(self) -> str:
+        counts = f"allocations={self.allocations}, bytes={self.bytes}, high_water={self.high_water}"
+        return f"Workspace(buffers={sum(1 for _ in self._buffers())}, {counts})"
+
+
+class _Shelf(dict[tuple[Any, ...], "list[_Buffer]"]):
+    """The buffers of one thread, by name, rank, dtype, device and stream."""
+
+    __slots__ = ("__weakref__",)
+
+
+class _Buffer:
+    """Memory of one capacity, and who has it now."""
+
+    __slots__ = ("borrower", "capacity", "counts", "generation", "memory", "shaped", "stream", "visitors")
+
+    def __init__(self, stream: torch.cuda.Stream | None):
+        self.stream = stream
+        self.capacity: torch.Size | None = None
+        self.memory: Tensor | None = None
+        self.shaped: Tensor | None = None  # the memory in the shape that was lent last
+        self.counts: tuple[int, ...] | None = None
+        self.generation = 0
+        self.borrower: weakref.ref[Borrowed] | None = None
+        self.visitors: set[torch.cuda.Stream] = set()
+
+    @property
+    def nbytes(self) -> int:
+        memory = self.memory
+        return 0 if memory is None else memory.numel() * memory.element_size()
+
+    @property
+    def is_free(self) -> bool:
+        """Whether the last borrower has given it back, or is gone."""
+        borrower = None if self.borrower is None else self.borrower()
+        return borrower is None or borrower._tensor is None
+
+    @property
+    def is_held(self) -> bool:
+        """Whether somebody outside may still read the memory; see [Note: never overwritten]."""
+        return self.counts is None or self._count() != self.counts
+
+    def new(
+        self, workspace: Workspace, name: str, capacity: torch.Size, dtype: torch.dtype, device: torch.device
+    ) -> _Buffer:
+        """Leave the memory there was, first, and allocate another."""
+        self.capacity = self.memory = self.shaped = self.counts = None
+        self.visitors.clear()
+        with torch.inference_mode(False):  # an inference tensor could not be saved for a backward later
+            self.memory = torch.empty(capacity.numel(), dtype=dtype, device=device)
+            self.shaped = self.memory[:0]
+        self.capacity = capacity
+        # A subclass (FakeTensor) or a split count of references (no GIL) tells nothing about who holds the memory.
+        self.counts = self._count() if _COUNTS_TELL and type(self.memory) is Tensor else None
+        workspace._count_allocation()
+        return self
+
+    def lend(self, name: str, shape: torch.Size) -> Borrowed:
+        """A tensor of its own on this memory, for the next generation."""
+        memory, shaped = self.memory, self.shaped
+        assert memory is not None
+        assert shaped is not None
+        if self.visitors:
+            self._await_visitors()
+        if shaped.shape != shape:
+            shaped = self.shaped = memory[: shape.numel()].view(shape)
+        self.generation += 1
+        borrowed = Borrowed(name, self, shaped.detach(), self.generation)
+        self.borrower = weakref.ref(borrowed)
+        return borrowed
+
+    def visit(self, tensor: Tensor) -> None:
+        """Order the work of a stream that is not the buffer's own; see [Note: streams]."""
+        assert self.stream is not None
+        if raw_stream(tensor.device) == self.stream.cuda_stream:
+            return
+        stream = torch.cuda.current_stream(tensor.device)
+        stream.wait_stream(self.stream)
+        tensor.record_stream(stream)
+        self.visitors.add(stream)
+
+    def _await_visitors(self) -> None:
+        for stream in self.visitors:
+            assert self.stream is not None
+            self.stream.wait_stream(stream)
+        self.visitors.clear()
+
+    def _count(self) -> tuple[int, ...] | None:
+        return None if self.memory is None else reference_counts(self.memory)
+
+
+_COUNTS_TELL = not sysconfig.get_config_var("Py_GIL_DISABLED")
+
+
+def _capacity(capacity: torch.Size | None, shape: torch.Size) -> torch.Size:
+    """The capacity that a buffer has after a request; see [Note: capacity]."""
+    wanted = torch.Size([_power_of_two(size) for size in shape])
+    if capacity is None or (shape and all(4 * size <= c for size, c in zip(shape, capacity, strict=True))):
+        return wanted
+    return torch.Size([max(c, w) for c, w in zip(capacity, wanted, strict=True)])
+
+
+def _power_of_two(size: int) -> int:
+    """The smallest power of two that is not below `size`, nor below 1."""
+    return 1 << (size - 1).bit_length() if size > 1 else 1
+
+
+def _resolve(device: torch.device | str | int | None) -> torch.device:
+    """The device with its index, so that `cuda` and `cuda:0` are one."""
+    device = torch.get_default_device() if device is None else torch.device(device)
+    if device.type != "cuda":
+        return device
+    return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+
+
+def _may_pool(device: torch.device) -> bool:
+    """Whether memory that is given back here may be lent again."""
+    if is_traced() or transforms_active():
+        return False
+    if device.type == "cuda":  # a graph's memory is the graph's, which writes there whenever it is replayed
+        return not torch.cuda.is_current_stream_capturing()
+    return device.type in ("cpu", "mps")
+
+
+#: The workspace of those who bring none of their own. Every thread has its own buffers in it.
+default = Workspace()
