@@ -6,15 +6,14 @@ made by other ops, its outputs the value itself and every inner value that reade
 [Note: proven before used]
 A program is used only after it has been compared: the first ``PROOFS`` times the recipe is replayed op by op as ever,
 and the program is run beside it, in pieces, over the same tensors. One different bit and this kind of chain is replayed
-op by op for ever. So a program that is wrong on this GPU, this torch or this Triton costs time, not gradients. Steps do
-not depend on how many elements there are, so a proof holds for all batch sizes; but a library may choose another kernel
-for a norm of another shape, so with such a norm each shape is proven for itself.
+op by op for ever. Before that each op was tried by itself ([Note: every op by itself]). So a program that is wrong on
+this GPU, this torch or this Triton costs time, not gradients. Steps do not depend on how many elements there are, so a
+proof holds for all batch sizes; but a library may choose another kernel for a norm of another shape, so with such a
+norm each shape is proven for itself.
 """
 
 from __future__ import annotations
 
-import ctypes
-import math
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,18 +22,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from leangrad import kernels
+from leangrad import _torch, kernels
 from leangrad.kernels.pointwise import BLOCK, Kernel, compiled
-from leangrad.ledger.lowering import LOWERINGS, STATIC, VARIANTS, WEIGHTS, Builder, RefusedError, Slot
+from leangrad.ledger.exact import is_exact, same_bits
+from leangrad.ledger.lowering import LOWERINGS, NORMS, STATIC, VARIANTS, WEIGHTS, Builder, RefusedError, Slot
+from leangrad.ledger.rules import RULES
 from leangrad.ledger.value import Value, _remember, _stream
 
 PROOFS = 3  # times that a program is compared before it is used
 PIECE = 1 << 22  # elements that are compared at once
 MIN_BYTES = 32 * 1024  # below this a launch costs more than the passes over memory that it saves
 MAX_STEPS = 48
-BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 
 Key = tuple[Any, ...]
+
+
+class InexactError(Exception):
+    """An op has other bits here than ATen's; the argument is its value."""
 
 
 class Proof:
@@ -48,6 +52,7 @@ class Proof:
 _plans: dict[Key, Plan] = {}
 _proofs: dict[Any, Proof] = {}
 _refused: dict[Key, str] = {}  # why a chain is replayed op by op
+_table = set(LOWERINGS)  # the functions that take part in chains; those that are not exact here drop out
 _lock = threading.RLock()  # one thread at a time makes and proves programs
 _local = threading.local()  # ``off``: this thread replays op by op
 
@@ -111,7 +116,7 @@ class Chain:
         for i in value.order:
             operand = args[i]
             if id(operand) not in codes:
-                if operand.tensor is None and operand.function in LOWERINGS and self._is_inner(operand):
+                if operand.tensor is None and operand.function in _table and self._is_inner(operand):
                     self._visit(operand)
                 else:
                     self.leaves.append(operand)
@@ -124,7 +129,7 @@ class Chain:
                 part.append(code)
                 if code >= 0:
                     self.uses[code] += 1
-            elif kind is float or kind is int or (kind is Tensor and a.dim() == 0 and a.is_cpu):
+            elif kind is float or kind is int or (kind is Tensor and a.dim() == 0 and a.is_cpu and not a.is_complex()):
                 if function in STATIC:
                     part.append(float(a))
                 else:
@@ -172,7 +177,7 @@ class Chain:
         known = self._at_hand.get(id(value))
         if known is None:
             known = self._at_hand[id(value)] = self.is_made(value) or (
-                value.function in LOWERINGS and all(self._has_at_hand(v) for v in value.inputs)
+                value.function in _table and all(self._has_at_hand(v) for v in value.inputs)
             )
         return known
 
@@ -186,14 +191,17 @@ class Plan:
         slots: list[Slot] = []
         scalars = iter(range(len(chain.scalars)))
         for value, (_, _, _, *parts) in zip(chain.values, chain.key, strict=False):
-            slots.append(_lower(builder, value, parts, slots, scalars))
+            operands = _operands(builder, value, parts, slots, scalars)
+            slots.append(_lower(builder, value, operands))
+            if not is_exact(value, operands, chain.scalars, builder):
+                raise InexactError(value)
         for k in chain.outputs:
             layout = chain.values[k].layout
             if slots[k].shape != shape or (layout is not None and not _alike(layout[1], stride, shape)):
                 raise RefusedError("outputs of different layouts")
         self.n = shape.numel()
         self.leaves = [k for k, _ in builder.inputs]
-        self.scalars = builder.scalars
+        self.numbers = builder.numbers
         self.stride = stride
         self.uses = [chain.uses[k] for k in chain.outputs]
         self.outputs = [
@@ -228,13 +236,13 @@ class Plan:
             leaves[k] if k >= 0 and owned[k] else torch.empty_strided(s, t, dtype=d, device=self.device)
             for k, (s, t, d) in zip(self.over, self.outputs, strict=True)
         ]
-        self.kernel.launch([leaves[k] for k in self.leaves], self._numbers(scalars), outputs, self.n)
+        self.kernel.launch([leaves[k] for k in self.leaves], self.numbers(scalars), outputs, self.n)
         self.launches += 1
         return outputs
 
     def agrees(self, leaves: list[Tensor], scalars: list[float], expected: list[Tensor | None]) -> bool:
         """Whether the program gives the bits of ``expected``, tried in pieces; NaN is NaN."""
-        inputs, numbers = [leaves[k] for k in self.leaves], self._numbers(scalars)
+        inputs, numbers = [leaves[k] for k in self.leaves], self.numbers(scalars)
         flat = []
         for t, (shape, _, dtype) in zip(expected, self.outputs, strict=True):
             if t is None or t.shape != shape or t.dtype != dtype or not _alike(t.stride(), self.stride, shape):
@@ -244,20 +252,16 @@ class Plan:
             n = min(PIECE, self.n - start)
             pieces = [torch.empty(n, dtype=d, device=self.device) for _, _, d in self.outputs]
             self.kernel.launch(inputs, numbers, pieces, n, start)
-            for mine, plain in zip(pieces, (f[start : start + n] for f in flat), strict=True):
-                bits = BITS[mine.dtype]
-                same = (mine.view(bits) == plain.view(bits)) | (mine.isnan() & plain.isnan())
-                if not bool(same.all()):
-                    return False
+            if not all(same_bits(mine, f[start : start + n]) for mine, f in zip(pieces, flat, strict=True)):
+                return False
         return True
-
-    def _numbers(self, scalars: list[float]) -> list[float]:
-        return [_inverse(scalars[k]) if inverted else scalars[k] for k, inverted in self.scalars]
 
 
 def replay(root: Value, made: dict[int, Tensor], task: int) -> tuple[Tensor, bool] | None:
     """Rebuild ``root`` by one kernel for its chain; None where it has to be replayed op by op."""
-    if (root.layout is not None and root.nbytes < MIN_BYTES) or getattr(_local, "off", False):
+    if root.layout is not None and root.nbytes < MIN_BYTES:
+        return None
+    if root.function not in _table or getattr(_local, "off", False) or _torch.dispatch_modes_active():
         return None
     chain = Chain(root, made, task)
     if chain.weight < 2 or not chain.leaves:
@@ -295,6 +299,9 @@ def _prove(chain: Chain, leaves: list[Tensor], kind: Key, key: Key) -> tuple[Ten
         except RefusedError as reason:
             _refused[kind] = chain.refusal(reason)
             return None
+        except InexactError as error:
+            _table.discard(error.args[0].function)  # without that op it will be another chain
+            return None
         with off():
             rebuilt = chain.values[-1]._rebuild(chain.made, chain.task)
         expected = [*(chain.values[k].memo for k in chain.outputs[:-1]), rebuilt[0]]
@@ -315,27 +322,34 @@ def _prove(chain: Chain, leaves: list[Tensor], kind: Key, key: Key) -> tuple[Ten
 
 def _candidates(chain: Chain, leaves: list[Tensor]) -> list[Plan]:
     """A plan for each formula that the library may have used."""
-    plans = [Plan(chain, leaves)]
-    if plans[0].varies:
-        plans += [Plan(chain, leaves, variant) for variant in range(1, len(VARIANTS))]
+    plans = []
+    for variant in range(len(VARIANTS) if any(v.op == "CudnnBatchNormBackward0" for v in chain.values) else 1):
+        try:
+            plans.append(Plan(chain, leaves, variant))
+        except InexactError as error:
+            if error.args[0].function not in NORMS:
+                raise
     plans = [plan for plan in plans if not plan.proof.failed]
     if not plans:
         raise RefusedError("other bits")
     return plans
 
 
-def _lower(b: Builder, value: Value, parts: list[Any], slots: list[Slot], scalars: Any) -> Slot:
-    """The steps of one op; ``slots``: the results of the ops before it."""
-    args: list[Any] = []
-    places = len(value.args)
-    keywords = dict(parts[places : places + len(value.kwargs)])
-    for part, a in zip(parts[:places], value.args, strict=True):
+def _operands(b: Builder, value: Value, parts: list[Any], slots: list[Slot], scalars: Iterator[int]) -> list[Any]:
+    """The arguments of one op, with slots for tensors and numbers; ``slots``: the results of the ops before it."""
+    operands: list[Any] = []
+    for part, a in zip(parts, value.args, strict=False):
         if type(a) is Value:
-            args.append(slots[part] if part >= 0 else b.leaf(-1 - part))
+            operands.append(slots[part] if part >= 0 else b.leaf(-1 - part))
         else:
-            args.append(Slot("scalar", next(scalars)) if part is float else part)
+            operands.append(Slot("scalar", next(scalars)) if part is float else part)
+    return operands
+
+
+def _lower(b: Builder, value: Value, operands: list[Any]) -> Slot:
+    """The steps of one op."""
     try:
-        slot = LOWERINGS[value.function](b, *args, **keywords)
+        slot = LOWERINGS[value.function](b, *operands, **value.kwargs)
     except (TypeError, AttributeError, RuntimeError) as error:  # an operand is missing, or of another kind or shape
         raise RefusedError(f"{value.op}: {error}") from error
     return slot if value.dtype is None or value.dtype == slot.dtype else b.step("cast", value.dtype, slot)
@@ -370,17 +384,11 @@ def _kind(tensor: Tensor) -> Key:
     return tensor.dtype, tensor.shape, tensor.stride(), tensor.device
 
 
-def _inverse(number: float) -> float:
-    """1 / number in float32, as ATen computes it on the host: rounding to double in between does no harm."""
-    rounded = ctypes.c_float(number).value
-    return 1.0 / rounded if rounded else math.copysign(math.inf, rounded)
-
-
 def report() -> dict[str, Any]:
     """How many kinds of chains are fused and how often they ran; and why others are replayed op by op.
 
     >>> sorted(report())
-    ['launches', 'programs', 'refused', 'unproven']
+    ['inexact', 'launches', 'programs', 'refused', 'unproven']
     """
     plans = list(_plans.values())
     return {
@@ -388,12 +396,18 @@ def report() -> dict[str, Any]:
         "unproven": sum(p.proof.missing > 0 and not p.proof.failed for p in plans),
         "launches": sum(p.launches for p in plans),
         "refused": list(_refused.values()),
+        "inexact": sorted(rule.node for rules in RULES.values() for rule in rules if rule.function in _inexact()),
     }
+
+
+def _inexact() -> set[Any]:
+    return set(LOWERINGS) - _table
 
 
 def summarize() -> str:
     """The report in words."""
     found = report()
     lines = [f"{found['programs']} kinds of chains are rebuilt by one kernel each, {found['launches']} times so far"]
+    lines += [f"not exact on this device, and so left to ATen: {name}" for name in found["inexact"]]
     lines += [f"op by op: {why}" for why in dict.fromkeys(found["refused"])]
     return "\n".join(lines)

@@ -6,6 +6,8 @@ What cannot be written so raises ``RefusedError``, and the recipe is replayed op
 
 from __future__ import annotations
 
+import ctypes
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -79,11 +81,21 @@ class Builder:
             self.scalars.append(number)
         return "scalar", self.scalars.index(number)
 
+    def numbers(self, scalars: list[float]) -> list[float]:
+        """The scalars of the program from those of the recipe."""
+        return [_inverse(scalars[k]) if inverted else scalars[k] for k, inverted in self.scalars]
+
     def program(self, outputs: tuple[int, ...]) -> Program:
         """What was built; ``outputs`` are numbers of steps."""
         base = {"input": 0, "scalar": len(self.inputs), "step": len(self.inputs) + len(self.scalars)}
         steps = tuple(Step(op, tuple(base[kind] + n for kind, n in operands), d) for op, operands, d in self.steps)
         return Program(tuple(i for _, i in self.inputs), len(self.scalars), steps, outputs)
+
+
+def _inverse(number: float) -> float:
+    """1 / number in float32, as ATen computes it on the host: rounding to double in between does no harm."""
+    rounded = ctypes.c_float(number).value
+    return 1.0 / rounded if rounded else math.copysign(math.inf, rounded)
 
 
 def find_terms(
@@ -125,10 +137,19 @@ def find_terms(
 Lowering = Callable[..., Slot]
 LOWERINGS: dict[Any, Lowering] = {}  # by the function of a recipe
 STATIC: set[Any] = set()  # functions whose numbers are part of the program
-WEIGHTS: dict[Any, int] = {}  # passes over memory that a replay of the op takes, where it is more than one
+WEIGHTS: dict[Any, int] = {}  # passes over memory that a replay of the op takes
+NORMS: dict[Any, Norm] = {}  # functions that are applied from saved statistics
 
 
-def lower(nodes: str, lowering: Lowering, *, static: bool = False, weight: int = 1) -> None:
+class Norm(NamedTuple):
+    """A norm with its statistics."""
+
+    function: Callable[..., tuple[Tensor, ...]]  # as the rule's, without statistics; it gives them too
+    statistics: int
+    by_rows: bool  # over the last dimensions; else over all but the channels
+
+
+def lower(nodes: str, lowering: Lowering, *, static: bool = False, norm: Norm | None = None, weight: int = 1) -> None:
     """Enter ops by the names of their nodes. ``lowering`` takes what the function takes, with slots for tensors."""
     for node in nodes.split():
         function = RULES[node][0].function
@@ -136,6 +157,8 @@ def lower(nodes: str, lowering: Lowering, *, static: bool = False, weight: int =
         WEIGHTS[function] = weight
         if static:
             STATIC.add(function)
+        if norm is not None:
+            NORMS[function] = norm
 
 
 def _common(*slots: Slot) -> torch.dtype:
@@ -272,7 +295,19 @@ lower("GeluBackward0", _gelu)
 lower("PowBackward0", _pow, static=True)
 lower("WhereBackward0", _where)
 lower("MaskedFillBackward0", _masked_fill)
-lower("NativeLayerNormBackward0", _layer_norm)
-lower("FusedRmsNormBackward0", _rms_norm)
-lower("NativeBatchNormBackward0", _batch_norm("batch_norm"), weight=2)
-lower("CudnnBatchNormBackward0", _batch_norm(*VARIANTS), weight=2)
+
+
+def _native(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, ...]:
+    return torch.native_batch_norm(x, weight, bias, None, None, True, 0.0, eps)
+
+
+def _cudnn(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, ...]:
+    return torch.cudnn_batch_norm(x, weight, bias, None, None, True, 0.0, eps)[:3]
+
+
+_LAYER_NORM = Norm(lambda x, weight, bias, shape, eps: torch.native_layer_norm(x, shape, weight, bias, eps), 2, True)
+_RMS_NORM = Norm(lambda x, weight, shape, eps: torch.ops.aten._fused_rms_norm.default(x, shape, weight, eps), 1, True)
+lower("NativeLayerNormBackward0", _layer_norm, norm=_LAYER_NORM)
+lower("FusedRmsNormBackward0", _rms_norm, norm=_RMS_NORM)
+lower("NativeBatchNormBackward0", _batch_norm("batch_norm"), norm=Norm(_native, 2, False), weight=2)
+lower("CudnnBatchNormBackward0", _batch_norm(*VARIANTS), norm=Norm(_cudnn, 2, False), weight=2)
