@@ -296,11 +296,13 @@ def _prove(chain: Chain, leaves: list[Tensor], kind: Key, key: Key) -> tuple[Ten
     with _lock:
         try:
             plans = [_plans[key]] if key in _plans else _candidates(chain, leaves)
-        except RefusedError as reason:
-            _refused[kind] = chain.refusal(reason)
-            return None
         except InexactError as error:
             _table.discard(error.args[0].function)  # without that op it will be another chain
+            return None
+        except torch.OutOfMemoryError:
+            return None  # another time
+        except Exception as reason:  # RefusedError, or whatever Triton raises: the chain works without it
+            _refused[kind] = chain.refusal(reason)
             return None
         with off():
             rebuilt = chain.values[-1]._rebuild(chain.made, chain.task)
@@ -315,8 +317,8 @@ def _prove(chain: Chain, leaves: list[Tensor], kind: Key, key: Key) -> tuple[Ten
             _refused[kind] = chain.refusal("other bits")
         except torch.OutOfMemoryError:
             pass  # another time
-        except Exception as error:  # whatever Triton raises: the chain works without it
-            _refused[kind] = chain.refusal(repr(error))
+        except Exception as reason:
+            _refused[kind] = chain.refusal(reason)
         return rebuilt
 
 
