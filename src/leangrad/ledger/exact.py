@@ -17,7 +17,7 @@ from torch import Tensor
 
 from leangrad.kernels import INTERPRETED
 from leangrad.kernels.pointwise import compiled
-from leangrad.ledger.lowering import LOWERINGS, NORMS, Builder, Norm, Slot
+from leangrad.ledger.lowering import LOWERINGS, NORMS, Builder, Norm, Slot, numbers_of
 from leangrad.ledger.value import Value
 
 SAMPLES = 1 << 12 if INTERPRETED else 1 << 20  # for a pointwise op
@@ -88,7 +88,7 @@ class _Trial:
         mine = torch.empty_like(plain)
         inputs = [self.tensors[k] for k, _ in builder.inputs]
         kernel = compiled(builder.program((result.number,)))
-        kernel.launch(inputs, builder.numbers(self.numbers), [mine], mine.numel())
+        kernel.launch(inputs, numbers_of(builder.scalars, self.numbers), [mine], mine.numel())
         return same_bits(mine, plain)
 
     def _draw(self, a: Any, operands: list[Any]) -> None:

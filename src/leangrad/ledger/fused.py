@@ -15,6 +15,7 @@ norm each shape is proven for itself.
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -23,16 +24,18 @@ import torch
 from torch import Tensor
 
 from leangrad import _torch, kernels
-from leangrad.kernels.pointwise import BLOCK, Kernel, compiled
+from leangrad.kernels.pointwise import BLOCK, Kernel, Program, compiled
+from leangrad.ledger.chain import TABLE, Chain
 from leangrad.ledger.exact import is_exact, same_bits
-from leangrad.ledger.lowering import LOWERINGS, NORMS, STATIC, VARIANTS, WEIGHTS, Builder, RefusedError, Slot
+from leangrad.ledger.lowering import LOWERINGS, NORMS, VARIANTS, Builder, RefusedError, Slot, numbers_of
 from leangrad.ledger.rules import RULES
 from leangrad.ledger.value import Value, _remember, _stream
 
 PROOFS = 3  # times that a program is compared before it is used
 PIECE = 1 << 22  # elements that are compared at once
 MIN_BYTES = 32 * 1024  # below this a launch costs more than the passes over memory that it saves
-MAX_STEPS = 48
+MAX_VARIETY = 32  # programs for one row of ops: beyond that shapes change too often to compile for each
+MAX_PLANS = 4096
 
 Key = tuple[Any, ...]
 
@@ -52,7 +55,7 @@ class Proof:
 _plans: dict[Key, Plan] = {}
 _proofs: dict[Any, Proof] = {}
 _refused: dict[Key, str] = {}  # why a chain is replayed op by op
-_table = set(LOWERINGS)  # the functions that take part in chains; those that are not exact here drop out
+_variety: defaultdict[tuple[str, ...], set[Program]] = defaultdict(set)  # the programs for each row of ops
 _lock = threading.RLock()  # one thread at a time makes and proves programs
 _local = threading.local()  # ``off``: this thread replays op by op
 
@@ -66,120 +69,6 @@ def off() -> Iterator[None]:
         yield
     finally:
         _local.off = before
-
-
-class Chain:
-    """The pointwise ops under a value, and what they read. Made for every rebuild, so it is written to be quick."""
-
-    __slots__ = (
-        "_at_hand",
-        "_codes",
-        "key",
-        "leaves",
-        "made",
-        "outputs",
-        "scalars",
-        "shape",
-        "task",
-        "uses",
-        "values",
-        "weight",
-    )
-
-    def __init__(self, root: Value, made: dict[int, Tensor], task: int) -> None:
-        self.made, self.task = made, task
-        self.shape = root.layout[0] if root.layout is not None else None
-        self.values: list[Value] = []  # in the order in which they are computed; the root is the last
-        self.uses: list[int] = []  # how often each is read in this chain
-        self.leaves: list[Value] = []
-        self.scalars: list[float] = []
-        self.outputs: list[int] = []  # numbers of values that are wanted; the root's is the last
-        self.key: list[Any] = []  # what makes two chains one program: a part for each value
-        self.weight = 0  # passes over memory that a replay op by op would take
-        self._codes: dict[int, int] = {}  # by id: the number of a value, or −1 − that of a leaf
-        self._at_hand: dict[int, bool] = {}
-        self._visit(root)
-        last = len(self.values) - 1
-        if len(self.outputs) > 1 or (self.outputs and self.outputs[0] != last):
-            self.outputs = [k for k in self.outputs if k != last and self._is_asked_for(k)]
-            self.outputs.append(last)
-        elif not self.outputs:
-            self.outputs.append(last)
-        self.key.append(tuple(self.outputs))
-
-    def refusal(self, reason: object) -> str:
-        """Why this chain is replayed op by op."""
-        return f"{', '.join(v.op for v in self.values)}: {reason}"
-
-    def _visit(self, value: Value) -> None:
-        codes, args, function = self._codes, value.args, value.function
-        for i in value.order:
-            operand = args[i]
-            if id(operand) not in codes:
-                if operand.tensor is None and operand.function in _table and self._is_inner(operand):
-                    self._visit(operand)
-                else:
-                    self.leaves.append(operand)
-                    codes[id(operand)] = -len(self.leaves)
-        part: list[Any] = [function, value.dtype, value.layout]
-        for a in args:
-            kind = type(a)
-            if kind is Value:
-                code = codes[id(a)]
-                part.append(code)
-                if code >= 0:
-                    self.uses[code] += 1
-            elif kind is float or kind is int or (kind is Tensor and a.dim() == 0 and a.is_cpu and not a.is_complex()):
-                if function in STATIC:
-                    part.append(float(a))
-                else:
-                    self.scalars.append(float(a))
-                    part.append(float)
-            else:
-                part.append(a)
-        if value.kwargs:
-            part.extend(value.kwargs.items())
-        number = codes[id(value)] = len(self.values)
-        self.values.append(value)
-        self.uses.append(0)
-        self.weight += WEIGHTS[function]
-        if value.readers or value.parents > 1:
-            self.outputs.append(number)
-        self.key.append(tuple(part))
-
-    def _is_asked_for(self, number: int) -> bool:
-        """Whether readers or other recipes are still to come for a value: as in ``Value._take``."""
-        value = self.values[number]
-        if value.readers and (value.reads < value.readers or value.task != self.task):
-            return True
-        return value._is_held() and self.uses[number] < value.parents
-
-    def _is_inner(self, value: Value) -> bool:
-        """Whether ``value``, an op of the table, is computed in this program.
-
-        One that other recipes read too is computed here only if everything under it is at hand. Otherwise it is made
-        once and held (``made``), or what lies under it would be rebuilt again and again.
-        """
-        if self.is_made(value) or len(self.values) >= MAX_STEPS:
-            return False
-        if (value.readers or value._is_held()) and value.layout is not None and value.layout[0] != self.shape:
-            return False
-        return value.parents <= 1 or self._has_at_hand(value)
-
-    def is_made(self, value: Value) -> bool:
-        """Whether ``value`` need not be rebuilt."""
-        memo = value.memo
-        if memo is not None and value.memo_stream == _stream(memo):
-            return True
-        return value.tensor is not None or id(value) in self.made
-
-    def _has_at_hand(self, value: Value) -> bool:
-        known = self._at_hand.get(id(value))
-        if known is None:
-            known = self._at_hand[id(value)] = self.is_made(value) or (
-                value.function in _table and all(self._has_at_hand(v) for v in value.inputs)
-            )
-        return known
 
 
 class Plan:
@@ -201,7 +90,7 @@ class Plan:
                 raise RefusedError("outputs of different layouts")
         self.n = shape.numel()
         self.leaves = [k for k, _ in builder.inputs]
-        self.numbers = builder.numbers
+        self.scalars = builder.scalars  # and not the builder, which holds the leaves
         self.stride = stride
         self.uses = [chain.uses[k] for k in chain.outputs]
         self.outputs = [
@@ -209,11 +98,11 @@ class Plan:
         ]
         program = builder.program(tuple(slots[k].number for k in chain.outputs))
         wide = max(self.n, *(_reach(leaves[k]) for k in self.leaves)) >= 2**31 - BLOCK
-        self.kernel: Kernel = compiled(program, wide)
+        self.kernel: Kernel = _compiled(chain, program, wide)
         self.device = leaves[0].device
         self.over = self._find_over(builder, leaves)
-        self.varies = any(step.op in VARIANTS for step in program.steps)
-        self.proof = _proofs.setdefault((program, shape, stride) if self.varies else program, Proof())
+        varies = any(step.op in VARIANTS for step in program.steps)
+        self.proof = _proofs.setdefault((program, shape, stride) if varies else program, Proof())
         self.launches = 0
 
     def _find_over(self, builder: Builder, leaves: list[Tensor]) -> list[int]:
@@ -236,13 +125,13 @@ class Plan:
             leaves[k] if k >= 0 and owned[k] else torch.empty_strided(s, t, dtype=d, device=self.device)
             for k, (s, t, d) in zip(self.over, self.outputs, strict=True)
         ]
-        self.kernel.launch([leaves[k] for k in self.leaves], self.numbers(scalars), outputs, self.n)
+        self.kernel.launch([leaves[k] for k in self.leaves], numbers_of(self.scalars, scalars), outputs, self.n)
         self.launches += 1
         return outputs
 
     def agrees(self, leaves: list[Tensor], scalars: list[float], expected: list[Tensor | None]) -> bool:
         """Whether the program gives the bits of ``expected``, tried in pieces; NaN is NaN."""
-        inputs, numbers = [leaves[k] for k in self.leaves], self.numbers(scalars)
+        inputs, numbers = [leaves[k] for k in self.leaves], numbers_of(self.scalars, scalars)
         flat = []
         for t, (shape, _, dtype) in zip(expected, self.outputs, strict=True):
             if t is None or t.shape != shape or t.dtype != dtype or not _alike(t.stride(), self.stride, shape):
@@ -261,7 +150,7 @@ def replay(root: Value, made: dict[int, Tensor], task: int) -> tuple[Tensor, boo
     """Rebuild ``root`` by one kernel for its chain; None where it has to be replayed op by op."""
     if root.layout is not None and root.nbytes < MIN_BYTES:
         return None
-    if root.function not in _table or getattr(_local, "off", False) or _torch.dispatch_modes_active():
+    if root.function not in TABLE or getattr(_local, "off", False) or _torch.dispatch_modes_active():
         return None
     chain = Chain(root, made, task)
     if chain.weight < 2 or not chain.leaves:
@@ -275,6 +164,8 @@ def replay(root: Value, made: dict[int, Tensor], task: int) -> tuple[Tensor, boo
         chain = Chain(root, made, task)
         taken |= {id(v): v._take(made, task) for v in chain.leaves if id(v) not in taken}
     leaves = [taken[id(v)][0] for v in chain.leaves]
+    if leaves[0].is_cuda and leaves[0].device.index != torch.cuda.current_device():
+        return None  # Triton launches on the current device
     key = (*chain.key, *[_kind(t) for t in leaves])
     plan = _plans.get(key)
     if plan is None or plan.proof.missing:
@@ -291,13 +182,13 @@ def replay(root: Value, made: dict[int, Tensor], task: int) -> tuple[Tensor, boo
 
 def _prove(chain: Chain, leaves: list[Tensor], kind: Key, key: Key) -> tuple[Tensor, bool] | None:
     """Replay op by op, and compare the program with that: see [Note: proven before used]."""
-    if leaves[0].is_cuda and torch.cuda.is_current_stream_capturing():
-        return None  # nothing can be compared while a graph is captured
+    if _torch.transforms_active() or (leaves[0].is_cuda and torch.cuda.is_current_stream_capturing()):
+        return None  # no numbers can be drawn under vmap, and nothing be compared while a graph is captured
     with _lock:
         try:
             plans = [_plans[key]] if key in _plans else _candidates(chain, leaves)
         except InexactError as error:
-            _table.discard(error.args[0].function)  # without that op it will be another chain
+            TABLE.discard(error.args[0].function)  # without that op it will be another chain
             return None
         except torch.OutOfMemoryError:
             return None  # another time
@@ -311,7 +202,7 @@ def _prove(chain: Chain, leaves: list[Tensor], kind: Key, key: Key) -> tuple[Ten
             for plan in plans:
                 if plan.agrees(leaves, chain.scalars, expected):
                     plan.proof.missing = max(0, plan.proof.missing - 1)
-                    _plans[key] = plan
+                    _enter(key, plan)
                     return rebuilt
                 plan.proof.missing, plan.proof.failed = PROOFS, True
             _refused[kind] = chain.refusal("other bits")
@@ -320,6 +211,13 @@ def _prove(chain: Chain, leaves: list[Tensor], kind: Key, key: Key) -> tuple[Ten
         except Exception as reason:
             _refused[kind] = chain.refusal(reason)
         return rebuilt
+
+
+def _enter(key: Key, plan: Plan) -> None:
+    if len(_plans) + len(_refused) >= MAX_PLANS:  # a program whose shapes never come again
+        _plans.clear()
+        _refused.clear()
+    _plans[key] = plan
 
 
 def _candidates(chain: Chain, leaves: list[Tensor]) -> list[Plan]:
@@ -359,7 +257,7 @@ def _lower(b: Builder, value: Value, operands: list[Any]) -> Slot:
 
 def _layout(chain: Chain, leaves: list[Tensor]) -> tuple[torch.Size, tuple[int, ...]]:
     """The layout of the root: noted, or that of all inputs of its size."""
-    if not kernels.serves(leaves[0]) or any(t.device != leaves[0].device for t in leaves):
+    if not any(kernels.serves(t) for t in leaves) or any(t.device != leaves[0].device for t in leaves):
         raise RefusedError("not on one device that Triton serves")
     layout = chain.values[-1].layout
     if layout is None:
@@ -376,6 +274,15 @@ def _layout(chain: Chain, leaves: list[Tensor]) -> tuple[torch.Size, tuple[int, 
 def _alike(a: tuple[int, ...], b: tuple[int, ...], shape: torch.Size) -> bool:
     """Whether two rows of strides lay out ``shape`` alike."""
     return a == b or all(n == 1 or x == y for x, y, n in zip(a, b, shape, strict=True))
+
+
+def _compiled(chain: Chain, program: Program, wide: bool) -> Kernel:
+    """The kernel of a program, unless there are too many such already."""
+    alike = _variety[tuple(v.op for v in chain.values)]
+    if program not in alike and len(alike) >= MAX_VARIETY:
+        raise RefusedError("too many shapes")
+    alike.add(program)
+    return compiled(program, wide)
 
 
 def _reach(tensor: Tensor) -> int:
@@ -403,7 +310,7 @@ def report() -> dict[str, Any]:
 
 
 def _inexact() -> set[Any]:
-    return set(LOWERINGS) - _table
+    return set(LOWERINGS) - TABLE
 
 
 def summarize() -> str:

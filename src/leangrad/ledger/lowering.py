@@ -81,15 +81,16 @@ class Builder:
             self.scalars.append(number)
         return "scalar", self.scalars.index(number)
 
-    def numbers(self, scalars: list[float]) -> list[float]:
-        """The scalars of the program from those of the recipe."""
-        return [_inverse(scalars[k]) if inverted else scalars[k] for k, inverted in self.scalars]
-
     def program(self, outputs: tuple[int, ...]) -> Program:
         """What was built; ``outputs`` are numbers of steps."""
         base = {"input": 0, "scalar": len(self.inputs), "step": len(self.inputs) + len(self.scalars)}
         steps = tuple(Step(op, tuple(base[kind] + n for kind, n in operands), d) for op, operands, d in self.steps)
         return Program(tuple(i for _, i in self.inputs), len(self.scalars), steps, outputs)
+
+
+def numbers_of(wanted: list[tuple[int, bool]], scalars: list[float]) -> list[float]:
+    """The scalars of a program, which ``Builder.scalars`` says, from those of the recipe."""
+    return [_inverse(scalars[k]) if inverted else scalars[k] for k, inverted in wanted]
 
 
 def _inverse(number: float) -> float:
