@@ -37,8 +37,10 @@ class Book(Protocol):
     min_bytes: int
     fence: int
     packing: bool  # the region itself is at work
-    changing: int  # the memory that a function is changing in place right now
-    watched: dict[int, list[weakref.ref[Value]]]  # by memory, parameters by id: anchors that plain would not have kept
+    changing: Any  # the tensor that a function is changing in place right now
+    # Anchors that plain would not have kept: parameters by their id, other tensors by their memory.
+    watched_parameters: dict[int, list[weakref.ref[Value]]]
+    watched_memory: dict[int, list[weakref.ref[Value]]]
 
     def settle(self, node: Any, nr: int, name: str) -> None:
         """Give the recipe of output ``nr`` of ``node`` to the value that was kept as its saved ``name``."""
@@ -129,14 +131,26 @@ def _group_norm(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str
 def _batch_norm(names: str) -> Handler:
     """In training batch norm changes its running statistics below every version counter; in eval it reads them."""
     names_ = tuple(names.split())
-    places = [names_.index(n) for n in ("running_mean", "running_var", "training", "weight", "bias")]
+    at_mean, at_var, at_trains, at_weight, at_bias = (
+        names_.index(n) for n in ("running_mean", "running_var", "training", "weight", "bias")
+    )
 
     def handler(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        mean, var, trains, weight, bias = (args[i] if i < len(args) else kwargs.get(names_[i]) for i in places)
+        if len(args) == len(names_):
+            mean, var, trains, weight, bias = (
+                args[at_mean], args[at_var], args[at_trains], args[at_weight], args[at_bias],
+            )  # fmt: skip
+        else:
+            given = {**dict(zip(names_, args, strict=False)), **kwargs}
+            mean, var, trains, weight, bias = (
+                given.get(n) for n in ("running_mean", "running_var", "training", "weight", "bias")
+            )
         if mean is not None and trains:
-            before_change(notes, [mean, var])
+            before_change(notes, mean)
+            before_change(notes, var)
         out = func(*args, **kwargs)
-        leave_note(out, (), (), {"weight": weight, "bias": bias})
+        if not (trains and weight is not None and weight.requires_grad and bias is not None and bias.requires_grad):
+            leave_note(out, (), (), {"weight": weight, "bias": bias})  # the node has no edge for one of them
         if mean is not None and trains:
             if not Operand.noted.isdisjoint((id(mean), id(var))):
                 notes.book.fence = _torch.next_sequence_nr()

@@ -39,6 +39,7 @@ class Recorder:
         self._packed: list[Value | Bare] = []  # what every saved tensor in order became
         self.bare: list[bool] = []  # of each: whether it is kept and no recipe reads it
         self._dear: set[int] = set()  # the values that will be kept because rebuilding them is too much work
+        self.on_accelerator = False
         self.was_read = False
         self._root = root
         self._root_name = "" if root is None else type(root).__name__
@@ -97,6 +98,8 @@ class Recorder:
             handle.remove()
         self._handles = []
         self._dear = {id(value) for value, _, _ in self._decided if _is_dear(value)}
+        if self.on_accelerator:
+            self._spare()
         for value, module, why in self._decided:
             self._number(value)
             self._decisions.append(value.ordinal)
@@ -109,9 +112,19 @@ class Recorder:
             value.forget_recipe()
         self._decided, self._packed, self._root, self._dear = [], [], None, set()
 
+    def _spare(self) -> None:
+        """Keep the smallest of what would be rebuilt: a recipe costs the host the same however little it saves."""
+        values = {id(v): v for v, _, _ in self._decided}.values()
+        left = SPARE * sum(v.nbytes for v in values if v.tensor is not None)
+        for value in sorted((v for v in values if v.tensor is None and not v.depth), key=lambda v: v.nbytes):
+            left -= value.nbytes
+            if left < 0:
+                return
+            self._dear.add(id(value))
+
     def _needed(self) -> set[int]:
         """The values that some recipe reads."""
-        stack = [p for p in self._packed if type(p) is Value and not self._is_kept(p) and not _sees_kept(p)]
+        stack = [p for p in self._packed if type(p) is Value and not self._is_kept(p) and not self._sees_kept(p)]
         needed: set[int] = set()
         while stack:
             for v in stack.pop().inputs:
@@ -124,13 +137,16 @@ class Recorder:
     def _is_kept(self, value: Value) -> bool:
         return value.tensor is not None or id(value) in self._dear
 
+    def _sees_kept(self, packed: Value) -> bool:
+        return packed.op == "view" and self._is_kept(packed.inputs[0])
+
     def _is_bare(self, packed: Value | Bare, needed: set[int]) -> bool:
         if type(packed) is Bare:
             return True
         assert type(packed) is Value
         if id(packed) in needed:
             return False
-        return self._is_kept(packed) or (_sees_kept(packed) and id(packed.inputs[0]) not in needed)
+        return self._is_kept(packed) or (self._sees_kept(packed) and id(packed.inputs[0]) not in needed)
 
     def _number(self, value: Value) -> int:
         if value.ordinal < 0:
@@ -186,6 +202,9 @@ class Recorder:
         return made
 
 
+SPARE = (
+    0.01  # of the kept bytes, on an accelerator: the casts of a ResNet's weights are half of its recipes and 1% of it
+)
 DEAR = 64  # bytes that may be made to rebuild one byte: the statistics of a norm are kept, not summed again
 
 
@@ -201,7 +220,3 @@ def _is_dear(value: Value) -> bool:
             work += v.nbytes
             stack.extend(v.inputs)
     return work > DEAR * value.nbytes
-
-
-def _sees_kept(packed: Value) -> bool:
-    return packed.op == "view" and packed.inputs[0].tensor is not None

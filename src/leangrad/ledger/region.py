@@ -78,10 +78,11 @@ class Region:
         self.cap = ledger.cap
         self.fence = 0
         self.packing = False
-        self.changing = 0
+        self.changing: Any = None
         self.sizes = recorder is not None
         self.sharded = ledger.sharded  # parameters come and go between forward and backward: no recipe reads them
-        self.watched: dict[int, list[weakref.ref[Value]]] = {}
+        self.watched_parameters: dict[int, list[weakref.ref[Value]]] = {}
+        self.watched_memory: dict[int, list[weakref.ref[Value]]] = {}
         self.waiting: list[weakref.ref[Value]] = []
         self._ledger = ledger
         self._decisions = ledger.decisions
@@ -164,8 +165,11 @@ class Region:
         it is made (``changes.aliased``).
         """
         assert value.tensor is not None
-        key = id(value.tensor) if value.op == "leaf" else value.tensor.untyped_storage().data_ptr()
-        self.watched.setdefault(key, []).append(weakref.ref(value))
+        if value.op == "leaf":
+            self.watched_parameters.setdefault(id(value.tensor), []).append(weakref.ref(value))
+        else:
+            memory = value.tensor.untyped_storage().data_ptr()
+            self.watched_memory.setdefault(memory, []).append(weakref.ref(value))
 
     def _value(self, tensor: Tensor, base: Tensor | None) -> Value:
         """The value of a tensor that has a node; ``base``: of a view."""
@@ -249,6 +253,7 @@ class Region:
                     why = self._keep_all_the_same(value, tensor, cap)
         if self._recorder is not None:
             self._recorder.decided(value, (type(node).__name__, nbytes), why)
+            self._recorder.on_accelerator |= tensor.is_cuda
         return value
 
     def _learned(self, op: str, nbytes: int) -> bool | None:
@@ -301,7 +306,10 @@ class Region:
         return True
 
     def _is_changing(self, tensor: Tensor) -> bool:
-        return self.changing != 0 and tensor.untyped_storage().data_ptr() == self.changing
+        changing = self.changing
+        if not isinstance(changing, Tensor) or changing.layout is not torch.strided:
+            return False
+        return tensor.untyped_storage().data_ptr() == changing.untyped_storage().data_ptr()
 
     def settle(self, node: Any, nr: int, name: str) -> None:
         """Output ``nr`` of ``node``, kept as its saved ``name`` because it has no node of its own, gets its recipe."""
