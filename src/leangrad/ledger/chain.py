@@ -14,6 +14,15 @@ NEVER = 1 << 20  # taken off the weight of a chain that no program serves
 TABLE = set(LOWERINGS)  # the functions that take part in chains; those that are not exact here drop out
 
 
+def may_chain(root: Value) -> bool:
+    """Whether a chain could be longer than ``root`` alone, at a glance."""
+    if root.function not in TABLE:
+        return False
+    if WEIGHTS[root.function] > 1:
+        return True
+    return any(v.tensor is None and v.function in TABLE for v in root.inputs)
+
+
 class Chain:
     """The pointwise ops under a value, and what they read. Made for every rebuild, so it is written to be quick."""
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from leangrad import _torch, kernels
 from leangrad.kernels.pointwise import BLOCK, Kernel, Program, compiled
-from leangrad.ledger.chain import TABLE, Chain
+from leangrad.ledger.chain import TABLE, Chain, may_chain
 from leangrad.ledger.exact import is_exact, same_bits
 from leangrad.ledger.lowering import LOWERINGS, NORMS, VARIANTS, Builder, RefusedError, Slot, numbers_of
 from leangrad.ledger.rules import RULES
@@ -150,7 +150,7 @@ def replay(root: Value, made: dict[int, Tensor], task: int) -> tuple[Tensor, boo
     """Rebuild ``root`` by one kernel for its chain; None where it has to be replayed op by op."""
     if root.layout is not None and root.nbytes < MIN_BYTES:
         return None
-    if root.function not in TABLE or getattr(_local, "off", False) or _torch.dispatch_modes_active():
+    if getattr(_local, "off", False) or not may_chain(root) or _torch.dispatch_modes_active():
         return None
     chain = Chain(root, made, task)
     if chain.weight < 2 or not chain.leaves:
