@@ -106,22 +106,22 @@ class Chain:
 
     def _is_asked_for(self, number: int) -> bool:
         """Whether readers or other recipes are still to come for a value: as in ``Value._take``."""
-        value = self.values[number]
-        if value.readers and (value.reads < value.readers or value.task != self.task):
+        v = self.values[number]
+        if v.readers and (v.reads < v.readers or v.task != self.task):
             return True
-        return value._is_held() and self.uses[number] < value.parents
+        return v._is_held() and self.uses[number] < v.parents
 
-    def _is_inner(self, value: Value) -> bool:
-        """Whether ``value``, an op of the table, is computed in this program.
+    def _is_inner(self, v: Value) -> bool:
+        """Whether ``v``, an op of the table, is computed in this program.
 
         One that other recipes read too is computed here only if everything under it is at hand. Otherwise it is made
         once and held (``made``), or what lies under it would be rebuilt again and again.
         """
-        if self.is_made(value) or len(self.values) >= MAX_STEPS:
+        if self.is_made(v) or len(self.values) >= MAX_STEPS:
             return False
-        if (value.readers or value._is_held()) and value.layout is not None and value.layout[0] != self.shape:
+        if (v.readers or v._is_held()) and v.layout is not None and v.layout[0] != self.shape:
             return False
-        return value.parents <= 1 or self._has_at_hand(value)
+        return v.parents <= 1 or self._has_at_hand(v)
 
     def is_made(self, value: Value) -> bool:
         """Whether ``value`` need not be rebuilt."""

@@ -195,8 +195,9 @@ def _prove(chain: Chain, leaves: list[Tensor], kind: Key, key: Key) -> tuple[Ten
         except Exception as reason:  # RefusedError, or whatever Triton raises: the chain works without it
             _refused[kind] = chain.refusal(reason)
             return None
+        v = chain.values[-1]
         with off():
-            rebuilt = chain.values[-1]._rebuild(chain.made, chain.task)
+            rebuilt = v._rebuild(chain.made, chain.task)
         expected = [*(chain.values[k].memo for k in chain.outputs[:-1]), rebuilt[0]]
         try:
             for plan in plans:

@@ -16,6 +16,12 @@ from torch import Tensor
 
 from leangrad.kernels.pointwise import Input, Program, Step, Term
 from leangrad.ledger.rules import RULES
+from leangrad.ledger.rules.reductions import (
+    whole_batch_norm,
+    whole_cudnn_batch_norm,
+    whole_layer_norm,
+    whole_rms_norm,
+)
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 VARIANTS = ("batch_norm", "batch_norm_scaled", "batch_norm_folded")  # cuDNN has a kernel for each
@@ -194,7 +200,7 @@ def _pointwise(op: str) -> Lowering:
 
 def _div(b: Builder, x: Slot, other: Slot) -> Slot:
     if other.kind == "scalar":  # ATen multiplies by the reciprocal, computed on the host
-        return b.step("mul", _common(x), x, other._replace(kind="inverse"))
+        return b.step("mul", _common(x), x, Slot("inverse", other.number))
     return _pointwise("div")(b, x, other)
 
 
@@ -266,7 +272,8 @@ def _along_channels(vector: Slot, x: Slot) -> Slot:
     if vector.kind != "leaf" or len(vector.shape) != 1 or len(x.shape) < 2:
         raise RefusedError("a vector of channels that is computed")
     others = len(x.shape) - 2
-    return vector._replace(shape=torch.Size((*vector.shape, *[1] * others)), stride=(*vector.stride, *[0] * others))
+    shape, stride = torch.Size((*vector.shape, *[1] * others)), (*vector.stride, *[0] * others)
+    return Slot("leaf", vector.number, vector.dtype, shape, stride)
 
 
 lower("ToCopyBackward0", _cast)
@@ -296,19 +303,7 @@ lower("GeluBackward0", _gelu)
 lower("PowBackward0", _pow, static=True)
 lower("WhereBackward0", _where)
 lower("MaskedFillBackward0", _masked_fill)
-
-
-def _native(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, ...]:
-    return torch.native_batch_norm(x, weight, bias, None, None, True, 0.0, eps)
-
-
-def _cudnn(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, ...]:
-    return torch.cudnn_batch_norm(x, weight, bias, None, None, True, 0.0, eps)[:3]
-
-
-_LAYER_NORM = Norm(lambda x, weight, bias, shape, eps: torch.native_layer_norm(x, shape, weight, bias, eps), 2, True)
-_RMS_NORM = Norm(lambda x, weight, shape, eps: torch.ops.aten._fused_rms_norm.default(x, shape, weight, eps), 1, True)
-lower("NativeLayerNormBackward0", _layer_norm, norm=_LAYER_NORM)
-lower("FusedRmsNormBackward0", _rms_norm, norm=_RMS_NORM)
-lower("NativeBatchNormBackward0", _batch_norm("batch_norm"), norm=Norm(_native, 2, False), weight=2)
-lower("CudnnBatchNormBackward0", _batch_norm(*VARIANTS), norm=Norm(_cudnn, 2, False), weight=2)
+lower("NativeLayerNormBackward0", _layer_norm, norm=Norm(whole_layer_norm, 2, by_rows=True))
+lower("FusedRmsNormBackward0", _rms_norm, norm=Norm(whole_rms_norm, 1, by_rows=True))
+lower("NativeBatchNormBackward0", _batch_norm("batch_norm"), norm=Norm(whole_batch_norm, 2, by_rows=False), weight=2)
+lower("CudnnBatchNormBackward0", _batch_norm(*VARIANTS), norm=Norm(whole_cudnn_batch_norm, 2, by_rows=False), weight=2)
