@@ -113,6 +113,7 @@ def test_blocks(case: str, channels_last: bool) -> None:
     plain = nn.Sequential(*[kind() for _ in range(3)]).to("cuda", dtype, memory_format=memory_format)
     lean = leangrad.lean(copy.deepcopy(plain))
     before = fused.report()["launches"]
+    kept: list[int] = []
     for seed in range(STEPS):
         for model in (plain, lean):
             model.zero_grad(set_to_none=True)
@@ -127,4 +128,6 @@ def test_blocks(case: str, channels_last: bool) -> None:
             assert torch.equal(p.grad, q.grad), (seed, name)
         for p, q in zip(plain.buffers(), lean.buffers(), strict=True):
             assert torch.equal(p, q)
+        kept.append(torch.cuda.memory_allocated())
+    assert kept[-1] == kept[-2], "something of a step is held"
     assert fused.report()["launches"] > before + 3, fused.report()

@@ -417,3 +417,11 @@ def fused_rms_norm_backward(
         return None
     dx, dweight = torch.ops.aten._fused_rms_norm_backward(g, x, [x.shape[-1]], rstd, weight, [True, needs_dweight])
     return dx, dweight if needs_dweight else None
+
+
+_dispatch_modes: Callable[[], int] | None = getattr(torch._C, "_len_torch_dispatch_stack", None)
+
+
+def dispatch_modes_active() -> bool:
+    """Whether a `TorchDispatchMode` listens, to whom every op has to be shown; False where torch does not tell."""
+    return _dispatch_modes is not None and _dispatch_modes() > 0

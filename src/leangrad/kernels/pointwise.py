@@ -63,9 +63,10 @@ if INTERPRETED:  # The interpreter has neither libdevice nor assembly: these sta
 
     @triton.jit
     def bfloat16(x):
-        """Round to nearest, ties to even; the interpreter's own cast cuts off. NaN may become another number."""
+        """Round to nearest, ties to even; the interpreter's own cast cuts off."""
         bits = x.to(tl.int32, bitcast=True)
-        return ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True).to(tl.bfloat16)
+        rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
+        return tl.where(x == x, rounded, float("nan")).to(tl.bfloat16)
 
     @triton.jit
     def float16(x):

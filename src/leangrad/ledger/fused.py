@@ -6,16 +6,16 @@ made by other ops, its outputs the value itself and every inner value that reade
 [Note: proven before used]
 A program is used only after it has been compared: the first ``PROOFS`` times the recipe is replayed op by op as ever,
 and the program is run beside it, in pieces, over the same tensors. One different bit and this kind of chain is replayed
-op by op for ever. So a program that is wrong on this GPU, this torch or this Triton costs time, not gradients. Steps do
-not depend on how many elements there are, so a proof holds for all batch sizes; but a library may choose another kernel
-for a norm of another shape, so with such a norm each shape is proven for itself.
+op by op for ever. Before that each op was tried by itself ([Note: every op by itself]). So a program that is wrong on
+this GPU, this torch or this Triton costs time, not gradients. Steps do not depend on how many elements there are, so a
+proof holds for all batch sizes; but a library may choose another kernel for a norm of another shape, so with such a
+norm each shape is proven for itself.
 """
 
 from __future__ import annotations
 
-import ctypes
-import math
 import threading
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -23,18 +23,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from leangrad import kernels
-from leangrad.kernels.pointwise import BLOCK, Kernel, compiled
-from leangrad.ledger.lowering import LOWERINGS, STATIC, VARIANTS, WEIGHTS, Builder, RefusedError, Slot
+from leangrad import _torch, kernels
+from leangrad.kernels.pointwise import BLOCK, Kernel, Program, compiled
+from leangrad.ledger.chain import TABLE, Chain, may_chain
+from leangrad.ledger.exact import is_exact, same_bits
+from leangrad.ledger.lowering import LOWERINGS, NORMS, VARIANTS, Builder, RefusedError, Slot, numbers_of
+from leangrad.ledger.rules import RULES
 from leangrad.ledger.value import Value, _remember, _stream
 
 PROOFS = 3  # times that a program is compared before it is used
 PIECE = 1 << 22  # elements that are compared at once
 MIN_BYTES = 32 * 1024  # below this a launch costs more than the passes over memory that it saves
-MAX_STEPS = 48
-BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
+MAX_VARIETY = 32  # programs for one row of ops: beyond that shapes change too often to compile for each
+MAX_PLANS = 4096
 
 Key = tuple[Any, ...]
+
+
+class InexactError(Exception):
+    """An op has other bits here than ATen's; the argument is its value."""
 
 
 class Proof:
@@ -48,6 +55,7 @@ class Proof:
 _plans: dict[Key, Plan] = {}
 _proofs: dict[Any, Proof] = {}
 _refused: dict[Key, str] = {}  # why a chain is replayed op by op
+_variety: defaultdict[tuple[str, ...], set[Program]] = defaultdict(set)  # the programs for each row of ops
 _lock = threading.RLock()  # one thread at a time makes and proves programs
 _local = threading.local()  # ``off``: this thread replays op by op
 
@@ -63,120 +71,6 @@ def off() -> Iterator[None]:
         _local.off = before
 
 
-class Chain:
-    """The pointwise ops under a value, and what they read. Made for every rebuild, so it is written to be quick."""
-
-    __slots__ = (
-        "_at_hand",
-        "_codes",
-        "key",
-        "leaves",
-        "made",
-        "outputs",
-        "scalars",
-        "shape",
-        "task",
-        "uses",
-        "values",
-        "weight",
-    )
-
-    def __init__(self, root: Value, made: dict[int, Tensor], task: int) -> None:
-        self.made, self.task = made, task
-        self.shape = root.layout[0] if root.layout is not None else None
-        self.values: list[Value] = []  # in the order in which they are computed; the root is the last
-        self.uses: list[int] = []  # how often each is read in this chain
-        self.leaves: list[Value] = []
-        self.scalars: list[float] = []
-        self.outputs: list[int] = []  # numbers of values that are wanted; the root's is the last
-        self.key: list[Any] = []  # what makes two chains one program: a part for each value
-        self.weight = 0  # passes over memory that a replay op by op would take
-        self._codes: dict[int, int] = {}  # by id: the number of a value, or −1 − that of a leaf
-        self._at_hand: dict[int, bool] = {}
-        self._visit(root)
-        last = len(self.values) - 1
-        if len(self.outputs) > 1 or (self.outputs and self.outputs[0] != last):
-            self.outputs = [k for k in self.outputs if k != last and self._is_asked_for(k)]
-            self.outputs.append(last)
-        elif not self.outputs:
-            self.outputs.append(last)
-        self.key.append(tuple(self.outputs))
-
-    def refusal(self, reason: object) -> str:
-        """Why this chain is replayed op by op."""
-        return f"{', '.join(v.op for v in self.values)}: {reason}"
-
-    def _visit(self, value: Value) -> None:
-        codes, args, function = self._codes, value.args, value.function
-        for i in value.order:
-            operand = args[i]
-            if id(operand) not in codes:
-                if operand.tensor is None and operand.function in LOWERINGS and self._is_inner(operand):
-                    self._visit(operand)
-                else:
-                    self.leaves.append(operand)
-                    codes[id(operand)] = -len(self.leaves)
-        part: list[Any] = [function, value.dtype, value.layout]
-        for a in args:
-            kind = type(a)
-            if kind is Value:
-                code = codes[id(a)]
-                part.append(code)
-                if code >= 0:
-                    self.uses[code] += 1
-            elif kind is float or kind is int or (kind is Tensor and a.dim() == 0 and a.is_cpu):
-                if function in STATIC:
-                    part.append(float(a))
-                else:
-                    self.scalars.append(float(a))
-                    part.append(float)
-            else:
-                part.append(a)
-        if value.kwargs:
-            part.extend(value.kwargs.items())
-        number = codes[id(value)] = len(self.values)
-        self.values.append(value)
-        self.uses.append(0)
-        self.weight += WEIGHTS[function]
-        if value.readers or value.parents > 1:
-            self.outputs.append(number)
-        self.key.append(tuple(part))
-
-    def _is_asked_for(self, number: int) -> bool:
-        """Whether readers or other recipes are still to come for a value: as in ``Value._take``."""
-        value = self.values[number]
-        if value.readers and (value.reads < value.readers or value.task != self.task):
-            return True
-        return value._is_held() and self.uses[number] < value.parents
-
-    def _is_inner(self, value: Value) -> bool:
-        """Whether ``value``, an op of the table, is computed in this program.
-
-        One that other recipes read too is computed here only if everything under it is at hand. Otherwise it is made
-        once and held (``made``), or what lies under it would be rebuilt again and again.
-        """
-        if self.is_made(value) or len(self.values) >= MAX_STEPS:
-            return False
-        if (value.readers or value._is_held()) and value.layout is not None and value.layout[0] != self.shape:
-            return False
-        return value.parents <= 1 or self._has_at_hand(value)
-
-    def is_made(self, value: Value) -> bool:
-        """Whether ``value`` need not be rebuilt."""
-        memo = value.memo
-        if memo is not None and value.memo_stream == _stream(memo):
-            return True
-        return value.tensor is not None or id(value) in self.made
-
-    def _has_at_hand(self, value: Value) -> bool:
-        known = self._at_hand.get(id(value))
-        if known is None:
-            known = self._at_hand[id(value)] = self.is_made(value) or (
-                value.function in LOWERINGS and all(self._has_at_hand(v) for v in value.inputs)
-            )
-        return known
-
-
 class Plan:
     """A program for one kind of chain over tensors of one kind of layout."""
 
@@ -186,14 +80,17 @@ class Plan:
         slots: list[Slot] = []
         scalars = iter(range(len(chain.scalars)))
         for value, (_, _, _, *parts) in zip(chain.values, chain.key, strict=False):
-            slots.append(_lower(builder, value, parts, slots, scalars))
+            operands = _operands(builder, value, parts, slots, scalars)
+            slots.append(_lower(builder, value, operands))
+            if not is_exact(value, operands, chain.scalars, builder):
+                raise InexactError(value)
         for k in chain.outputs:
             layout = chain.values[k].layout
             if slots[k].shape != shape or (layout is not None and not _alike(layout[1], stride, shape)):
                 raise RefusedError("outputs of different layouts")
         self.n = shape.numel()
         self.leaves = [k for k, _ in builder.inputs]
-        self.scalars = builder.scalars
+        self.scalars = builder.scalars  # and not the builder, which holds the leaves
         self.stride = stride
         self.uses = [chain.uses[k] for k in chain.outputs]
         self.outputs = [
@@ -201,11 +98,11 @@ class Plan:
         ]
         program = builder.program(tuple(slots[k].number for k in chain.outputs))
         wide = max(self.n, *(_reach(leaves[k]) for k in self.leaves)) >= 2**31 - BLOCK
-        self.kernel: Kernel = compiled(program, wide)
+        self.kernel: Kernel = _compiled(chain, program, wide)
         self.device = leaves[0].device
         self.over = self._find_over(builder, leaves)
-        self.varies = any(step.op in VARIANTS for step in program.steps)
-        self.proof = _proofs.setdefault((program, shape, stride) if self.varies else program, Proof())
+        varies = any(step.op in VARIANTS for step in program.steps)
+        self.proof = _proofs.setdefault((program, shape, stride) if varies else program, Proof())
         self.launches = 0
 
     def _find_over(self, builder: Builder, leaves: list[Tensor]) -> list[int]:
@@ -228,13 +125,13 @@ class Plan:
             leaves[k] if k >= 0 and owned[k] else torch.empty_strided(s, t, dtype=d, device=self.device)
             for k, (s, t, d) in zip(self.over, self.outputs, strict=True)
         ]
-        self.kernel.launch([leaves[k] for k in self.leaves], self._numbers(scalars), outputs, self.n)
+        self.kernel.launch([leaves[k] for k in self.leaves], numbers_of(self.scalars, scalars), outputs, self.n)
         self.launches += 1
         return outputs
 
     def agrees(self, leaves: list[Tensor], scalars: list[float], expected: list[Tensor | None]) -> bool:
         """Whether the program gives the bits of ``expected``, tried in pieces; NaN is NaN."""
-        inputs, numbers = [leaves[k] for k in self.leaves], self._numbers(scalars)
+        inputs, numbers = [leaves[k] for k in self.leaves], numbers_of(self.scalars, scalars)
         flat = []
         for t, (shape, _, dtype) in zip(expected, self.outputs, strict=True):
             if t is None or t.shape != shape or t.dtype != dtype or not _alike(t.stride(), self.stride, shape):
@@ -244,20 +141,16 @@ class Plan:
             n = min(PIECE, self.n - start)
             pieces = [torch.empty(n, dtype=d, device=self.device) for _, _, d in self.outputs]
             self.kernel.launch(inputs, numbers, pieces, n, start)
-            for mine, plain in zip(pieces, (f[start : start + n] for f in flat), strict=True):
-                bits = BITS[mine.dtype]
-                same = (mine.view(bits) == plain.view(bits)) | (mine.isnan() & plain.isnan())
-                if not bool(same.all()):
-                    return False
+            if not all(same_bits(mine, f[start : start + n]) for mine, f in zip(pieces, flat, strict=True)):
+                return False
         return True
-
-    def _numbers(self, scalars: list[float]) -> list[float]:
-        return [_inverse(scalars[k]) if inverted else scalars[k] for k, inverted in self.scalars]
 
 
 def replay(root: Value, made: dict[int, Tensor], task: int) -> tuple[Tensor, bool] | None:
     """Rebuild ``root`` by one kernel for its chain; None where it has to be replayed op by op."""
-    if (root.layout is not None and root.nbytes < MIN_BYTES) or getattr(_local, "off", False):
+    if root.layout is not None and root.nbytes < MIN_BYTES:
+        return None
+    if getattr(_local, "off", False) or not may_chain(root) or _torch.dispatch_modes_active():
         return None
     chain = Chain(root, made, task)
     if chain.weight < 2 or not chain.leaves:
@@ -271,6 +164,8 @@ def replay(root: Value, made: dict[int, Tensor], task: int) -> tuple[Tensor, boo
         chain = Chain(root, made, task)
         taken |= {id(v): v._take(made, task) for v in chain.leaves if id(v) not in taken}
     leaves = [taken[id(v)][0] for v in chain.leaves]
+    if leaves[0].is_cuda and leaves[0].device.index != torch.cuda.current_device():
+        return None  # Triton launches on the current device
     key = (*chain.key, *[_kind(t) for t in leaves])
     plan = _plans.get(key)
     if plan is None or plan.proof.missing:
@@ -287,55 +182,75 @@ def replay(root: Value, made: dict[int, Tensor], task: int) -> tuple[Tensor, boo
 
 def _prove(chain: Chain, leaves: list[Tensor], kind: Key, key: Key) -> tuple[Tensor, bool] | None:
     """Replay op by op, and compare the program with that: see [Note: proven before used]."""
-    if leaves[0].is_cuda and torch.cuda.is_current_stream_capturing():
-        return None  # nothing can be compared while a graph is captured
+    if _torch.transforms_active() or (leaves[0].is_cuda and torch.cuda.is_current_stream_capturing()):
+        return None  # no numbers can be drawn under vmap, and nothing be compared while a graph is captured
     with _lock:
         try:
             plans = [_plans[key]] if key in _plans else _candidates(chain, leaves)
-        except RefusedError as reason:
+        except InexactError as error:
+            TABLE.discard(error.args[0].function)  # without that op it will be another chain
+            return None
+        except torch.OutOfMemoryError:
+            return None  # another time
+        except Exception as reason:  # RefusedError, or whatever Triton raises: the chain works without it
             _refused[kind] = chain.refusal(reason)
             return None
+        v = chain.values[-1]
         with off():
-            rebuilt = chain.values[-1]._rebuild(chain.made, chain.task)
+            rebuilt = v._rebuild(chain.made, chain.task)
         expected = [*(chain.values[k].memo for k in chain.outputs[:-1]), rebuilt[0]]
         try:
             for plan in plans:
                 if plan.agrees(leaves, chain.scalars, expected):
                     plan.proof.missing = max(0, plan.proof.missing - 1)
-                    _plans[key] = plan
+                    _enter(key, plan)
                     return rebuilt
                 plan.proof.missing, plan.proof.failed = PROOFS, True
             _refused[kind] = chain.refusal("other bits")
         except torch.OutOfMemoryError:
             pass  # another time
-        except Exception as error:  # whatever Triton raises: the chain works without it
-            _refused[kind] = chain.refusal(repr(error))
+        except Exception as reason:
+            _refused[kind] = chain.refusal(reason)
         return rebuilt
+
+
+def _enter(key: Key, plan: Plan) -> None:
+    if len(_plans) + len(_refused) >= MAX_PLANS:  # a program whose shapes never come again
+        _plans.clear()
+        _refused.clear()
+    _plans[key] = plan
 
 
 def _candidates(chain: Chain, leaves: list[Tensor]) -> list[Plan]:
     """A plan for each formula that the library may have used."""
-    plans = [Plan(chain, leaves)]
-    if plans[0].varies:
-        plans += [Plan(chain, leaves, variant) for variant in range(1, len(VARIANTS))]
+    plans = []
+    for variant in range(len(VARIANTS) if any(v.op == "CudnnBatchNormBackward0" for v in chain.values) else 1):
+        try:
+            plans.append(Plan(chain, leaves, variant))
+        except InexactError as error:
+            if error.args[0].function not in NORMS:
+                raise
     plans = [plan for plan in plans if not plan.proof.failed]
     if not plans:
         raise RefusedError("other bits")
     return plans
 
 
-def _lower(b: Builder, value: Value, parts: list[Any], slots: list[Slot], scalars: Any) -> Slot:
-    """The steps of one op; ``slots``: the results of the ops before it."""
-    args: list[Any] = []
-    places = len(value.args)
-    keywords = dict(parts[places : places + len(value.kwargs)])
-    for part, a in zip(parts[:places], value.args, strict=True):
+def _operands(b: Builder, value: Value, parts: list[Any], slots: list[Slot], scalars: Iterator[int]) -> list[Any]:
+    """The arguments of one op, with slots for tensors and numbers; ``slots``: the results of the ops before it."""
+    operands: list[Any] = []
+    for part, a in zip(parts, value.args, strict=False):
         if type(a) is Value:
-            args.append(slots[part] if part >= 0 else b.leaf(-1 - part))
+            operands.append(slots[part] if part >= 0 else b.leaf(-1 - part))
         else:
-            args.append(Slot("scalar", next(scalars)) if part is float else part)
+            operands.append(Slot("scalar", next(scalars)) if part is float else part)
+    return operands
+
+
+def _lower(b: Builder, value: Value, operands: list[Any]) -> Slot:
+    """The steps of one op."""
     try:
-        slot = LOWERINGS[value.function](b, *args, **keywords)
+        slot = LOWERINGS[value.function](b, *operands, **value.kwargs)
     except (TypeError, AttributeError, RuntimeError) as error:  # an operand is missing, or of another kind or shape
         raise RefusedError(f"{value.op}: {error}") from error
     return slot if value.dtype is None or value.dtype == slot.dtype else b.step("cast", value.dtype, slot)
@@ -343,7 +258,7 @@ def _lower(b: Builder, value: Value, parts: list[Any], slots: list[Slot], scalar
 
 def _layout(chain: Chain, leaves: list[Tensor]) -> tuple[torch.Size, tuple[int, ...]]:
     """The layout of the root: noted, or that of all inputs of its size."""
-    if not kernels.serves(leaves[0]) or any(t.device != leaves[0].device for t in leaves):
+    if not any(kernels.serves(t) for t in leaves) or any(t.device != leaves[0].device for t in leaves):
         raise RefusedError("not on one device that Triton serves")
     layout = chain.values[-1].layout
     if layout is None:
@@ -362,6 +277,15 @@ def _alike(a: tuple[int, ...], b: tuple[int, ...], shape: torch.Size) -> bool:
     return a == b or all(n == 1 or x == y for x, y, n in zip(a, b, shape, strict=True))
 
 
+def _compiled(chain: Chain, program: Program, wide: bool) -> Kernel:
+    """The kernel of a program, unless there are too many such already."""
+    alike = _variety[tuple(v.op for v in chain.values)]
+    if program not in alike and len(alike) >= MAX_VARIETY:
+        raise RefusedError("too many shapes")
+    alike.add(program)
+    return compiled(program, wide)
+
+
 def _reach(tensor: Tensor) -> int:
     return sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
 
@@ -370,17 +294,11 @@ def _kind(tensor: Tensor) -> Key:
     return tensor.dtype, tensor.shape, tensor.stride(), tensor.device
 
 
-def _inverse(number: float) -> float:
-    """1 / number in float32, as ATen computes it on the host: rounding to double in between does no harm."""
-    rounded = ctypes.c_float(number).value
-    return 1.0 / rounded if rounded else math.copysign(math.inf, rounded)
-
-
 def report() -> dict[str, Any]:
     """How many kinds of chains are fused and how often they ran; and why others are replayed op by op.
 
     >>> sorted(report())
-    ['launches', 'programs', 'refused', 'unproven']
+    ['inexact', 'launches', 'programs', 'refused', 'unproven']
     """
     plans = list(_plans.values())
     return {
@@ -388,12 +306,18 @@ def report() -> dict[str, Any]:
         "unproven": sum(p.proof.missing > 0 and not p.proof.failed for p in plans),
         "launches": sum(p.launches for p in plans),
         "refused": list(_refused.values()),
+        "inexact": sorted(rule.node for rules in RULES.values() for rule in rules if rule.function in _inexact()),
     }
+
+
+def _inexact() -> set[Any]:
+    return set(LOWERINGS) - TABLE
 
 
 def summarize() -> str:
     """The report in words."""
     found = report()
     lines = [f"{found['programs']} kinds of chains are rebuilt by one kernel each, {found['launches']} times so far"]
+    lines += [f"not exact on this device, and so left to ATen: {name}" for name in found["inexact"]]
     lines += [f"op by op: {why}" for why in dict.fromkeys(found["refused"])]
     return "\n".join(lines)

@@ -6,6 +6,8 @@ What cannot be written so raises ``RefusedError``, and the recipe is replayed op
 
 from __future__ import annotations
 
+import ctypes
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -14,6 +16,12 @@ from torch import Tensor
 
 from leangrad.kernels.pointwise import Input, Program, Step, Term
 from leangrad.ledger.rules import RULES
+from leangrad.ledger.rules.reductions import (
+    whole_batch_norm,
+    whole_cudnn_batch_norm,
+    whole_layer_norm,
+    whole_rms_norm,
+)
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 VARIANTS = ("batch_norm", "batch_norm_scaled", "batch_norm_folded")  # cuDNN has a kernel for each
@@ -86,6 +94,17 @@ class Builder:
         return Program(tuple(i for _, i in self.inputs), len(self.scalars), steps, outputs)
 
 
+def numbers_of(wanted: list[tuple[int, bool]], scalars: list[float]) -> list[float]:
+    """The scalars of a program, which ``Builder.scalars`` says, from those of the recipe."""
+    return [_inverse(scalars[k]) if inverted else scalars[k] for k, inverted in wanted]
+
+
+def _inverse(number: float) -> float:
+    """1 / number in float32, as ATen computes it on the host: rounding to double in between does no harm."""
+    rounded = ctypes.c_float(number).value
+    return 1.0 / rounded if rounded else math.copysign(math.inf, rounded)
+
+
 def find_terms(
     shape: torch.Size, stride: tuple[int, ...], full_shape: torch.Size, full_stride: tuple[int, ...]
 ) -> tuple[Term, ...] | None:
@@ -125,10 +144,19 @@ def find_terms(
 Lowering = Callable[..., Slot]
 LOWERINGS: dict[Any, Lowering] = {}  # by the function of a recipe
 STATIC: set[Any] = set()  # functions whose numbers are part of the program
-WEIGHTS: dict[Any, int] = {}  # passes over memory that a replay of the op takes, where it is more than one
+WEIGHTS: dict[Any, int] = {}  # passes over memory that a replay of the op takes
+NORMS: dict[Any, Norm] = {}  # functions that are applied from saved statistics
 
 
-def lower(nodes: str, lowering: Lowering, *, static: bool = False, weight: int = 1) -> None:
+class Norm(NamedTuple):
+    """A norm with its statistics."""
+
+    function: Callable[..., tuple[Tensor, ...]]  # as the rule's, without statistics; it gives them too
+    statistics: int
+    by_rows: bool  # over the last dimensions; else over all but the channels
+
+
+def lower(nodes: str, lowering: Lowering, *, static: bool = False, norm: Norm | None = None, weight: int = 1) -> None:
     """Enter ops by the names of their nodes. ``lowering`` takes what the function takes, with slots for tensors."""
     for node in nodes.split():
         function = RULES[node][0].function
@@ -136,6 +164,8 @@ def lower(nodes: str, lowering: Lowering, *, static: bool = False, weight: int =
         WEIGHTS[function] = weight
         if static:
             STATIC.add(function)
+        if norm is not None:
+            NORMS[function] = norm
 
 
 def _common(*slots: Slot) -> torch.dtype:
@@ -170,7 +200,7 @@ def _pointwise(op: str) -> Lowering:
 
 def _div(b: Builder, x: Slot, other: Slot) -> Slot:
     if other.kind == "scalar":  # ATen multiplies by the reciprocal, computed on the host
-        return b.step("mul", _common(x), x, other._replace(kind="inverse"))
+        return b.step("mul", _common(x), x, Slot("inverse", other.number))
     return _pointwise("div")(b, x, other)
 
 
@@ -242,7 +272,8 @@ def _along_channels(vector: Slot, x: Slot) -> Slot:
     if vector.kind != "leaf" or len(vector.shape) != 1 or len(x.shape) < 2:
         raise RefusedError("a vector of channels that is computed")
     others = len(x.shape) - 2
-    return vector._replace(shape=torch.Size((*vector.shape, *[1] * others)), stride=(*vector.stride, *[0] * others))
+    shape, stride = torch.Size((*vector.shape, *[1] * others)), (*vector.stride, *[0] * others)
+    return Slot("leaf", vector.number, vector.dtype, shape, stride)
 
 
 lower("ToCopyBackward0", _cast)
@@ -272,7 +303,7 @@ lower("GeluBackward0", _gelu)
 lower("PowBackward0", _pow, static=True)
 lower("WhereBackward0", _where)
 lower("MaskedFillBackward0", _masked_fill)
-lower("NativeLayerNormBackward0", _layer_norm)
-lower("FusedRmsNormBackward0", _rms_norm)
-lower("NativeBatchNormBackward0", _batch_norm("batch_norm"), weight=2)
-lower("CudnnBatchNormBackward0", _batch_norm(*VARIANTS), weight=2)
+lower("NativeLayerNormBackward0", _layer_norm, norm=Norm(whole_layer_norm, 2, by_rows=True))
+lower("FusedRmsNormBackward0", _rms_norm, norm=Norm(whole_rms_norm, 1, by_rows=True))
+lower("NativeBatchNormBackward0", _batch_norm("batch_norm"), norm=Norm(whole_batch_norm, 2, by_rows=False), weight=2)
+lower("CudnnBatchNormBackward0", _batch_norm(*VARIANTS), norm=Norm(whole_cudnn_batch_norm, 2, by_rows=False), weight=2)

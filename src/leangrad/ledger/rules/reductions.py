@@ -112,32 +112,55 @@ rule("SafeSoftmaxBackward0", "self", aten._safe_softmax.default, "dim", dtype="@
 # ---------------------------------------------------------------------------------------------------------------- norms
 
 
-# The statistics that autograd saved come last: a fused kernel applies a norm from them, its own function needs none.
+# The rules call these for their first output. The statistics, which autograd saves, come last among the arguments: a
+# fused kernel applies a norm from them (``fused.py``), the norm's own function needs none.
+
+
+def whole_layer_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, shape: list[int], eps: float
+) -> tuple[Tensor, ...]:
+    """The output, the mean and 1/deviation of each row."""
+    return torch.native_layer_norm(x, shape, weight, bias, eps)
+
+
+def whole_rms_norm(x: Tensor, weight: Tensor | None, shape: list[int], eps: float | None) -> tuple[Tensor, ...]:
+    """The output and 1/rms of each row."""
+    return aten._fused_rms_norm.default(x, shape, weight, eps)  # type: ignore[no-any-return]
+
+
+def whole_batch_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, ...]:
+    """The output, the mean and 1/deviation of each channel; no running statistics are touched."""
+    return torch.native_batch_norm(x, weight, bias, None, None, True, 0.0, eps)
+
+
+def whole_cudnn_batch_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, ...]:
+    """The same by cuDNN."""
+    return torch.cudnn_batch_norm(x, weight, bias, None, None, True, 0.0, eps)[:3]
 
 
 def _layer_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, shape: list[int], eps: float, *statistics: Tensor
 ) -> Tensor:
-    return torch.native_layer_norm(x, shape, weight, bias, eps)[0]
+    return whole_layer_norm(x, weight, bias, shape, eps)[0]
 
 
 def _rms_norm(x: Tensor, weight: Tensor | None, shape: list[int], eps: float | None, *statistics: Tensor) -> Tensor:
-    return aten._fused_rms_norm.default(x, shape, weight, eps)[0]  # type: ignore[no-any-return]
+    return whole_rms_norm(x, weight, shape, eps)[0]
+
+
+def _batch_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *statistics: Tensor) -> Tensor:
+    # The statistics of the batch again, with no running statistics to touch: the same bits, and no state changes.
+    return whole_batch_norm(x, weight, bias, eps)[0]
+
+
+def _cudnn_batch_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, *statistics: Tensor) -> Tensor:
+    return whole_cudnn_batch_norm(x, weight, bias, eps)[0]
 
 
 def _group_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, n: int, c: int, hw: int, group: int, eps: float
 ) -> Tensor:
     return torch.native_group_norm(x, weight, bias, n, c, hw, group, eps)[0]
-
-
-def _batch_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *statistics: Tensor) -> Tensor:
-    # The statistics of the batch again, with no running statistics to touch: the same bits, and no state changes.
-    return torch.native_batch_norm(x, weight, bias, None, None, True, 0.0, eps)[0]
-
-
-def _cudnn_batch_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, *statistics: Tensor) -> Tensor:
-    return torch.cudnn_batch_norm(x, weight, bias, None, None, True, 0.0, eps)[0]
 
 
 def _fixed_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, var: Tensor, eps: float) -> Tensor:
