@@ -1,10 +1,10 @@
 """Activated batch norm against BatchNorm2d + activation, in one process, interleaved.
 
-    python -m benchmarks.abn                 # CPU: a residual net
-    python -m benchmarks.abn --device cuda   # each layer shape of ResNet-50, and its whole training step
+    python -m benchmarks.abn --write abn_cpu                  # a residual net
+    python -m benchmarks.abn --device cuda --write abn_h200   # each layer of ResNet-50, and its whole training step
 
-Each row goes as one JSON line into benchmarks/results/abn-<device>.jsonl. Ratios are lean / plain, the median over
-rounds in which both run right after each other.
+Each row is printed as a line of JSON; `--write` puts all into benchmarks/results. Ratios are lean / plain, the median
+over rounds in which both run right after each other.
 """
 
 from __future__ import annotations
@@ -12,25 +12,21 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import os
-import platform
 import statistics
-import subprocess
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.environment import write_rows
 from leangrad.measure import measure
 from leangrad.nn.abn import ABN, InPlaceABN
 from leangrad.nn.convert import convert_abn
 
-RESULTS = Path(__file__).parent / "results"
 # (channels, height) of the maps of ResNet-50 at 224 x 224.
 LAYERS = ((64, 112), (64, 56), (256, 56), (128, 28), (512, 28), (256, 14), (1024, 14), (512, 7), (2048, 7))
 
@@ -146,25 +142,13 @@ def resnet50_row(batch: int, rounds: int) -> dict[str, Any]:
     return {**row, "peak_ratio": row["lean_peak_gib"] / row["plain_peak_gib"]}
 
 
-def surroundings(device: str) -> dict[str, Any]:
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    return {
-        "hardware": torch.cuda.get_device_name() if device == "cuda" else platform.machine(),
-        "threads": torch.get_num_threads(),
-        "load": round(os.getloadavg()[0], 1),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "commit": commit.stdout.strip(),
-        "date": time.strftime("%Y-%m-%d"),
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--batch", type=int, default=None, help="images; 8 on the CPU, 192 on CUDA")
     parser.add_argument("--only", choices=("layers", "model"), help="CUDA: one part only")
+    parser.add_argument("--write", default="", help="the name of a file in benchmarks/results")
     options = parser.parse_args()
     torch.manual_seed(0)
     rows: list[Callable[[], dict[str, Any]]] = []
@@ -177,13 +161,12 @@ def main() -> None:
                 rows += [partial(layer_row, c, h, batch, options.rounds, kind) for c, h in LAYERS]
         if options.only != "layers":
             rows.append(lambda: resnet50_row(batch, options.rounds))
-    where = surroundings(options.device)
-    RESULTS.mkdir(exist_ok=True)
-    with (RESULTS / f"abn-{options.device}.jsonl").open("a") as file:
-        for make in rows:
-            row = json.dumps({**make(), **where})
-            print(row, flush=True)
-            file.write(row + "\n")
+    done = []
+    for make in rows:
+        done.append(make())
+        print(json.dumps(done[-1]), flush=True)
+    if options.write:
+        write_rows(options.write, options.device, done)
 
 
 if __name__ == "__main__":

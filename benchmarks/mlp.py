@@ -1,33 +1,32 @@
 """`leangrad.nn.MLP` against the `nn.Sequential` it equals: time, peak, kept bytes, allocations in backward.
 
-    python -m benchmarks.mlp                  # on the CPU
-    python -m benchmarks.mlp --device cuda    # the H200 cases, in bfloat16
+    python -m benchmarks.mlp [--device cuda] [--write mlp_cpu]
 
-One process serves both: the steps are timed in turns, plain then lean, and the time ratio is the median of the ratios
-of neighbours. Peaks are above the parameters, gradients and scratch included. Each case appends one row to
-`benchmarks/results/mlp.jsonl` (`--out` names another file).
+One process serves both. Steps are timed in turns, plain first in one round and lean first in the next; a step is the
+wall time from an idle device to an idle device, and the time ratio is the median over the rounds. On CUDA a row also
+says what the kernels alone took and how many were launched, since a step of this size may be bound by either.
+Peaks are above the parameters, gradients and scratch included.
 """
+
+from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
-import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.environment import write_rows
 from leangrad.lease import release_scratch
 from leangrad.measure import measure
 from leangrad.nn import MLP
 
-RESULTS = Path(__file__).parent / "results" / "mlp.jsonl"
 MODULES = {"relu": nn.ReLU, "gelu": nn.GELU}
 
 
@@ -74,11 +73,37 @@ def train_step(model: nn.Module, x: Tensor, target: Tensor) -> Callable[[], None
 
 
 def seconds_of(step: Callable[[], None], device: str) -> float:
+    wait = torch.cuda.synchronize if device == "cuda" else _no_wait
+    wait()
     start = time.perf_counter()
     step()
-    if device == "cuda":
-        torch.cuda.synchronize()
+    wait()
     return time.perf_counter() - start
+
+
+def _no_wait() -> None:
+    pass
+
+
+def time_in_turns(steps: dict[str, Callable[[], None]], device: str, rounds: int) -> dict[str, list[float]]:
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for i in range(rounds):
+        for name in sorted(steps, reverse=bool(i % 2)):
+            times[name].append(seconds_of(steps[name], device))
+    return times
+
+
+def kernels_of(step: Callable[[], None], runs: int = 5) -> tuple[float, float]:
+    """Milliseconds in kernels, and launches, of one step on CUDA."""
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        for _ in range(runs):
+            step()
+        torch.cuda.synchronize()
+    events = profile.key_averages()
+    on_device = [event for event in events if event.device_type.name == "CUDA"]
+    launches = sum(event.count for event in events if "LaunchKernel" in event.key or "MemsetAsync" in event.key)
+    return sum(event.self_device_time_total for event in on_device) / runs / 1e3, launches / runs
 
 
 def peak_and_kept_bytes(model: nn.Module, step: Callable[[], None]) -> tuple[int, int]:
@@ -113,76 +138,41 @@ def largest_difference(plain: nn.Module, lean: nn.Module) -> float:
     return max(float(ratio) for ratio in ratios)
 
 
-def run(case: Case, device: str, repeats: int) -> dict[str, Any]:
+def run(case: Case, device: str, rounds: int) -> dict[str, Any]:
     plain, lean = build(case, device)
     x = torch.randn(case.batch, case.width, device=device, dtype=getattr(torch, case.dtype))
     target = torch.randn_like(x)
-    steps = {"plain": train_step(plain, x, target), "lean": train_step(lean, x, target)}
-    for _ in range(3):
-        for step in steps.values():
-            seconds_of(step, device)
-    difference = largest_difference(plain, lean)
-    times: dict[str, list[float]] = {"plain": [], "lean": []}
-    for _ in range(repeats):
-        for name, step in steps.items():
-            times[name].append(seconds_of(step, device))
-    ratios = [lean_s / plain_s for plain_s, lean_s in zip(times["plain"], times["lean"], strict=True)]
-    plain_peak, plain_kept = peak_and_kept_bytes(plain, steps["plain"])
-    lean_peak, lean_kept = peak_and_kept_bytes(lean, steps["lean"])
-    return {
-        "benchmark": "mlp",
-        **asdict(case),
-        "repeats": repeats,
-        "plain_ms": statistics.median(times["plain"]) * 1e3,
-        "lean_ms": statistics.median(times["lean"]) * 1e3,
-        "time_ratio": statistics.median(ratios),
-        "plain_peak_bytes": plain_peak,
-        "lean_peak_bytes": lean_peak,
-        "peak_ratio": lean_peak / plain_peak,
-        "plain_kept_bytes": plain_kept,
-        "lean_kept_bytes": lean_kept,
-        "lean_backward_allocations": backward_allocations(lean, x),
-        "plain_backward_allocations": backward_allocations(plain, x),
-        "largest_gradient_difference": difference,
-        **surroundings(device),
-    }
-
-
-def surroundings(device: str) -> dict[str, Any]:
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    return {
-        "device": device,
-        "hardware": torch.cuda.get_device_name() if device == "cuda" else f"{platform.machine()} CPU",
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "commit": commit.stdout.strip(),
-        "date": time.strftime("%Y-%m-%d"),
-    }
+    models = {"plain": plain, "lean": lean}
+    steps = {name: train_step(model, x, target) for name, model in models.items()}
+    time_in_turns(steps, device, 20 if device == "cuda" else 3)
+    row: dict[str, Any] = {**asdict(case), "rounds": rounds}
+    row["largest_gradient_difference"] = largest_difference(plain, lean)
+    times = time_in_turns(steps, device, rounds)
+    row["time_ratio"] = statistics.median(b / a for a, b in zip(times["plain"], times["lean"], strict=True))
+    for name, model in models.items():
+        row[f"{name}_ms"] = statistics.median(times[name]) * 1e3
+        if device == "cuda":
+            row[f"{name}_kernel_ms"], row[f"{name}_launches"] = kernels_of(steps[name])
+        row[f"{name}_peak_bytes"], row[f"{name}_kept_bytes"] = peak_and_kept_bytes(model, steps[name])
+        row[f"{name}_backward_allocations"] = backward_allocations(model, x)
+    row["peak_ratio"] = row["lean_peak_bytes"] / row["plain_peak_bytes"]
+    return row
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--device", choices=sorted(CASES), default="cpu")
-    parser.add_argument("--repeats", type=int, help="timed steps of each; default 15 on the CPU, 50 on CUDA")
+    parser.add_argument("--rounds", type=int, help="timed steps of each; default 15 on the CPU, 200 on CUDA")
     parser.add_argument("--case", help="run the one case of this name")
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--write", help="the name of a file for the rows, in benchmarks/results")
     options = parser.parse_args()
-    repeats = options.repeats or (50 if options.device == "cuda" else 15)
-    print(
-        f"{'case':<14}{'plain ms':>10}{'lean ms':>10}{'time':>8}{'plain MB':>10}{'lean MB':>10}{'peak':>8}{'allocs':>8}"
-    )
-    for case in CASES[options.device]:
-        if options.case in (None, case.name):
-            row = run(case, options.device, repeats)
-            options.out.parent.mkdir(parents=True, exist_ok=True)
-            with options.out.open("a") as file:
-                file.write(json.dumps(row) + "\n")
-            print(
-                f"{case.name:<14}{row['plain_ms']:>10.2f}{row['lean_ms']:>10.2f}{row['time_ratio']:>8.3f}"
-                f"{row['plain_peak_bytes'] / 1e6:>10.1f}{row['lean_peak_bytes'] / 1e6:>10.1f}{row['peak_ratio']:>8.3f}"
-                f"{row['lean_backward_allocations']:>8d}"
-            )
+    rounds = options.rounds or (200 if options.device == "cuda" else 15)
+    cases = [case for case in CASES[options.device] if options.case in (None, case.name)]
+    rows = [run(case, options.device, rounds) for case in cases]
+    for row in rows:
+        print(json.dumps(row))
+    if options.write:
+        write_rows(options.write, options.device, rows)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,8 @@ from leangrad.measure import measure
 from leangrad.packed import pack_gradients
 
 MICRO_BATCHES = 4
-ODD = 23
+ODD = 23  # rows of a batch that no matrix of a model is as large as
+CLIPS = 5
 
 #: The loss of one micro-batch, or of one of odd size.
 Loss = Callable[..., Tensor]
@@ -196,14 +197,33 @@ def seconds_of(call: Callable[[], object], device: str) -> float:
 
 
 def time_in_turns(forms: dict[str, Form], device: str, repeats: int) -> dict[str, dict[str, list[float]]]:
-    """Seconds of each phase of each form, one entry a round; the forms take turns within a round."""
+    """Seconds of each phase of each form, one entry a round; the forms take turns within a round.
+
+    Clip and step take a fraction of the time and vary more: they are timed five times as often, on small batches.
+    """
     seconds: dict[str, dict[str, list[float]]] = {name: {"accumulate": [], "clip and step": []} for name in forms}
     for _ in range(repeats):
         for name, form in forms.items():
             seconds[name]["accumulate"].append(seconds_of(form.accumulate, device))
+            form.clip_and_step()
+            form.zero_grad()
+    for _ in range(CLIPS * repeats):
+        for name, form in forms.items():
+            form.loss(form.model, True).backward()
             seconds[name]["clip and step"].append(seconds_of(form.clip_and_step, device))
             form.zero_grad()
     return seconds
+
+
+def peak_of(step: Callable[[], object], device: str) -> int:
+    """The most bytes that a step holds above what stood before it."""
+    if device != "cuda":
+        return measure(step, timed_runs=0).peak_bytes
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    step()
+    return torch.cuda.max_memory_allocated() - before
 
 
 def temporaries(form: Form) -> int:
@@ -231,8 +251,7 @@ def run(case: Case, device: str, repeats: int) -> dict[str, Any]:
     rows: dict[str, Any] = {}
     for name, form in forms.items():
         gc.collect()
-        entry: dict[str, Any] = {"peak_bytes": measure(form.step, timed_runs=0).peak_bytes}
-        entry["temporary_bytes"] = temporaries(form)
+        entry: dict[str, Any] = {"peak_bytes": peak_of(form.step, device), "temporary_bytes": temporaries(form)}
         for phase, values in seconds[name].items():
             entry[phase] = {
                 "seconds": statistics.median(values),

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from leangrad.kernels import abn as kernels
 from leangrad.kernels import serves
+from leangrad.nn import abn_spare
 from leangrad.nn.abn import ABN, InPlaceABN
+from leangrad.nn.abn_recipe import rebuilding
 from leangrad.ops import abn as ops
 
 SHAPES = {
@@ -58,8 +60,8 @@ def check_passes(
     C = x.shape[1]
     mean, var = ops.stats(x)
     weight = torch.linspace(-1.2, 1.3, C, device=device)
-    v = ops.Vectors(mean, (var + 1e-5).rsqrt(), weight, torch.linspace(0.3, -0.2, C, device=device))
-    exact_v = ops.Vectors(*(t.double() for t in v.all()))
+    v = torch.stack((mean, (var + 1e-5).rsqrt(), weight, torch.linspace(0.3, -0.2, C, device=device)))
+    exact_v = v.double()
     r, exact_r = (residual, residual.double()) if added else (None, None)
     z = ops.normalize(x, v, act, residual=r, out=torch.empty_like(x))
     exact_z = ops.normalize(x.double(), exact_v, act, residual=exact_r, out=torch.empty_like(x, dtype=torch.float64))
@@ -101,6 +103,75 @@ def check_module(device: str) -> None:
             close(f"{kind.__name__} {name}", ours.detach(), truth.detach(), torch.float32)
 
 
+def check_layer(layout: str, name: str, dtype: torch.dtype, device: str, kind: type[ABN], added: bool) -> None:
+    """Two launches forward and two backward, against the same layer in float64, from the same rounded maps."""
+    x, dz, residual = case(layout, dtype, device)
+    C = x.shape[1]
+    layer = kind(C, activation=name, activation_param=0.3).to(device)
+    with torch.no_grad():
+        layer.weight.copy_(torch.linspace(-1.2, 1.3, C))
+        layer.bias.copy_(torch.linspace(0.3, -0.2, C))
+    exact = kind(C, activation=name, activation_param=0.3).to(device, torch.float64)
+    exact.load_state_dict(layer.state_dict())
+    maps = [t.requires_grad_() for t in ((x, residual) if added else (x,))]
+    exact_maps = [t.detach().double().requires_grad_() for t in maps]
+    truth = exact(*exact_maps)
+    with rebuilding():
+        z = layer(*maps)
+        again = z.grad_fn.recipe.rebuild() if z.grad_fn.recipe is not None else z
+    assert torch.equal(again, z), "a rebuilt output has other bits"
+    close("z", z.detach(), truth.detach(), dtype)
+    ours = torch.autograd.grad(z, [*maps, *layer.parameters()], dz)
+    theirs = torch.autograd.grad(truth, [*exact_maps, *exact.parameters()], dz.double())
+    for what, a, b in zip(("dx", "dr", "dγ", "dβ") if added else ("dx", "dγ", "dβ"), ours, theirs, strict=True):
+        close(f"{kind.__name__} {name} {layout} {what}", a, b, dtype)
+    for a, b in zip(layer.buffers(), exact.buffers(), strict=True):
+        close("running statistics", a, b, torch.float32)
+
+
+def check_one_question(device: str) -> None:
+    """However many layers invert, the device is asked once in a step; and again once parameters could have changed."""
+    asked: list[int] = []
+    ask = abn_spare._ask
+    abn_spare._ask = lambda layers: asked.append(len(layers)) or ask(layers)
+    try:
+        model = torch.nn.Sequential(InPlaceABN(3), InPlaceABN(3, activation="elu"), InPlaceABN(3)).to(device)
+        with torch.no_grad():
+            model[0].weight[1] = 0.0  # keeps its input
+        x, dz, _ = case("planes", torch.float32, device)
+        x.requires_grad_()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(3):
+            del asked[:]
+            model(x * 1).backward(dz)
+            optimizer.step()
+        assert len(asked) == 1, asked
+        assert asked[0] >= 3
+        del asked[:]
+        with torch.no_grad():
+            model(x * 1)  # nobody will go backward
+        assert not asked
+    finally:
+        abn_spare._ask = ask
+
+
+def check_hidden_write(device: str) -> None:
+    """A weight that is written through `.data` after the device was asked gives NaN, not a wrong gradient."""
+    layers = [InPlaceABN(3).to(device) for _ in range(2)]
+    x = case("planes", torch.float32, device)[0].requires_grad_()
+    for layer in (*layers, layers[0]):
+        layer(x * 1)  # the second asks for both, the third finds an answer
+    layers[0](x * 1)  # asks for both
+    layers[1].weight.data[1] = 1e-30
+    layers[1].bias.data[1] = 0.5
+    z = layers[1](x * 1)
+    assert z.isfinite().all()
+    (dw,) = torch.autograd.grad(z.square().sum(), layers[1].weight)
+    assert dw.isfinite().tolist() == [True, False, True]
+    (dw,) = torch.autograd.grad(layers[1](x * 1).square().sum(), layers[1].weight)  # asked afresh
+    assert dw.isfinite().all()
+
+
 def check_all(device: str) -> None:
     for layout in SHAPES:
         check_stats(layout, device)
@@ -115,12 +186,21 @@ def check_all(device: str) -> None:
     check_passes("many tiles", ops.Activation("leaky_relu", 0.3), torch.float32, device, inverted=True, added=False)
     check_passes("wide rows", ops.Activation("silu"), torch.float32, device, inverted=False, added=True)
     check_module(device)
+    check_one_question(device)
+    check_hidden_write(device)
+    for name in ops.Activation.NAMES:
+        check_layer("channels_last", name, torch.float32, device, ABN, added=name in ("relu", "identity"))
+        check_layer("planes", name, torch.float32, device, InPlaceABN, added=False)
+    for layout in SHAPES:
+        check_layer(layout, "relu", torch.bfloat16, device, ABN, added=True)
 
 
 def check_wide_offsets() -> None:
     """The 64-bit path of the offsets, on a small map."""
     plan = kernels.plan
-    kernels.plan = lambda x: plan(x)._replace(wide=True)
+    kernels.plan = lambda *args: plan(*args)._replace(wide=True)
+    kernels.layer.cache_clear()
+    ops._fused.clear()
     try:
         for layout in ("rows", "planes"):
             check_passes(layout, ops.Activation("relu"), torch.float32, "cpu", inverted=False, added=False)

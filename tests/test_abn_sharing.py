@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from leangrad.errors import LeangradError
 from leangrad.measure import measure
 from leangrad.nn.abn import ABN, InPlaceABN
-from leangrad.nn.abn_autograd import rebuilding
+from leangrad.nn.abn_recipe import rebuilding
 
 ACT = {"leaky_relu": lambda y: F.leaky_relu(y, 0.2), "relu": F.relu}
 Layer = Callable[[Tensor], Tensor]

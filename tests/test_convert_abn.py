@@ -10,9 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from leangrad.errors import LeangradError
 from leangrad.measure import measure
 from leangrad.nn.abn import ABN, InPlaceABNSync
-from leangrad.nn.abn_autograd import MAX_DEPTH, Recipe
+from leangrad.nn.abn_pool import RebuiltMaxPool2d
+from leangrad.nn.abn_recipe import MAX_DEPTH, Recipe, Session
 from leangrad.nn.convert import convert_abn
 
 
@@ -208,7 +210,7 @@ def test_synchronized_norms_stay_synchronized() -> None:
 
 
 def test_kept_bytes_are_the_convolutions_outputs() -> None:
-    """And what is no norm's: the pooling's output and indices, and what the head and the loss keep."""
+    """And what is no norm's: the pooling's output, but not the places of its maxima, and what the head keeps."""
     plain = ResNet((3, 3), width=8)
     lean = convert_abn(copy.deepcopy(plain))
     x = torch.randn(4, 3, 64, 64)
@@ -219,11 +221,52 @@ def test_kept_bytes_are_the_convolutions_outputs() -> None:
     plain(x)
     pooled = 4 * 8 * 16 * 16
     vectors = 16 * sum(m.num_features for m in lean.modules() if isinstance(m, ABN))
-    predicted = sum(outputs) + pooled * (4 + 8) + vectors
+    predicted = sum(outputs) + pooled * 4 + vectors
     dy = torch.randn(4, 10)
     measured = measure(lambda: lean(x).backward(dy), timed_runs=1).kept_bytes
     head = 4 * 64 * 4 + 4 * 10 * 4  # the input and the output of the last layer
     assert predicted <= measured <= predicted + head
+
+
+def test_pooling_finds_its_maxima_again() -> None:
+    """Bit for bit, ties included: a relu gives many zeros to choose the first of."""
+    lean = convert_abn(ResNet((1, 1)).double())
+    x, w = torch.randn(2, 3, 32, 32, dtype=torch.float64), lean.conv1.weight
+    gradients = []
+    for kind in (RebuiltMaxPool2d, nn.MaxPool2d):
+        lean.maxpool.__class__ = kind
+        out = lean(x)
+        dy = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view_as(out)
+        gradients.append(torch.autograd.grad(out, w, dy)[0])
+    assert torch.equal(*gradients)
+    lean.maxpool.__class__ = RebuiltMaxPool2d
+    (first,) = torch.autograd.grad(lean(x).square().sum(), w, create_graph=True)
+    with pytest.raises(LeangradError, match="differentiated twice"):
+        first.sum().backward()
+
+
+def test_a_chain_is_held_as_far_as_backward_has_made_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six blocks of one size: the first outputs are rebuilt again and again, until enough was released to hold some."""
+    model = convert_abn(ResNet((6, 1), width=8))
+    x, dy = torch.randn(4, 3, 64, 64), torch.randn(4, 10)
+
+    def step() -> None:
+        model(x).backward(dy)
+        model.zero_grad()
+
+    counts, peaks = [], []
+    rebuild = Recipe.rebuild
+    for hold in (True, False):
+        if not hold:
+            monkeypatch.setattr(Session, "may_hold", lambda self, n_bytes: False)
+        sessions: list[Session] = []  # not the recipes, which would keep their maps alive
+        monkeypatch.setattr(Recipe, "rebuild", lambda self, s=sessions: s.append(self.session) or rebuild(self))
+        peaks.append(measure(step, timed_runs=0).peak_bytes)
+        counts.append(len(sessions))
+        assert all(s is sessions[0] for s in sessions)
+        assert sessions[0].held_bytes == 0, "something is still held"
+    assert counts[0] < counts[1]
+    assert peaks[0] <= peaks[1], "what is held raised the peak"
 
 
 def test_each_output_is_rebuilt_once_in_the_order_of_backward(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,6 +305,30 @@ def test_checkpointing_around_and_inside() -> None:
             plain(x) if out.dim() == 2 else plain.layer2(plain.layer1(plain.maxpool(F.relu(plain.bn1(plain.conv1(x))))))
         )
         torch.testing.assert_close(dx, torch.autograd.grad(whole, x, dz)[0])
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=False)
+
+
+def test_checkpointed_parts_keep_nothing_of_their_own() -> None:
+    """Inside of other hooks a layer saves as any op does, so that checkpointing can drop it."""
+    stem = (nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
+    plain = nn.Sequential(*stem, *(Checkpointed(Bottleneck(8, 2)) for _ in range(2))).double()
+    lean = convert_abn(copy.deepcopy(plain))
+    x, dy = (torch.randn(4, c, 32, 32, dtype=torch.float64) for c in (3, 8))
+    for model in (plain, lean):
+        model(x).backward(dy)
+    for a, b in zip(lean.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+    kept = [measure(lambda m=m: m(x).backward(dy), timed_runs=0).kept_bytes for m in (plain, lean)]
+    vectors = 4 * 8 * 8
+    assert kept[1] <= kept[0] + vectors
 
 
 def test_changed_anchor_raises() -> None:

@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from leangrad import tape
 from leangrad.errors import ConsumedError
 from leangrad.lease import release_scratch
 from leangrad.measure import measure
 from leangrad.nn import MLP, Activate, Dense
+from leangrad.ops import chain
 from leangrad.ops.activation import ACTIVATIONS, resolve
 from tests.test_activation import PLAIN
 
@@ -52,7 +52,7 @@ SIZES = [5, 16, 7, 3]
 @pytest.fixture(autouse=True, params=[0, 1 << 20], ids=["rebuilt", "stored"])
 def _rebuilding(request, monkeypatch):
     """Small maps are stored, not rebuilt: test both, whatever the size."""
-    monkeypatch.setattr(tape, "_REBUILD_MIN_BYTES", request.param)
+    monkeypatch.setattr(chain, "REBUILD_MIN_BYTES", request.param)
 
 
 def plain_of(mlp: MLP) -> nn.Sequential:
@@ -310,7 +310,7 @@ def test_an_optimizer_inside_backward_never_changes_dx():
 @pytest.mark.parametrize(("activation", "maps"), [("relu", 1), ("gelu", 1), ("swiglu", 2), ("tanh", 1)])
 def test_kept_bytes(activation, maps, monkeypatch):
     """One map for each hidden layer, and the caller's own output and input."""
-    monkeypatch.setattr(tape, "_REBUILD_MIN_BYTES", 0)
+    monkeypatch.setattr(chain, "REBUILD_MIN_BYTES", 0)
     mlp, x, g = MLP([32, 32, 32, 32, 32], activation), torch.randn(2048, 32), torch.randn(2048, 32)
     release_scratch()
     mlp(x).backward(g)  # warm-up: the scratch stands before the step
@@ -610,6 +610,8 @@ def test_errors_name_the_argument_and_the_choice():
     assert isinstance(MLP([2, 3, 1], resolve("leaky_relu", 0.2))[1], Activate)
 
 
+# Torch's own, at the first product in the thread that runs backward.
+@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("activation", ACTIVATIONS)

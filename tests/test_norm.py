@@ -12,7 +12,7 @@ EPS = 1e-5
 SHAPES = [(1, 1), (1, 7), (5, 1), (33, 12), (0, 4)]
 
 
-@pytest.fixture(autouse=True, params=[8, 1 << 17], ids=["by rows", "at once"])
+@pytest.fixture(autouse=True, params=[8, 1 << 18], ids=["by rows", "at once"])
 def _chunk(request, monkeypatch):
     monkeypatch.setattr(norm, "_CHUNK", request.param)
 

@@ -1,12 +1,14 @@
 """Bytes: no temporary of a weight's size, and a peak that is plain's or less. Predicted, then asserted."""
 
 import copy
+import gc
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from leangrad.nn import MLP
 from leangrad.packed import pack_gradients
 
 WIDTH, ROWS = 256, 8
@@ -15,6 +17,7 @@ WEIGHT_BYTES = WIDTH * WIDTH * 4
 
 def memory_events(run: Callable[[], object]) -> list[int]:
     """Every allocation (positive) and release (negative) of the CPU allocator, in order."""
+    gc.collect()  # what an earlier test left would be released, and counted, in this run
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         run()
     events = profile.profiler.kineto_results.events()
@@ -55,6 +58,17 @@ def test_the_tool_sees_what_it_should() -> None:
 
 def test_the_second_micro_batch_allocates_nothing_of_a_weights_size() -> None:
     plain = deep()
+    mine = copy.deepcopy(plain)
+    pack_gradients(mine)
+    x = torch.randn(ROWS, WIDTH)
+    for model in (plain, mine):
+        backward_of(model, x)()
+    assert of_weight_size(memory_events(backward_of(plain, x))) == 6
+    assert of_weight_size(memory_events(backward_of(mine, x))) == 0
+
+
+def test_an_mlp_allocates_nothing_of_a_weights_size() -> None:
+    plain = MLP([WIDTH] * 7, "gelu", bias=False)
     mine = copy.deepcopy(plain)
     pack_gradients(mine)
     x = torch.randn(ROWS, WIDTH)
@@ -133,6 +147,22 @@ def test_passes_over_the_buffer_allocate_next_to_nothing() -> None:
     backward_of(mine, torch.randn(ROWS, WIDTH))()
     for call in (packed.norm, lambda: packed.clip_norm_(1.0), lambda: packed.scale_(0.5), packed.all_finite):
         assert peak_bytes(memory_events(call)) < WEIGHT_BYTES // 64
+
+
+@pytest.mark.parametrize("clips", [True, False])
+def test_casting_holds_both_forms_of_one_range_at_most(clips: bool) -> None:
+    mine = deep().bfloat16()
+    packed = pack_gradients(mine, torch.float32, range_bytes=WEIGHT_BYTES)
+    backward = backward_of(mine, torch.randn(ROWS, WIDTH).bfloat16())
+    mark = 8 * WEIGHT_BYTES
+
+    def step() -> None:
+        backward()
+        torch.empty(mark, dtype=torch.uint8)
+        packed.clip_norm_(1.0, cast=True) if clips else packed.cast_()
+
+    large = [e for e in memory_events(step) if abs(e) >= WEIGHT_BYTES // 2]
+    assert large[large.index(-mark) + 1 :] == [WEIGHT_BYTES // 2, -WEIGHT_BYTES] * 6
 
 
 @pytest.mark.parametrize("rows", [4, 64, 1024])

@@ -1,13 +1,15 @@
 """Norm, clip, scale, finite check; and gradients accumulated in a wider dtype than their parameters'."""
 
 import copy
+import threading
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from leangrad.packed import PackedGradients, pack_gradients, slots
+from leangrad import _torch
+from leangrad.packed import PackedGradients, pack_gradients, ranges
 
 
 def odd() -> nn.Module:
@@ -110,6 +112,47 @@ def test_no_gradients_at_all() -> None:
     assert packed.flats() == []
 
 
+@pytest.mark.parametrize("has_foreach", [True, False])
+def test_many_vectors_in_one_call_or_one_by_one(has_foreach: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not has_foreach:
+        monkeypatch.delattr(torch, "_foreach_norm")
+        monkeypatch.delattr(torch, "_foreach_mul_")
+    vectors = [torch.randn(n).bfloat16() for n in (5, 64)]
+    for order in (2.0, float("inf")):
+        expected = [torch.linalg.vector_norm(v.float(), order) for v in vectors]
+        torch.testing.assert_close(_torch.norms(vectors, order, torch.float32), expected)
+    expected = [v * 0.5 for v in vectors]
+    _torch.scale_(vectors, torch.tensor(0.5).bfloat16())
+    assert all(torch.equal(a, b) for a, b in zip(vectors, expected, strict=True))
+
+
+def test_another_threads_backward_is_seen() -> None:
+    seen: list[bool] = []
+
+    class Look(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: object, g: Tensor) -> Tensor:
+            inside.set()
+            assert go_on.wait(10)
+            return g
+
+    inside, go_on = threading.Event(), threading.Event()
+    x = torch.ones(2, requires_grad=True)
+    thread = threading.Thread(target=lambda: Look.apply(x).sum().backward())
+    seen.append(_torch.backward_elsewhere())
+    thread.start()
+    assert inside.wait(10)
+    seen.append(_torch.backward_elsewhere())
+    go_on.set()
+    thread.join()
+    seen.append(_torch.backward_elsewhere())
+    assert seen == [False, True, False]
+
+
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_an_infinite_step_leaves_no_trace(set_to_none: bool) -> None:
     # Clipping an infinite norm makes NaN of everything, also of the gaps; the next step must not see it.
@@ -130,8 +173,8 @@ def test_an_infinite_step_leaves_no_trace(set_to_none: bool) -> None:
 def _grad_dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ways: with `Tensor.grad_dtype`, and as on a torch that has none."""
     if request.param == "without grad_dtype":
-        monkeypatch.setattr(slots, "HAS_GRAD_DTYPE", False)
-    elif not slots.HAS_GRAD_DTYPE:
+        monkeypatch.setattr(ranges, "HAS_GRAD_DTYPE", False)
+    elif not ranges.HAS_GRAD_DTYPE:
         pytest.skip("this torch has no Tensor.grad_dtype")
 
 
@@ -224,6 +267,28 @@ def test_a_backward_after_cast_without_zero_grad_goes_on_in_float32() -> None:
         assert a.dtype == torch.float32
         torch.testing.assert_close(a, b + 2 * c, rtol=2e-2, atol=2e-2)
     del reference
+
+
+@pytest.mark.usefixtures("_grad_dtype")
+@pytest.mark.parametrize("all_go", [True, False])
+def test_a_wide_gradient_that_is_kept_stays_as_it_is(all_go: bool) -> None:
+    _, mine, packed = wide_twins()
+    filled(mine)
+    kept = [g.detach() for g in gradients(mine)] if all_go else [mine[0].weight.grad.detach()]
+    expected = [k.clone() for k in kept]
+    for parameter in mine.parameters() if all_go else [mine[0].weight]:
+        parameter.grad = None
+    filled(mine, 1)
+    for a, b in zip(kept, expected, strict=True):
+        assert torch.equal(a, b)
+    assert packed.report()["0.weight"].how == ("written" if all_go else "plain")
+    del kept
+    mine.zero_grad()
+    filled(mine, 2)
+    mine[0].weight.grad = None
+    filled(mine, 3)
+    packed.norm()
+    assert len(packed.flats()) == 1
 
 
 @pytest.mark.usefixtures("_grad_dtype")

@@ -317,11 +317,35 @@ def test_dense_writes_and_is_bitwise_plain(activation: str | None, autocast: boo
     assert {row.how for row in packed.report().rows} == {"written"}
 
 
-def test_mlp_is_right_and_reported() -> None:
-    # Its layers are one node, which hands all its gradients to autograd.
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("trains_first", [True, False])
+@pytest.mark.parametrize("activation", ["relu", "gelu", "swiglu"])
+def test_mlp_writes_and_is_bitwise_plain(activation: str, trains_first: bool, bias: bool) -> None:
+    mlp = MLP([12, 9, 7, 5], activation, bias=bias)
+    mlp[0].requires_grad_(trains_first)
+    plain, mine, packed = twins(mlp)
+    x = torch.randn(3, 4, 12)
+    assert_same(run(mine, x), run(plain, x))
+    for a, b in zip(run(mine, x, 2), run(plain, x, 2), strict=True):
+        torch.testing.assert_close(a, b)
+    assert {row.how for row in packed.report().rows} == {"written"}
+    assert all(row.counts == {"written": 3} for row in packed.report().rows)
+
+
+def test_mlp_in_other_ways() -> None:
     plain, mine, packed = twins(MLP([12, 9, 5], "gelu"))
     x = torch.randn(7, 12)
-    assert_same(run(mine, x), run(plain, x))
-    for a, b in zip(run(mine, x), run(plain, x), strict=True):
-        torch.testing.assert_close(a, b)
-    assert {row.how for row in packed.report().rows} == {"added"}
+    for model in (plain, mine):
+        y = model(x)
+        y.backward(torch.ones_like(y), retain_graph=True)
+        y.backward(torch.ones_like(y))
+        (first,) = torch.autograd.grad(model(x).square().sum(), [model[0].weight], create_graph=True)
+        first.square().sum().backward()
+        model(x).square().sum().backward(inputs=[model[2].bias])
+    for a, b in zip(mine.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_same(run(mine, x)[:2], run(plain, x)[:2])
+    for a, b in zip(mine.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+    assert packed.report()["0.weight"].how == "added"  # autocast's cast stands between the weight and the node

@@ -20,9 +20,11 @@ import functools
 import inspect
 import math
 import sys
+import threading
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -266,7 +268,7 @@ def private_names() -> dict[str, bool]:
     """
     tensor = torch.ones(1, requires_grad=True) * 1
     owners: list[Any] = [torch, torch._C, torch._C._autograd, torch.autograd, torch.autograd.forward_ad]
-    owners += [torch.autograd.Variable]
+    owners += [torch.autograd.Variable, torch.autograd.graph]
     owners += [torch.nn.Module(), torch.nn.modules.module, torch.ops.aten, torch.ops.aten.add.Tensor]
     owners += [tensor, tensor.untyped_storage(), tensor.grad_fn]
     there = {name for owner in owners for name in dir(owner)}
@@ -425,3 +427,98 @@ _dispatch_modes: Callable[[], int] | None = getattr(torch._C, "_len_torch_dispat
 def dispatch_modes_active() -> bool:
     """Whether a `TorchDispatchMode` listens, to whom every op has to be shown; False where torch does not tell."""
     return _dispatch_modes is not None and _dispatch_modes() > 0
+
+
+def storage_holders(tensor: Tensor) -> int | None:
+    """How many tensors see this memory, those that only C++ holds included; None where torch does not tell."""
+    try:
+        storage = tensor.untyped_storage()
+        return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # without the storage object in our hand
+    except (AttributeError, NotImplementedError, RuntimeError):
+        return None
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """Whether a tensor has memory of its own: one that stands for a batch (`is_grads_batched=True`) does not."""
+    try:
+        return tensor.untyped_storage() is not None
+    except (NotImplementedError, RuntimeError):
+        return False
+
+
+def backward_elsewhere() -> bool:
+    """Whether another thread is inside a backward pass; True, with other threads about, where torch does not tell."""
+    if threading.active_count() == 1:
+        return False
+    enter = getattr(torch.autograd.graph, "_engine_run_backward", None)
+    if enter is None:
+        return True
+    for ident, frame in sys._current_frames().items():
+        caller: FrameType | None = frame if ident != threading.get_ident() else None
+        while caller is not None:
+            if caller.f_code is enter.__code__:
+                return True
+            caller = caller.f_back
+    return False
+
+
+_top_hooks: Callable[[bool], Any] | None = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+
+
+def innermost_pack_hook() -> Any:
+    """The pack function of the saved-tensor hooks that are in force; None without any, or where torch does not tell."""
+    hooks = None if _top_hooks is None else _top_hooks(True)
+    return None if hooks is None else hooks[0]
+
+
+def below_autograd() -> Any:
+    """A context for ops that nobody differentiates: they skip autograd's layer, some percent of a small op's cost."""
+    guard = getattr(torch._C, "_AutoDispatchBelowAutograd", None)
+    return contextlib.nullcontext() if guard is None else guard()
+
+
+def compile_elementwise(code: str, name: str, outputs: int) -> Callable[..., Any] | None:
+    """A CUDA kernel from the C++ for one element, as `torch.cuda.jiterator` makes it; None where torch has none."""
+    launch = getattr(torch._C, "_cuda_jiterator_compile_and_launch_kernel", None)
+    return None if launch is None else lambda *tensors: launch(code, name, True, outputs, tensors, {})
+
+
+def weight_and_bias(linear: torch.nn.Linear) -> tuple[Tensor, Tensor | None]:
+    """`linear.weight, linear.bias`, without the failed lookup that comes before `__getattr__` finds a parameter."""
+    try:
+        parameters: dict[str, Any] = linear._parameters
+        return parameters["weight"], parameters["bias"]
+    except (AttributeError, KeyError):
+        return linear.weight, linear.bias
+
+
+def any_has_hooks(modules: Iterable[torch.nn.Module]) -> bool:
+    """`has_hooks` for each of them, or for every module there is, in one call."""
+    try:
+        for module in modules:
+            if module._forward_hooks or module._forward_pre_hooks:
+                return True
+            if module._backward_hooks or module._backward_pre_hooks:
+                return True
+    except AttributeError:
+        return True
+    return has_global_hooks()
+
+
+_is_tracing: Callable[[], bool] = getattr(torch._C, "_is_tracing", torch.jit.is_tracing)  # type: ignore[attr-defined]
+
+
+def is_watched() -> bool:
+    """Whether somebody must see torch's own ops: a compiler, a tracer, a `torch.func` transform, forward mode."""
+    return torch.compiler.is_compiling() or _is_tracing() or transforms_active() or forward_mode_active()
+
+
+def norm_tensors(norm: torch.nn.Module) -> tuple[Tensor | None, ...]:
+    """Weight, bias, running mean and variance and the number of batches of a batch norm, without five slow lookups."""
+    try:
+        parameters, buffers = norm._parameters, norm._buffers
+        running = buffers["running_mean"], buffers["running_var"], buffers["num_batches_tracked"]
+        return (parameters["weight"], parameters["bias"], *running)
+    except (AttributeError, KeyError):  # parametrized, or a torch that keeps them elsewhere
+        names = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
+        return tuple(getattr(norm, name) for name in names)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from leangrad._torch import forward_mode_active, transforms_active
+from leangrad._torch import is_watched
 from leangrad.ops.activation import Activation, resolve
 from leangrad.own import owned
 
@@ -47,10 +47,10 @@ def activate(x: Tensor, activation: str | Activation, parameter: float | None = 
 
 def runs_plain(*tensors: Tensor | None) -> bool:
     """Whether these tensors belong to somebody who must see torch's own ops: a compiler, a tracer, a subclass."""
-    tracing = torch.jit.is_tracing()  # type: ignore[attr-defined]
-    if tracing or torch.compiler.is_compiling() or transforms_active() or forward_mode_active():
-        return True
-    return any(type(t) not in (Tensor, torch.nn.Parameter) for t in tensors if t is not None)
+    return is_watched() or not _OWN_TYPES.issuperset(map(type, tensors))
+
+
+_OWN_TYPES = frozenset((Tensor, torch.nn.Parameter, type(None)))
 
 
 def autocast_enabled(device_type: str) -> bool:

@@ -7,7 +7,7 @@ the same tape is written there instead of into new memory.
 import torch
 from torch import Tensor
 
-__all__ = ["Lease", "Pool", "borrowed", "release_scratch"]
+__all__ = ["Lease", "Pool", "borrowed", "release_scratch", "return_scratch", "take_scratch"]
 
 
 class Lease:
@@ -50,8 +50,8 @@ def borrowed(tensor: Tensor) -> Lease:
     return lease
 
 
-# Scratch that waits for the next tape, the largest two per dtype. Only on the CPU, where memory that was freed is paid
-# for again in page faults; an accelerator's caching allocator is such a store already, and knows about streams.
+# Scratch that waits for the next tape or chain, the largest two per dtype. Only on the CPU, where memory that was freed
+# is paid for again in page faults; an accelerator's caching allocator is such a store already, and knows about streams.
 # Taking is one `pop`, so two threads never get the same memory.
 _waiting: dict[torch.dtype, list[Tensor]] = {}
 
@@ -62,6 +62,23 @@ def release_scratch() -> None:
     >>> release_scratch()
     """
     _waiting.clear()
+
+
+def take_scratch(shape: torch.Size, like: Tensor) -> Tensor:
+    """Memory for at least this shape, with anything in it: what waits, or new."""
+    waiting = _waiting.pop(like.dtype, []) if like.is_cpu else []
+    taken = next((memory for memory in waiting if memory.numel() >= shape.numel()), None)
+    if taken is None:
+        return torch.empty(shape, dtype=like.dtype, device=like.device)
+    _waiting[like.dtype] = [memory for memory in waiting if memory is not taken]
+    return taken
+
+
+def return_scratch(memory: Tensor) -> None:
+    """Let memory that nobody looks at wait for whoever takes scratch next."""
+    if memory.is_cpu and not memory.is_inference():
+        waiting = [*_waiting.pop(memory.dtype, []), memory]
+        _waiting[memory.dtype] = sorted(waiting, key=Tensor.numel)[-2:]
 
 
 class Pool:
@@ -81,20 +98,16 @@ class Pool:
 
     def borrow(self, shape: torch.Size, like: Tensor) -> Lease:
         """A lease on memory of this shape, with anything in it, that must come back before the tape is done."""
-        dead = self.dead
-        if dead is not None and dead.shape == shape and _alike(dead, like):
-            self.dead = None
-            return Lease(dead)
-        numel = shape.numel()
+        dead, numel = self.dead, shape.numel()
         if dead is not None and dead.numel() >= numel and _alike(dead, like):
             self.dead = None
-            return Lease(dead.view(-1)[:numel].view(shape), dead)
+            return Lease(dead if dead.shape == shape else dead.view(-1)[:numel].view(shape), dead)
         for i, memory in enumerate(self.scratch):
             if memory.numel() >= numel and _alike(memory, like):
                 del self.scratch[i]
                 break
         else:
-            memory = _take_waiting(shape, like)
+            memory = take_scratch(shape, like)
         return Lease(memory if memory.shape == shape else memory.view(-1)[:numel].view(shape), memory, True)
 
     def give(self, shape: torch.Size, like: Tensor) -> Lease:
@@ -124,21 +137,10 @@ class Pool:
     def close(self) -> None:
         """Let the scratch wait for the next tape, and forget the rest."""
         for memory in self.scratch:
-            if memory.device.type == "cpu" and not memory.is_inference():
-                waiting = [*_waiting.pop(memory.dtype, []), memory]
-                _waiting[memory.dtype] = sorted(waiting, key=Tensor.numel)[-2:]
+            return_scratch(memory)
         self.scratch.clear()
         self.dead = None
 
 
 def _alike(a: Tensor, b: Tensor) -> bool:
     return a.dtype == b.dtype and a.device == b.device
-
-
-def _take_waiting(shape: torch.Size, like: Tensor) -> Tensor:
-    waiting = _waiting.pop(like.dtype, []) if like.device.type == "cpu" else []
-    taken = next((memory for memory in waiting if memory.numel() >= shape.numel()), None)
-    if taken is None:
-        return torch.empty(shape, dtype=like.dtype, device=like.device)
-    _waiting[like.dtype] = [memory for memory in waiting if memory is not taken]
-    return taken

@@ -1,17 +1,62 @@
-"""A program on a tape as one autograd node: any model sees a single op, and inside it every buffer has one owner."""
+"""Many ops as one autograd node: any model sees a single op, and inside it every buffer has one owner.
+
+A node is made of a `Recording`: something that ran forward, keeps what it needs, and runs backward. What autograd
+demands of a node is the same for all of them and is here: versions, `retain_graph`, double backward, saved-tensor
+hooks, threads.
+"""
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from leangrad._torch import graph_is_kept, saved_tensor_hooks_active
+from leangrad._torch import graph_is_kept, saved_tensor_hooks_active, transforms_active
+from leangrad.ops.chain import Chain, Writer
 from leangrad.own import owned, take
 from leangrad.tape import Tape, Var
 
-__all__ = ["run"]
+__all__ = ["Recording", "register_writer", "run", "run_recorded"]
+
+Tensors = Sequence[Tensor | None]
+
+
+class Recording(Protocol):
+    """One run forward, and what it keeps. `tensors` are those that the node was given."""
+
+    @property
+    def reads_output(self) -> bool:
+        """Whether backward reads the output, which then belongs to the caller."""
+
+    @property
+    def can_overwrite(self) -> bool:
+        """Whether backward gains by a gradient that is `ours`; to find that out costs as much as a small op."""
+
+    def hand_over(self) -> list[Tensor]:
+        """Give away what is kept; before backward it comes back by `take_back`, and must not be overwritten then."""
+
+    def take_back(self, kept: Sequence[Tensor] | None) -> None:
+        """Hold what `hand_over` gave away, or nothing."""
+
+    def backward(
+        self, grad: Tensor, tensors: Tensors, output: Tensor | None, *, ours: bool, spent: bool
+    ) -> Sequence[Tensor | None]:
+        """A gradient for each tensor that needs one; `grad` may be overwritten if `ours`, what is kept if `spent`."""
+
+
+#: `writer_of(node, tensors)` makes what writes the gradients of parameters in place of autograd; see `register_writer`.
+WriterOf = Callable[[Any, Tensors], Writer | None]
+_writer_of: WriterOf = lambda node, tensors: None  # noqa: E731
+
+
+def register_writer(writer_of: WriterOf) -> None:
+    """Let `writer_of` be asked in each backward; `leangrad.packed`, which stands above this file, is."""
+    global _writer_of
+    _writer_of = writer_of
+
+
+Record = Callable[[Tensors, Sequence[bool]], tuple[Tensor, Recording]]
 
 
 def run(program: Callable[..., Var], plain: Callable[..., Tensor], *tensors: Tensor | None) -> Tensor:
@@ -30,60 +75,106 @@ def run(program: Callable[..., Var], plain: Callable[..., Tensor], *tensors: Ten
     tensor([[4., 4., 4.],
             [4., 4., 4.]])
     """
-    y: Tensor = _Node.apply(program, plain, *tensors)
+    return run_recorded(lambda tensors, needs: _record_tape(program, tensors, needs), plain, *tensors)
+
+
+def run_recorded(record: Record, plain: Callable[..., Tensor], *tensors: Tensor | None) -> Tensor:
+    """Run `record(tensors, needs)`, which returns its output and a `Recording`, as one autograd node; see `run`."""
+    # `Function.apply` looks at every tensor in Python for the sake of `torch.func`; where that is not about, skip it.
+    apply = _Node.apply if transforms_active() else _apply_node
+    y: Tensor = apply(record, plain, *tensors)
     return y
 
 
 class _Node(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, program: Callable[..., Var], plain: Callable[..., Tensor], *tensors: Tensor | None) -> Tensor:
-        tape = Tape(private=True)
-        inputs = [
-            None if t is None else tape.watch(t, needs_grad=needs)
-            for t, needs in zip(tensors, ctx.needs_input_grad[2:], strict=True)
-        ]
-        out = program(tape, *inputs)
-        y = out.value
-        # The output belongs to the caller from here on. Autograd saves it (and notes its version) if a step reads it.
-        out.fixed = out.rebuilt is None
-        saved_y = y if out.readers and out.fixed else None
-        tape.forget_values(out)
-        tape.pool.close()
+    def forward(ctx: Any, record: Record, plain: Callable[..., Tensor], *tensors: Tensor | None) -> Tensor:
+        y, recording = record(tensors, ctx.needs_input_grad[2:])
         # Whoever hooks into saving (checkpointing, offloading) gets all that is kept, and decides what becomes of it.
-        hooked = tape.held_values() if saved_tensor_hooks_active() else []
-        ctx.save_for_backward(*tensors, saved_y, *(var.tensor for var in hooked))
-        for var in hooked:
-            var.tensor, var.fixed = None, True
-        ctx.tape, ctx.plain, ctx.lock = tape, plain, threading.Lock()
-        ctx.inputs, ctx.out, ctx.hooked = inputs, out, hooked
+        handed = recording.hand_over() if saved_tensor_hooks_active() else None
+        ctx.save_for_backward(*tensors, y if recording.reads_output else None, *(handed or ()))
+        ctx.recording, ctx.plain, ctx.handed, ctx.lock = recording, plain, handed is not None, threading.Lock()
+        ctx.can_overwrite = recording.can_overwrite
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        ours = owned(grad)
+        ours = ctx.can_overwrite and owned(grad)
         with ctx.lock:  # two threads may run backward over one kept graph
-            tape: Tape = take(ctx, "tape", keep="pass retain_graph=True to that one to run backward again")
+            recording: Recording = take(
+                ctx, "recording", keep="pass retain_graph=True to that one to run backward again"
+            )
             again = graph_is_kept()
             if again:
-                ctx.tape = tape
-            saved = ctx.saved_tensors
-            tensors = saved[: len(ctx.inputs)]
+                ctx.recording = recording
+            needs, saved = ctx.needs_input_grad[2:], ctx.saved_tensors
+            tensors, output, kept = saved[: len(needs)], saved[len(needs)], saved[len(needs) + 1 :]
             if torch.is_grad_enabled():
-                return (None, None, *_differentiate(ctx.plain, tensors, ctx.needs_input_grad[2:], grad))
-            bound = (*ctx.inputs, ctx.out, *ctx.hooked)
-            for var, tensor in zip(bound, saved, strict=True):
-                if var is not None:
-                    var.tensor = tensor
-            tape.backward(ctx.out, grad, ours=ours, again=again)
-            gradients = [None if var is None else var.grad for var in ctx.inputs]
-            for var in bound:
-                if var is not None:
-                    var.tensor = var.gradient = None
+                return (None, None, *_differentiate(ctx.plain, tensors, needs, grad))
+            handed = ctx.handed
+            if handed:
+                recording.take_back(kept)
+            if isinstance(recording, Chain):
+                recording.writer = _writer_of(ctx, tensors)
+            gradients = recording.backward(grad, tensors, output, ours=ours, spent=not (again or handed))
+            if handed:
+                recording.take_back(None)
         return (None, None, *gradients)
 
 
+_apply_node: Callable[..., Tensor] = super(torch.autograd.Function, _Node).apply
+
+
+class _TapeRecording:
+    """A program on a private tape."""
+
+    can_overwrite = True
+
+    def __init__(self, tape: Tape, inputs: list[Var | None], out: Var):
+        self.tape, self.inputs, self.out = tape, inputs, out
+        self.reads_output = bool(out.readers) and out.fixed
+        self.handed: list[Var] = []
+
+    def hand_over(self) -> list[Tensor]:
+        self.handed = self.tape.held_values()
+        tensors = [var.value for var in self.handed]
+        for var in self.handed:
+            var.tensor, var.fixed = None, True
+        return tensors
+
+    def take_back(self, kept: Sequence[Tensor] | None) -> None:
+        for i, var in enumerate(self.handed):
+            var.tensor = None if kept is None else kept[i]
+
+    def backward(
+        self, grad: Tensor, tensors: Tensors, output: Tensor | None, *, ours: bool, spent: bool
+    ) -> list[Tensor | None]:
+        bound = [
+            (var, t) for var, t in zip((*self.inputs, self.out), (*tensors, output), strict=True) if var is not None
+        ]
+        for var, tensor in bound:
+            var.tensor = tensor
+        self.tape.backward(self.out, grad, ours=ours, again=not spent)
+        gradients = [None if var is None else var.grad for var in self.inputs]
+        for var, _ in bound:
+            var.tensor = var.gradient = None
+        return gradients
+
+
+def _record_tape(program: Callable[..., Var], tensors: Tensors, needs: Sequence[bool]) -> tuple[Tensor, _TapeRecording]:
+    tape = Tape(private=True)
+    inputs = [None if t is None else tape.watch(t, needs_grad=n) for t, n in zip(tensors, needs, strict=True)]
+    out = program(tape, *inputs)
+    y = out.value
+    out.fixed = out.rebuilt is None  # the output belongs to the caller from here on
+    recording = _TapeRecording(tape, inputs, out)
+    tape.forget_values(out)
+    tape.pool.close()
+    return y, recording
+
+
 def _differentiate(
-    plain: Callable[..., Tensor], tensors: Sequence[Tensor | None], needs: tuple[bool, ...], grad: Tensor
+    plain: Callable[..., Tensor], tensors: Tensors, needs: Sequence[bool], grad: Tensor
 ) -> list[Tensor | None]:
     """The gradients of `plain`, with a graph of their own."""
     # A tensor that is given twice must get two gradients: one alias for each place.

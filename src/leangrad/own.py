@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from leangrad._torch import reference_counts
+from leangrad._torch import raw_stream, reference_counts
 from leangrad.errors import ConsumedError
 
 __all__ = ["owned", "take"]
@@ -58,7 +58,7 @@ def owned(grad: Tensor) -> bool:
         return False
     if type(grad) is not Tensor or grad.requires_grad or not _fills_storage(grad):
         return False
-    if grad.is_cuda and torch.cuda.current_stream(grad.device) != torch.cuda.default_stream(grad.device):
+    if grad.is_cuda and raw_stream(grad.device) != 0:  # 0 is the default stream of every device
         return False
     exclusive = _exclusive if _exclusive is not None else _calibrate()
     return bool(exclusive) and _signature(grad) in exclusive

@@ -21,12 +21,13 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from leangrad.errors import ConsumedError
 from leangrad.lease import Lease, Pool, borrowed
 from leangrad.ops.activation import Activation, resolve
-from leangrad.ops.linear import linear, linear_backward_bias, linear_backward_input, linear_backward_weight
+from leangrad.steps import activate_backward, add_backward, linear_backward, mul_backward, reshape_backward
 from leangrad.turn import Backward, Forward, fix_shared, step_backward
 
 __all__ = ["Tape", "Var"]
@@ -112,36 +113,38 @@ class Tape:
 
     def add(self, a: Var, b: Var) -> Var:
         """A + b, of one shape. Keeps nothing."""
-        return self._push(_add_backward, _pair(torch.add, a, b), (a, b), a.needs_grad or b.needs_grad)
+        return self._push(add_backward, _pair(torch.add, a, b), (a, b), a.needs_grad or b.needs_grad)
 
     def mul(self, a: Var, b: Var) -> Var:
         """A · b, elementwise, of one shape. Keeps both."""
-        return self._push(_mul_backward, _pair(torch.mul, a, b), (a, b), a.needs_grad or b.needs_grad, (a, b))
+        return self._push(mul_backward, _pair(torch.mul, a, b), (a, b), a.needs_grad or b.needs_grad, (a, b))
 
     def reshape(self, a: Var, shape: tuple[int, ...]) -> Var:
         """The same numbers in another shape. Keeps nothing."""
-        out = self._push(_reshape_backward, a.value.reshape(shape), (a,), a.needs_grad)
+        out = self._push(reshape_backward, a.value.reshape(shape), (a,), a.needs_grad)
         a.fixed = out.fixed = True
         return out
 
     def linear(self, x: Var, weight: Var, bias: Var | None = None) -> Var:
         """X Wᵀ + b, with x of (N, in). Keeps x where the weight needs a gradient; the weight is the caller's own."""
-        value, scratch = self.read(x)
-        y = linear(value, weight.value, None if bias is None else bias.value)
+        value, scratch = x.tensor, None
+        if value is None:
+            value, scratch = self.read(x)
+        y = F.linear(value, weight.value, None if bias is None else bias.value)
         if scratch is not None:
             self.pool.release(scratch)
         needs_grad = x.needs_grad or weight.needs_grad or (bias is not None and bias.needs_grad)
         reads = (x,) if weight.needs_grad else ()
         if x.needs_grad and not weight.fixed:
             reads = (*reads, weight)
-        return self._push(_linear_backward, y, (x, weight, bias), needs_grad, reads)
+        return self._push(linear_backward, y, (x, weight, bias), needs_grad, reads)
 
     def activate(self, x: Var, activation: str | Activation) -> Var:
         """An activation. Keeps its input or its output, as the activation says; see [Note: two buffers]."""
         record = resolve(activation)
         value, needs_grad = x.tensor, x.needs_grad
         if record.keeps == "input" and needs_grad and self.private and value is not None and _pays_to_rebuild(value):
-            y = self._push(_activate_backward, None, (x, record, x), True, (x,))
+            y = self._push(activate_backward, None, (x, record, x), True, (x,))
             if record.gated:
                 y.shape = torch.Size((*x.shape[:-1], x.shape[-1] // 2))
             y.rebuilt = (record, x)
@@ -156,9 +159,9 @@ class Tape:
         out = record.forward(x.value, record.parameter, value if over else None)
         if over:
             x.tensor = None
-        y = self._push(_activate_backward, out, (x, record, x if reads else None), needs_grad, reads)
+        y = self._push(activate_backward, out, (x, record, x if reads else None), needs_grad, reads)
         y.readers += needs_grad and not reads
-        y.maskable = record.zero_where_masked
+        y.maskable = _is_maskable(record, out)
         return y
 
     def step(
@@ -316,96 +319,12 @@ def _pays_to_rebuild(value: Tensor) -> bool:
     return value.numel() * value.element_size() >= _REBUILD_MIN_BYTES
 
 
+def _is_maskable(record: Activation, out: Tensor) -> bool:
+    """Only on the CPU: on an accelerator noting the zeros costs a launch, and a map from its caching allocator none."""
+    return record.zero_where_masked and out.is_cpu
+
+
 def _pair(op: Callable[[Tensor, Tensor], Tensor], a: Var, b: Var) -> Tensor:
     if a.shape != b.shape:
         raise ValueError(f"a and b: expected one shape, got {tuple(a.shape)} and {tuple(b.shape)}; expand one first")
     return op(a.value, b.value)
-
-
-def _room(tape: Tape, x: Var, like: Tensor) -> Lease:
-    """Memory for the gradient of x: the caller's to keep where x is an input, else scratch or dead memory."""
-    return tape.pool.give(x.shape, like) if x.fixed else tape.pool.borrow(x.shape, like)
-
-
-def _add_backward(tape: Tape, g: Lease, out: Var, again: bool, a: Var, b: Var) -> None:
-    if a.needs_grad and b.needs_grad:
-        tape.receive(a, g.lend())
-    tape.receive(b if b.needs_grad else a, g)
-
-
-def _reshape_backward(tape: Tape, g: Lease, out: Var, again: bool, a: Var) -> None:
-    view = g.tensor.reshape(a.shape)
-    if view.data_ptr() == g.tensor.data_ptr():
-        tape.receive(a, g.viewed_as(view))
-    else:
-        tape.receive(a, Lease(view))
-        tape.pool.release(g)
-
-
-def _mul_backward(tape: Tape, g: Lease, out: Var, again: bool, a: Var, b: Var) -> None:
-    if a.needs_grad and b.needs_grad:
-        into = _room(tape, a, g.tensor)
-        torch.mul(g.tensor, b.value, out=into.tensor)
-        tape.receive(a, into)
-    x, other = (b, a) if b.needs_grad else (a, b)
-    into = g if g.owned else _room(tape, x, g.tensor)
-    torch.mul(g.tensor, other.value, out=into.tensor)
-    if into is not g:
-        tape.pool.release(g)
-    tape.receive(x, into)
-    tape.done(a, again)
-    tape.done(b, again)
-
-
-def _linear_backward(tape: Tape, g: Lease, out: Var, again: bool, x: Var, weight: Var, bias: Var | None) -> None:
-    into = None
-    if weight.needs_grad:
-        value, into = tape.read(x)
-        tape.receive(weight, Lease(linear_backward_weight(g.tensor, value)))
-    if bias is not None and bias.needs_grad:
-        tape.receive(bias, Lease(linear_backward_bias(g.tensor)))
-    if x.needs_grad:
-        if into is None:
-            into = _write_over(tape, x, again, readers=1 + weight.needs_grad) or _room(tape, x, g.tensor)
-        linear_backward_input(g.tensor, weight.value, into=into.tensor)
-        tape.receive(x, into)
-    elif into is not None:
-        tape.pool.release(into)
-    tape.pool.release(g)
-    if weight.needs_grad:
-        tape.done(x, again)
-    if x.needs_grad and not weight.fixed:
-        tape.done(weight, again)
-
-
-def _write_over(tape: Tape, x: Var, again: bool, readers: int) -> Lease | None:
-    """The memory of a kept output of relu, whose zeros are noted first; None where there is better or it is needed."""
-    if not x.maskable or again or x.fixed or not tape.private or x.readers != readers or not tape.pool.is_empty:
-        return None
-    memory = x.value
-    x.zeros, x.tensor = memory <= 0, None
-    return Lease(memory)
-
-
-def _activate_backward(
-    tape: Tape, g: Lease, out: Var, again: bool, x: Var, record: Activation, kept: Var | None
-) -> None:
-    if out.zeros is not None:  # `_write_over` has put g where `out` was, for this tape alone
-        assert g.owned
-        g.tensor.masked_fill_(out.zeros, 0)
-        out.zeros = None
-        tape.receive(x, g)
-        return
-    kept = out if kept is None else kept
-    value = kept.value
-    if not record.gated and g.owned:
-        into = g
-    elif record.gated and tape.private and not again and kept.readers == 1 and not kept.fixed:
-        into, kept.tensor = Lease(value), None  # the gradient is as large as the kept input: write it there
-    else:
-        into = _room(tape, x, value)
-    record.backward(g.tensor, value, record.parameter, into.tensor)
-    if into is not g:
-        tape.pool.release(g)
-    tape.receive(x, into)
-    tape.done(kept, again)

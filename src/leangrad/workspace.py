@@ -3,9 +3,10 @@
     with workspace.default.borrow("scores", (n, m), like=x) as scores:
         torch.mm(x, y, out=scores.tensor)
 
-[Note: capacity] The memory of a buffer has a capacity for each dimension, a power of two. What fits is lent out of that
-memory, contiguous, and allocates nothing. Where a dimension exceeds its capacity, that one grows and the others stay;
-where all fall to a quarter or less, all shrink. A sequence of shapes that repeats allocates nothing the second time.
+[Note: capacity] The memory of a buffer has a capacity for each dimension, the next power of two. What fits is lent out
+of that memory, contiguous, and allocates nothing. Where a dimension exceeds its capacity, that one grows and the others
+stay; where all fall to a quarter or less, all shrink. So shapes that come again, and do not differ by a factor of four
+in every dimension, allocate nothing the second time. Uses whose sizes lie further apart should have different names.
 
 [Note: never overwritten] What is lent is a tensor of its own (`detach`) on the memory. Everything that can read it
 later, be it autograd that saved it, a view, a numpy array, the storage itself, raises a count on the memory above what
@@ -14,13 +15,16 @@ is new; before the memory is lent again the row must be the same, or the memory 
 fresh one is allocated. A row that cannot be read means the same. All that is lent from one memory shares one version
 counter, so that autograd's own check stands behind this one.
 
-[Note: streams] A buffer is lent for the CUDA stream that is current, to whose work all that was done in it before is
-known to be finished. A borrower who touches it on another stream waits for the first one, and before the buffer is lent
-again the first one waits for that borrower. A backward on another thread has buffers of its own.
+[Note: streams] A buffer belongs to the CUDA stream that was current when it was lent first, and is lent again only
+there: what the next borrower writes is queued behind what the last one did. A borrower who asks for `tensor` on another
+stream waits for the buffer's own stream, and before the buffer is lent again its own stream waits for that one. A
+tensor that is carried to another stream by hand is the carrier's to order, as always. A backward that runs on
+another thread has buffers of its own.
 """
 
 from __future__ import annotations
 
+import math
 import sysconfig
 import threading
 import weakref
@@ -82,7 +86,7 @@ class Borrowed:
 
 
 class Workspace:
-    """Scratch buffers by name, separate for each dtype, device, stream and thread.
+    """Scratch buffers by name, separate for each number of dimensions, dtype, device, stream and thread.
 
     `borrow(name, shape)` equals `torch.empty(shape)` whose memory is used again once it was given back. One name may be
     borrowed several times at once: nested borrowers never share memory. A workspace may be shared by threads, and
@@ -103,7 +107,7 @@ class Workspace:
 
     def __init__(self) -> None:
         self._local = threading.local()
-        self._lock = threading.Lock()  # for the counters and the list of shelves; never held where nothing is allocated
+        self._lock = threading.RLock()  # for the counters and the shelves; not taken where nothing is allocated
         self._shelves: list[weakref.ref[_Shelf]] = []
         self._allocations = self._high_water = 0
 
@@ -121,29 +125,28 @@ class Workspace:
         dtype and device are those of `like` where none are given, and torch's defaults where that is missing too.
         Keeps nothing for backward. Where memory cannot be used again safely (a compiler or tracer, a `torch.func`
         transform, the capture of a CUDA graph, a kind of device whose order of work is not known here), the buffer is
-        new each time.
+        new each time, and is not counted.
 
         >>> Workspace().borrow("row", (5,), dtype=torch.float64).tensor.shape
         torch.Size([5])
         """
-        if like is not None:
-            dtype, device = dtype or like.dtype, like.device if device is None else device
-        dtype, device = dtype or torch.get_default_dtype(), _resolve(device)
+        if like is not None and device is None:
+            device, dtype = like.device, dtype or like.dtype
+        else:
+            device, dtype = _resolve(device), dtype or (like.dtype if like is not None else torch.get_default_dtype())
         shape = torch.Size(shape)
-        if min(shape, default=0) < 0:
-            raise ValueError(f"shape: expected sizes of 0 or more, got {tuple(shape)}")
-        if not _may_pool(device):
-            return _Buffer(None).new(self, name, shape, dtype, device).lend(name, shape)
-        stream = raw_stream(device) if device.type == "cuda" else 0
+        kind = device.type
+        if not _may_pool(kind):
+            return Borrowed(name, _NO_BUFFER, torch.empty(shape, dtype=dtype, device=device), 0)
+        stream = raw_stream(device) if kind == "cuda" else 0
         buffers = self._shelf().setdefault((name, len(shape), dtype, device, stream), [])
-        buffer = next((b for b in buffers if b.is_free), None)
-        if buffer is None:
-            buffer = _Buffer(torch.cuda.current_stream(device) if device.type == "cuda" else None)
+        for buffer in buffers:
+            if buffer.is_free:
+                break
+        else:
+            buffer = _Buffer(torch.cuda.current_stream(device) if kind == "cuda" else None)
             buffers.append(buffer)
-        capacity = _capacity(buffer.capacity, shape)
-        if capacity != buffer.capacity or buffer.is_held:
-            buffer.new(self, name, capacity, dtype, device)
-        return buffer.lend(name, shape)
+        return buffer.fit(self, shape, dtype, device).lend(name)
 
     @property
     def allocations(self) -> int:
@@ -217,7 +220,7 @@ class _Buffer:
 
     def __init__(self, stream: torch.cuda.Stream | None):
         self.stream = stream
-        self.capacity: torch.Size | None = None
+        self.capacity: tuple[int, ...] | None = None
         self.memory: Tensor | None = None
         self.shaped: Tensor | None = None  # the memory in the shape that was lent last
         self.counts: tuple[int, ...] | None = None
@@ -241,34 +244,44 @@ class _Buffer:
         """Whether somebody outside may still read the memory; see [Note: never overwritten]."""
         return self.counts is None or self._count() != self.counts
 
-    def new(
-        self, workspace: Workspace, name: str, capacity: torch.Size, dtype: torch.dtype, device: torch.device
-    ) -> _Buffer:
-        """Leave the memory there was, first, and allocate another."""
-        self.capacity = self.memory = self.shaped = self.counts = None
+    def fit(self, workspace: Workspace, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> _Buffer:
+        """Have memory for this shape that nobody else can see, and allocate it only where there is none."""
+        lent_before = self.shaped is not None and self.shaped.shape == shape
+        # A shape that was lent just before leaves the capacity as it is.
+        capacity = self.capacity if lent_before and self.capacity is not None else _capacity(self.capacity, shape)
+        if capacity != self.capacity or self.is_held:
+            self._allocate(workspace, capacity, dtype, device)
+            lent_before = False
+        if not lent_before:
+            assert self.memory is not None
+            self.shaped = self.memory.as_strided(shape, _contiguous_strides(shape))
+        return self
+
+    def lend(self, name: str) -> Borrowed:
+        """A tensor of its own on this memory, for the next generation."""
+        assert self.shaped is not None
+        for stream in self.visitors:
+            assert self.stream is not None
+            self.stream.wait_stream(stream)
         self.visitors.clear()
+        self.generation += 1
+        borrowed = Borrowed(name, self, self.shaped.detach(), self.generation)
+        self.borrower = weakref.ref(borrowed)
+        return borrowed
+
+    def _allocate(
+        self, workspace: Workspace, capacity: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """Let go of the memory there was, then allocate another."""
+        self.capacity = self.memory = self.shaped = self.counts = None
+        self.visitors.clear()  # a stream that still reads there was recorded with the allocator
         with torch.inference_mode(False):  # an inference tensor could not be saved for a backward later
-            self.memory = torch.empty(capacity.numel(), dtype=dtype, device=device)
-            self.shaped = self.memory[:0]
+            self.memory = torch.empty(math.prod(capacity), dtype=dtype, device=device)
+            self.shaped = self.memory[:0]  # for the count: there is always one
         self.capacity = capacity
         # A subclass (FakeTensor) or a split count of references (no GIL) tells nothing about who holds the memory.
         self.counts = self._count() if _COUNTS_TELL and type(self.memory) is Tensor else None
         workspace._count_allocation()
-        return self
-
-    def lend(self, name: str, shape: torch.Size) -> Borrowed:
-        """A tensor of its own on this memory, for the next generation."""
-        memory, shaped = self.memory, self.shaped
-        assert memory is not None
-        assert shaped is not None
-        if self.visitors:
-            self._await_visitors()
-        if shaped.shape != shape:
-            shaped = self.shaped = memory[: shape.numel()].view(shape)
-        self.generation += 1
-        borrowed = Borrowed(name, self, shaped.detach(), self.generation)
-        self.borrower = weakref.ref(borrowed)
-        return borrowed
 
     def visit(self, tensor: Tensor) -> None:
         """Order the work of a stream that is not the buffer's own; see [Note: streams]."""
@@ -280,25 +293,30 @@ class _Buffer:
         tensor.record_stream(stream)
         self.visitors.add(stream)
 
-    def _await_visitors(self) -> None:
-        for stream in self.visitors:
-            assert self.stream is not None
-            self.stream.wait_stream(stream)
-        self.visitors.clear()
-
     def _count(self) -> tuple[int, ...] | None:
         return None if self.memory is None else reference_counts(self.memory)
 
 
+_NO_BUFFER = _Buffer(None)  # of what is not pooled: its generation stays 0
 _COUNTS_TELL = not sysconfig.get_config_var("Py_GIL_DISABLED")
 
 
-def _capacity(capacity: torch.Size | None, shape: torch.Size) -> torch.Size:
+def _capacity(capacity: tuple[int, ...] | None, shape: torch.Size) -> tuple[int, ...]:
     """The capacity that a buffer has after a request; see [Note: capacity]."""
-    wanted = torch.Size([_power_of_two(size) for size in shape])
+    if min(shape, default=0) < 0:
+        raise ValueError(f"shape: expected sizes of 0 or more, got {tuple(shape)}")
+    wanted = tuple([_power_of_two(size) for size in shape])
     if capacity is None or (shape and all(4 * size <= c for size, c in zip(shape, capacity, strict=True))):
         return wanted
-    return torch.Size([max(c, w) for c, w in zip(capacity, wanted, strict=True)])
+    return tuple(map(max, capacity, wanted))
+
+
+def _contiguous_strides(shape: torch.Size) -> list[int]:
+    strides, stride = [0] * len(shape), 1
+    for i in range(len(shape) - 1, -1, -1):
+        strides[i] = stride
+        stride *= max(shape[i], 1)
+    return strides
 
 
 def _power_of_two(size: int) -> int:
@@ -314,13 +332,13 @@ def _resolve(device: torch.device | str | int | None) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
 
 
-def _may_pool(device: torch.device) -> bool:
-    """Whether memory that is given back here may be lent again."""
+def _may_pool(kind: str) -> bool:
+    """Whether memory that is given back may be lent again, on this kind of device, here and now."""
     if is_traced() or transforms_active():
         return False
-    if device.type == "cuda":  # a graph's memory is the graph's, which writes there whenever it is replayed
+    if kind == "cuda":  # a graph's memory is the graph's, which writes there whenever it is replayed
         return not torch.cuda.is_current_stream_capturing()
-    return device.type in ("cpu", "mps")
+    return kind in ("cpu", "mps")
 
 
 #: The workspace of those who bring none of their own. Every thread has its own buffers in it.

@@ -1,32 +1,38 @@
-"""Activated batch norm in Triton: two passes over the map forward, two backward; all formulas are in `ops/abn.py`.
+"""Activated batch norm on CUDA: which tiles a map is cut into, and the launches for it.
 
-A map comes as a matrix view: (rows, channels) for channels_last, where M counts rows and S is 1, or (samples, channels,
-positions) for planes, where M counts samples × positions and S positions. A program owns a tile of BLOCK_M by BLOCK_C.
-
-Reducing passes walk the tiles in steps of the grid, so all programs move through memory together, and the pass that
-follows walks backwards: it finds the end of the map still in the L2 cache. Partial results go to a (programs, channels)
-table that a third, tiny kernel reduces; there are no atomics, so results do not depend on timing.
+Maps are taken as they are, dense and all of one layout: channels as the fastest dimension (`rows`), or planes. A
+layer's forward is two launches, its backward two; `leangrad.kernels.abn_passes` has the kernels and says why.
 """
-
-# mypy: disable-error-code="no-untyped-def"
 
 from __future__ import annotations
 
-from functools import cache
-from typing import NamedTuple
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
-from leangrad.kernels.activation import activate, derivative, invert
+from leangrad.kernels import abn_passes as passes
+from leangrad.kernels.launch import Launch, stream_for
 
-__all__ = ["backward_input", "backward_sums", "batch_vectors", "normalize", "stats"]
+__all__ = ["Kind", "Layer", "layer", "unfit_counts"]
 
-TILE = 4096  # elements per tile: with 8 warps, 16 per thread, so two 16-byte loads of bf16 per map
-WARPS = 8
-PROGRAMS_PER_PROCESSOR = 4  # of a reducing pass; more would only make the table of partial results longer
+
+class Shape(NamedTuple):
+    """How the programs of one pass share the chip."""
+
+    tile: int  # elements per tile
+    warps: int
+    programs: int  # per processor; their registers must fit side by side
+
+
+# Each thread loads 32 bytes of bf16 per map and tile, 16 where it also holds sums: 64 and 80 registers, so that this
+# many programs fit side by side. More of them would only make the table of partial results longer.
+FORWARD = Shape(tile=8192, warps=16, programs=2)
+BACKWARD = Shape(tile=2048, warps=8, programs=3)
+SINGLE = Shape(tile=4096, warps=8, programs=4)  # one tile per program
+MERGED = 4096  # elements of the table that are read at a time
 
 
 class Grid(NamedTuple):
@@ -36,12 +42,23 @@ class Grid(NamedTuple):
     C: int
     S: int
     rows: bool
+    wide: bool  # offsets need 64 bits
     block_m: int
     block_c: int
+    block_p: int
     tiles: int
     c_blocks: int
     splits: int
-    wide: bool  # offsets need 64 bits
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """What every pass takes first."""
+        return self.M, self.C, self.S, self.tiles
+
+    @property
+    def blocks(self) -> tuple[bool, bool, int, int]:
+        """What every pass takes last."""
+        return self.rows, self.wide, self.block_m, self.block_c
 
 
 @cache
@@ -49,311 +66,187 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
-def plan(x: Tensor) -> Grid:
-    """The tiles of a matrix view."""
-    rows = x.dim() == 2
-    C, S = x.shape[1], 1 if rows else x.shape[2]
-    M = x.shape[0] * S
+def plan(size: torch.Size, rows: bool, device: torch.device, shape: Shape) -> Grid:
+    """The tiles of a map."""
+    C, S = size[1], 1 if rows else size[2:].numel()
+    M = size.numel() // max(1, C)
     block_c = min(64, triton.next_power_of_2(C)) if rows else 1
-    block_m = min(TILE // block_c, max(16, triton.next_power_of_2(M)))
+    block_m = min(shape.tile // block_c, max(16, triton.next_power_of_2(M)))
     tiles, c_blocks = triton.cdiv(M, block_m), triton.cdiv(C, block_c)
-    splits = max(1, min(tiles, PROGRAMS_PER_PROCESSOR * _processors(x.device) // c_blocks))
+    splits = max(1, min(tiles, shape.programs * _processors(device) // c_blocks))
+    block_p = min(max(1, MERGED // block_c), triton.next_power_of_2(splits))
     wide = (M + block_m) * (C + block_c) >= 2**31
-    return Grid(M, C, S, rows, block_m, block_c, tiles, c_blocks, splits, wide)
+    return Grid(M, C, S, rows, wide, block_m, block_c, block_p, tiles, c_blocks, splits)
 
 
-# ---- pieces ---------------------------------------------------------------------------------------------------------
+# ---- a layer --------------------------------------------------------------------------------------------------------
 
 
-@triton.jit
-def _tile(tile, c, M, C, S, ROWS: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Offsets and mask of one tile."""
-    m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    inside = (m < M)[:, None] & (c < C)[None, :]
-    if WIDE:
-        m = m.to(tl.int64)
-        c = c.to(tl.int64)
-    if ROWS:
-        offsets = m[:, None] * C + c[None, :]
-    else:
-        sample = m // S
-        offsets = (sample * C * S + (m - sample * S))[:, None] + c[None, :] * S
-    return offsets, inside
+class Kind(NamedTuple):
+    """All that a layer's kernels are specialized on, the dtypes of every pointer included; see kernels/launch.py."""
+
+    size: torch.Size
+    rows: bool
+    dtype: torch.dtype
+    device: torch.device
+    act: str = "identity"
+    p: float = 0.0
+    inverted: bool = False
+    added: bool = False  # a residual
+    absolute: bool = False
+    weight: torch.dtype | None = None
+    bias: torch.dtype | None = None
+    running: torch.dtype | None = None
+    counted: bool = False
 
 
-@triton.jit
-def _gradient(kept, dz, residual, mean, invstd, weight, bias, p, ACT: tl.constexpr, INVERTED: tl.constexpr):
-    """x̂ and dy of a tile; `residual` is 0 where there is none."""
-    if INVERTED:
-        y, d = invert(kept, p, ACT)
-        xhat = (y - bias[None, :]) / weight[None, :]
-        dy = dz * d
-    else:
-        xhat = (kept - mean[None, :]) * invstd[None, :]
-        dy = dz
-        if ACT != "identity":
-            dy = dz * derivative(xhat * weight[None, :] + bias[None, :] + residual, p, ACT)
-    return xhat, dy
+@lru_cache(maxsize=1 << 12)  # bounded, for those whose maps have a new size in every step
+def layer(kind: Kind) -> Layer:
+    """The launches for this kind of layer, made once."""
+    return Layer(kind)
 
 
-# ---- kernels --------------------------------------------------------------------------------------------------------
+class Layer:
+    """The passes of one kind of layer. `vectors` are (mean, invstd, γ̂, β), a (4, channels) float32 tensor."""
+
+    def __init__(self, kind: Kind) -> None:
+        k = self.kind = kind
+        self.first, self.second, self.single = (
+            plan(k.size, k.rows, k.device, shape) for shape in (FORWARD, BACKWARD, SINGLE)
+        )
+        given = (k.weight is not None, k.bias is not None, k.absolute, k.running is not None, k.counted)
+        masked = k.added and k.act != "identity"
+        self._stats = self._shared(passes.stats_kernel, self.first, FORWARD)
+        self._finish_stats = self._merge(passes.finish_stats_kernel, self.first, 1)
+        # Each pair: without and with a check of γ̂ and β, with dy not stored and stored.
+        self._forward = [
+            self._shared(passes.forward_kernel, self.first, FORWARD, k.act, k.added, *given, check, merges=True)
+            for check in (False, True)
+        ]
+        self._sums = [
+            self._shared(passes.sums_kernel, self.second, BACKWARD, k.act, k.inverted, masked, stored)
+            for stored in (False, True)
+        ]
+        self._finish_sums = self._merge(passes.finish_sums_kernel, self.second, 2)
+        self._backward = [
+            self._shared(passes.backward_kernel, self.second, BACKWARD, act, k.inverted, residual, merges=True)
+            for act, residual in ((k.act, masked), ("identity", False))
+        ]
+        self._normalize = self._tiled(passes.normalize_kernel, k.act, k.added)
+        self._input = [self._tiled(passes.input_kernel, k.act, k.inverted, masked, means) for means in (False, True)]
+
+    def _shared(self, kernel: Any, g: Grid, shape: Shape, *flags: Any, merges: bool = False) -> Launch:
+        """A pass whose programs share all tiles."""
+        constants = (*g.sizes, *flags, *g.blocks, *((g.block_p,) if merges else ()))
+        return Launch(kernel, self.kind.device, (g.c_blocks, g.splits), constants, shape.warps)
+
+    def _tiled(self, kernel: Any, *flags: Any) -> Launch:
+        """A pass with one tile per program."""
+        g = self.single
+        return Launch(kernel, self.kind.device, (g.tiles, g.c_blocks), (*g.sizes, *flags, *g.blocks), SINGLE.warps)
+
+    def _merge(self, kernel: Any, g: Grid, rows: int) -> Launch:
+        """A reduction of a table, where its result is wanted by itself."""
+        constants = (g.M, g.C, g.tiles, g.splits, g.block_m, g.block_c, g.block_p)
+        return Launch(kernel, self.kind.device, (g.c_blocks, rows), constants, 4)
+
+    def _empty(self, *size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.float32, device=self.kind.device)
+
+    def stats(self, x: Tensor) -> Tensor:
+        """(mean, biased variance) as a (2, channels) tensor."""
+        g, stream = self.first, stream_for(self.kind.device)
+        table, out = self._empty(2, g.splits, g.C), self._empty(2, g.C)
+        self._stats(stream, (x, table))
+        self._finish_stats(stream, (table, out))
+        return out
+
+    def forward(
+        self, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, out: Tensor, *,
+        eps: float, running: tuple[Tensor, Tensor] | None, momentum: float, counter: Tensor | None,
+        check: tuple[float, float, float] | None,
+    ) -> Tensor:  # fmt: skip
+        """z into `out`, in two launches; returns the vectors, moves running statistics and counter on.
+
+        With `check` (lower, ratio, upper), γ̂ is returned as NaN where the channel does not invert.
+        """
+        g, stream = self.first, stream_for(self.kind.device)
+        table, vectors = self._empty(2, g.splits, g.C), self._empty(4, g.C)
+        self._stats(stream, (x, table))
+        running_mean, running_var = (vectors, vectors) if running is None else running
+        self._forward[check is not None](
+            stream,
+            (
+                x, x if residual is None else residual, out, table, vectors, vectors if weight is None else weight,
+                vectors if bias is None else bias, running_mean, running_var, vectors if counter is None else counter,
+            ),
+            (eps, momentum, g.M / max(1, g.M - 1), self.kind.p, *(check or (0.0, 0.0, 0.0))),
+        )  # fmt: skip
+        return vectors
+
+    def normalize(self, x: Tensor, vectors: Tensor, residual: Tensor | None, out: Tensor) -> None:
+        """z from given vectors into `out`."""
+        tensors = (x, x if residual is None else residual, out, vectors)
+        self._normalize(stream_for(self.kind.device), tensors, (self.kind.p,))
+
+    def _table(
+        self, stream: int | None, kept: Tensor, dz: Tensor, residual: Tensor | None, dy_out: Tensor | None, v: Tensor
+    ) -> Tensor:
+        table = self._empty(2, self.second.splits, self.second.C)
+        maps = (kept, dz, kept if residual is None else residual, dz if dy_out is None else dy_out)
+        self._sums[dy_out is not None](stream, (*maps, table, v), (self.kind.p,))
+        return table
+
+    def backward_sums(
+        self, kept: Tensor, dz: Tensor, residual: Tensor | None, dy_out: Tensor | None, vectors: Tensor
+    ) -> Tensor:
+        """(Σ dy, Σ x̂·dy) as a (2, channels) tensor; dy into `dy_out` if that is given."""
+        stream, out = stream_for(self.kind.device), self._empty(2, self.second.C)
+        self._finish_sums(stream, (self._table(stream, kept, dz, residual, dy_out, vectors), out))
+        return out
+
+    def backward_input(
+        self, kept: Tensor, dz: Tensor, residual: Tensor | None, sums: Tensor | None, count: float, vectors: Tensor,
+        out: Tensor,
+    ) -> None:  # fmt: skip
+        """dx into `out`; without `sums`, as in eval mode."""
+        tensors = (kept, dz, kept if residual is None else residual, out, vectors if sums is None else sums, vectors)
+        self._input[sums is not None](stream_for(self.kind.device), tensors, (self.kind.p, 1.0 / count))
+
+    def backward(
+        self, kept: Tensor, dz: Tensor, residual: Tensor | None, vectors: Tensor, *, dy_out: Tensor | None, out: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Both passes in two launches: dy into `dy_out` if that is given, dx into `out`; returns dγ̂ and dβ."""
+        k, stream = self.kind, stream_for(self.kind.device)
+        dweight = torch.empty(self.second.C, dtype=k.weight or torch.float32, device=k.device)
+        dbias = torch.empty(self.second.C, dtype=k.bias or torch.float32, device=k.device)
+        table = self._table(stream, kept, dz, residual, dy_out, vectors)
+        if dy_out is not None:
+            dz, residual = dy_out, None
+        maps = (kept, dz, kept if residual is None else residual, out)
+        self._backward[dy_out is not None](stream, (*maps, table, vectors, dweight, dbias), (k.p,))
+        return dweight, dbias
 
 
-@triton.jit
-def _stats_kernel(
-    x_ptr, table_ptr, M, C, S, tiles,
-    ROWS: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
-):  # fmt: skip
-    """Count, mean and squared deviations of this program's share, by Welford's update in every lane of the tile."""
-    c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
-    split, splits = tl.program_id(1), tl.num_programs(1)
-    mean = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
-    m2 = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
-    for tile in range(split, tiles, splits):
-        offsets, inside = _tile(tile, c, M, C, S, ROWS, WIDE, BLOCK_M)
-        x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
-        step = (tile - split) // splits + 1
-        delta = tl.where(inside, x - mean, 0.0)
-        mean += delta * (1.0 / step)
-        m2 += delta * (x - mean)
-    # Every lane saw every step, but for those that the last tile of the map leaves out.
-    steps = (tiles - 1 - split) // splits + 1
-    m = (split + (steps - 1) * splits) * BLOCK_M + tl.arange(0, BLOCK_M)
-    count = tl.where(m < M, steps, steps - 1).to(tl.float32)[:, None]
-    total = tl.sum(count, 0)
-    center = tl.sum(count * mean, 0) / total
-    away = mean - center[None, :]
-    at = table_ptr + split * C + c
-    tl.store(at, tl.zeros([BLOCK_C], tl.float32) + total, mask=c < C)
-    tl.store(at + splits * C, center, mask=c < C)
-    tl.store(at + 2 * splits * C, tl.sum(m2 + count * away * away, 0), mask=c < C)
+# ---- many layers ----------------------------------------------------------------------------------------------------
 
 
-@triton.jit
-def _merged(table_ptr, c, C, splits, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Mean and biased variance of all shares."""
-    total = tl.zeros([BLOCK_C], tl.float32)
-    weighted = tl.zeros([BLOCK_C], tl.float32)
-    for start in range(0, splits, BLOCK_P):
-        row = start + tl.arange(0, BLOCK_P)
-        inside = (row < splits)[:, None] & (c < C)[None, :]
-        at = table_ptr + row[:, None] * C + c[None, :]
-        count = tl.load(at, mask=inside, other=0.0)
-        total += tl.sum(count, 0)
-        weighted += tl.sum(count * tl.load(at + splits * C, mask=inside, other=0.0), 0)
-    total = tl.maximum(total, 1.0)  # columns beyond C
-    mean = weighted / total
-    m2 = tl.zeros([BLOCK_C], tl.float32)
-    for start in range(0, splits, BLOCK_P):
-        row = start + tl.arange(0, BLOCK_P)
-        inside = (row < splits)[:, None] & (c < C)[None, :]
-        at = table_ptr + row[:, None] * C + c[None, :]
-        count = tl.load(at, mask=inside, other=0.0)
-        away = tl.load(at + splits * C, mask=inside, other=0.0) - mean[None, :]
-        m2 += tl.sum(tl.load(at + 2 * splits * C, mask=inside, other=0.0) + count * away * away, 0)
-    return mean, m2 / total
+def unfit_counts(
+    weights: list[Tensor], biases: list[Tensor], limits: tuple[tuple[float, ...], ...], device: torch.device
+) -> list[int]:
+    """How many channels of each layer do not invert, in one launch and one wait; all tensors are float32."""
+    pointers = tuple(t.data_ptr() for pair in zip(weights, biases, strict=True) for t in pair)
+    launch, rows, bounds = _rows(pointers, tuple(w.numel() for w in weights), limits, device)
+    out = torch.empty(len(weights), dtype=torch.int32, device=device)
+    launch(stream_for(device), (rows, bounds, out))
+    counts: list[int] = out.tolist()
+    return counts
 
 
-@triton.jit
-def _finish_stats_kernel(table_ptr, out_ptr, C, splits, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr):
-    c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
-    mean, var = _merged(table_ptr, c, C, splits, BLOCK_P, BLOCK_C)
-    tl.store(out_ptr + c, mean, mask=c < C)
-    tl.store(out_ptr + C + c, var, mask=c < C)
-
-
-@triton.jit(do_not_specialize=["eps", "momentum", "unbias"])
-def _finish_vectors_kernel(
-    table_ptr, out_ptr, weight_ptr, bias_ptr, running_mean_ptr, running_var_ptr, eps, momentum, unbias, C, splits,
-    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, ABSOLUTE: tl.constexpr, HAS_RUNNING: tl.constexpr,
-    BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
-):  # fmt: skip
-    """(mean, invstd, γ̂, β), and the running statistics: one launch for what would be a dozen of a few bytes each."""
-    c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
-    mean, var = _merged(table_ptr, c, C, splits, BLOCK_P, BLOCK_C)
-    weight = tl.full([BLOCK_C], 1.0, tl.float32)
-    bias = tl.zeros([BLOCK_C], tl.float32)
-    if HAS_WEIGHT:
-        weight = tl.load(weight_ptr + c, mask=c < C, other=1.0).to(tl.float32)
-        if ABSOLUTE:
-            weight = tl.abs(weight) + eps
-    if HAS_BIAS:
-        bias = tl.load(bias_ptr + c, mask=c < C, other=0.0).to(tl.float32)
-    tl.store(out_ptr + c, mean, mask=c < C)
-    tl.store(out_ptr + C + c, 1.0 / tl.sqrt(var + eps), mask=c < C)
-    tl.store(out_ptr + 2 * C + c, weight, mask=c < C)
-    tl.store(out_ptr + 3 * C + c, bias, mask=c < C)
-    if HAS_RUNNING:
-        old_mean = tl.load(running_mean_ptr + c, mask=c < C, other=0.0).to(tl.float32)
-        old_var = tl.load(running_var_ptr + c, mask=c < C, other=0.0).to(tl.float32)
-        new_mean = old_mean + momentum * (mean - old_mean)
-        new_var = old_var + momentum * (var * unbias - old_var)
-        tl.store(running_mean_ptr + c, new_mean.to(running_mean_ptr.dtype.element_ty), mask=c < C)
-        tl.store(running_var_ptr + c, new_var.to(running_var_ptr.dtype.element_ty), mask=c < C)
-
-
-@triton.jit
-def _normalize_kernel(
-    x_ptr, residual_ptr, out_ptr, mean_ptr, invstd_ptr, weight_ptr, bias_ptr, p, M, C, S, tiles,
-    ACT: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    ROWS: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
-):  # fmt: skip
-    c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-    offsets, inside = _tile(tiles - 1 - tl.program_id(0), c, M, C, S, ROWS, WIDE, BLOCK_M)
-    mean = tl.load(mean_ptr + c, mask=c < C, other=0.0)
-    scale = tl.load(invstd_ptr + c, mask=c < C, other=0.0) * tl.load(weight_ptr + c, mask=c < C, other=0.0)
-    bias = tl.load(bias_ptr + c, mask=c < C, other=0.0)
-    x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
-    y = (x - mean[None, :]) * scale[None, :] + bias[None, :]
-    if HAS_RESIDUAL:
-        y += tl.load(residual_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out_ptr + offsets, activate(y, p, ACT).to(out_ptr.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _sums_kernel(
-    kept_ptr, dz_ptr, residual_ptr, dy_ptr, table_ptr, mean_ptr, invstd_ptr, weight_ptr, bias_ptr, p, M, C, S, tiles,
-    ACT: tl.constexpr, INVERTED: tl.constexpr, HAS_RESIDUAL: tl.constexpr, STORE_DY: tl.constexpr,
-    ROWS: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
-):  # fmt: skip
-    """Σ dy and Σ x̂·dy of this program's share; stores dy where it is the gradient of a residual."""
-    c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
-    split, splits = tl.program_id(1), tl.num_programs(1)
-    mean = tl.load(mean_ptr + c, mask=c < C, other=0.0)
-    invstd = tl.load(invstd_ptr + c, mask=c < C, other=0.0)
-    weight = tl.load(weight_ptr + c, mask=c < C, other=1.0)
-    bias = tl.load(bias_ptr + c, mask=c < C, other=0.0)
-    sum_dy = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
-    sum_xhat_dy = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
-    for tile in range(split, tiles, splits):
-        offsets, inside = _tile(tile, c, M, C, S, ROWS, WIDE, BLOCK_M)
-        kept = tl.load(kept_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
-        dz = tl.load(dz_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
-        residual = 0.0
-        if HAS_RESIDUAL:
-            residual = tl.load(residual_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
-        xhat, dy = _gradient(kept, dz, residual, mean, invstd, weight, bias, p, ACT, INVERTED)
-        if STORE_DY:
-            tl.store(dy_ptr + offsets, dy.to(dy_ptr.dtype.element_ty), mask=inside)
-        sum_dy += dy
-        sum_xhat_dy += dy * xhat
-    at = table_ptr + split * C + c
-    tl.store(at, tl.sum(sum_dy, 0), mask=c < C)
-    tl.store(at + splits * C, tl.sum(sum_xhat_dy, 0), mask=c < C)
-
-
-@triton.jit
-def _finish_sums_kernel(table_ptr, out_ptr, C, splits, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr):
-    c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
-    which = tl.program_id(1)
-    total = tl.zeros([BLOCK_C], tl.float32)
-    for start in range(0, splits, BLOCK_P):
-        row = start + tl.arange(0, BLOCK_P)
-        inside = (row < splits)[:, None] & (c < C)[None, :]
-        at = table_ptr + (which * splits + row)[:, None] * C + c[None, :]
-        total += tl.sum(tl.load(at, mask=inside, other=0.0), 0)
-    tl.store(out_ptr + which * C + c, total, mask=c < C)
-
-
-@triton.jit(do_not_specialize=["scale"])
-def _input_kernel(
-    kept_ptr, dz_ptr, residual_ptr, out_ptr, sums_ptr, mean_ptr, invstd_ptr, weight_ptr, bias_ptr, p, scale,
-    M, C, S, tiles,
-    ACT: tl.constexpr, INVERTED: tl.constexpr, HAS_RESIDUAL: tl.constexpr, TRAINING: tl.constexpr,
-    ROWS: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
-):  # fmt: skip
-    """dx; `scale` turns sums into means."""
-    c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-    offsets, inside = _tile(tiles - 1 - tl.program_id(0), c, M, C, S, ROWS, WIDE, BLOCK_M)
-    mean = tl.load(mean_ptr + c, mask=c < C, other=0.0)
-    invstd = tl.load(invstd_ptr + c, mask=c < C, other=0.0)
-    weight = tl.load(weight_ptr + c, mask=c < C, other=1.0)
-    bias = tl.load(bias_ptr + c, mask=c < C, other=0.0)
-    kept = tl.load(kept_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
-    dz = tl.load(dz_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
-    residual = 0.0
-    if HAS_RESIDUAL:
-        residual = tl.load(residual_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
-    xhat, dx = _gradient(kept, dz, residual, mean, invstd, weight, bias, p, ACT, INVERTED)
-    if TRAINING:
-        mean_dy = tl.load(sums_ptr + c, mask=c < C, other=0.0) * scale
-        mean_xhat_dy = tl.load(sums_ptr + C + c, mask=c < C, other=0.0) * scale
-        dx = dx - mean_dy[None, :] - xhat * mean_xhat_dy[None, :]
-    dx = dx * (weight * invstd)[None, :]
-    tl.store(out_ptr + offsets, dx.to(out_ptr.dtype.element_ty), mask=inside)
-
-
-# ---- launches -------------------------------------------------------------------------------------------------------
-
-
-def _shares(x: Tensor) -> tuple[Tensor, Grid, int]:
-    """The first pass: the table of shares, its grid, and the block that reduces it."""
-    g = plan(x)
-    table = torch.empty(3, g.splits, g.C, dtype=torch.float32, device=x.device)
-    _stats_kernel[(g.c_blocks, g.splits)](
-        x, table, g.M, g.C, g.S, g.tiles, g.rows, g.wide, g.block_m, g.block_c, num_warps=WARPS
-    )
-    return table, g, min(256, triton.next_power_of_2(g.splits))
-
-
-def stats(x: Tensor) -> Tensor:
-    """(mean, biased variance) as a (2, channels) float32 tensor."""
-    table, g, block_p = _shares(x)
-    out = torch.empty(2, g.C, dtype=torch.float32, device=x.device)
-    _finish_stats_kernel[(triton.cdiv(g.C, 16),)](table, out, g.C, g.splits, block_p, 16)
-    return out
-
-
-def batch_vectors(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, absolute: bool,
-    running: tuple[Tensor, Tensor] | None, momentum: float,
-) -> Tensor:  # fmt: skip
-    """(mean, invstd, γ̂, β) as a (4, channels) float32 tensor; moves the running statistics on."""
-    table, g, block_p = _shares(x)
-    out = torch.empty(4, g.C, dtype=torch.float32, device=x.device)
-    parameters = (out if weight is None else weight, out if bias is None else bias)
-    _finish_vectors_kernel[(triton.cdiv(g.C, 16),)](
-        table, out, *parameters, *(running or (out, out)), eps, momentum, g.M / max(1, g.M - 1), g.C, g.splits,
-        weight is not None, bias is not None, absolute, running is not None, block_p, 16,
-    )  # fmt: skip
-    return out
-
-
-def normalize(x: Tensor, vectors: tuple[Tensor, ...], act: str, p: float, residual: Tensor | None, out: Tensor) -> None:
-    """out = act(γ·x̂ + β + residual)."""
-    g = plan(x)
-    _normalize_kernel[(g.tiles, g.c_blocks)](
-        x, x if residual is None else residual, out, *vectors, p, g.M, g.C, g.S, g.tiles,
-        act, residual is not None, g.rows, g.wide, g.block_m, g.block_c, num_warps=WARPS,
-    )  # fmt: skip
-
-
-def backward_sums(
-    kept: Tensor, dz: Tensor, residual: Tensor | None, dy_out: Tensor | None,
-    vectors: tuple[Tensor, ...], act: str, p: float, inverted: bool,
-) -> Tensor:  # fmt: skip
-    """(Σ dy, Σ x̂·dy) as a (2, channels) float32 tensor."""
-    g = plan(dz)
-    table = torch.empty(2, g.splits, g.C, dtype=torch.float32, device=dz.device)
-    out = torch.empty(2, g.C, dtype=torch.float32, device=dz.device)
-    _sums_kernel[(g.c_blocks, g.splits)](
-        kept, dz, kept if residual is None else residual, dz if dy_out is None else dy_out, table, *vectors, p,
-        g.M, g.C, g.S, g.tiles, act, inverted, residual is not None, dy_out is not None,
-        g.rows, g.wide, g.block_m, g.block_c, num_warps=WARPS,
-    )  # fmt: skip
-    block_p = min(256, triton.next_power_of_2(g.splits))
-    _finish_sums_kernel[(triton.cdiv(g.C, 16), 2)](table, out, g.C, g.splits, block_p, 16)
-    return out
-
-
-def backward_input(
-    kept: Tensor, dz: Tensor, residual: Tensor | None, sums: Tensor | None, count: float,
-    vectors: tuple[Tensor, ...], act: str, p: float, inverted: bool, out: Tensor,
-) -> None:  # fmt: skip
-    """Writes dx into `out`; without `sums`, as in eval mode."""
-    g = plan(dz)
-    _input_kernel[(g.tiles, g.c_blocks)](
-        kept, dz, kept if residual is None else residual, out, kept if sums is None else sums, *vectors, p, 1.0 / count,
-        g.M, g.C, g.S, g.tiles, act, inverted, residual is not None, sums is not None,
-        g.rows, g.wide, g.block_m, g.block_c, num_warps=WARPS,
-    )  # fmt: skip
+@lru_cache(maxsize=64)
+def _rows(
+    pointers: tuple[int, ...], sizes: tuple[int, ...], limits: tuple[tuple[float, ...], ...], device: torch.device
+) -> tuple[Launch, Tensor, Tensor]:
+    rows = torch.tensor(list(zip(pointers[::2], pointers[1::2], sizes, strict=True)), dtype=torch.int64)
+    bounds = torch.tensor(limits, dtype=torch.float32)
+    return Launch(passes.unfit_kernel, device, (len(sizes),), (512,), 4), rows.to(device), bounds.to(device)

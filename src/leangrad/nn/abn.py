@@ -11,8 +11,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from leangrad._torch import forward_mode_active, is_view, keeps_output, transforms_active
+from leangrad._torch import forward_mode_active, is_view, keeps_output, norm_tensors, transforms_active
+from leangrad.kernels import serves
 from leangrad.nn.abn_autograd import ABNFunction, Call
+from leangrad.nn.abn_spare import limits_of, spare_channels
 from leangrad.ops.abn import Activation, is_rows
 
 __all__ = ["ABN", "InPlaceABN", "InPlaceABNSync"]
@@ -34,7 +36,7 @@ class ABN(nn.Module):
         absolute: apply |γ| + eps in the place of γ, as older in-place batch norms do.
 
     Keeps for backward: one map, the input, and 16 bytes per channel. What uses the output keeps that itself, but inside
-    `leangrad.nn.abn_autograd.rebuilding()`, as in a model from `convert_abn`, it keeps nothing.
+    `leangrad.nn.abn_recipe.rebuilding()`, as in a model from `convert_abn`, it keeps nothing.
 
     >>> abn = ABN(3, activation="silu")
     >>> plain = nn.Sequential(nn.BatchNorm2d(3), nn.SiLU())
@@ -84,39 +86,46 @@ class ABN(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """act(norm(x) + residual)."""
-        use_batch = self.training or self.running_mean is None
+        weight, bias, mean, var, counter = norm_tensors(self)
+        use_batch = self.training or mean is None
         self._check(x, residual, use_batch)
-        call = self._call(use_batch)
+        call = self._call(use_batch, mean, var, counter)
         if _must_be_plain(x) or (x.numel() == 0 and call.group is None):
             return self._activate(self._plain(x, call), residual)
         if is_rows(x) is None:
             x = x.contiguous()
         if residual is not None and residual.dtype != x.dtype:  # the sum has the wider dtype: add it in plain PyTorch
             call.activation, call.function = Activation("identity"), None
-            return self._activate(ABNFunction.apply(x, self.weight, self.bias, None, call), residual)
+            return self._activate(ABNFunction.apply(x, weight, bias, None, call), residual)
         if residual is not None and residual.stride() != x.stride():
             residual = torch.empty_like(x).copy_(residual)
-        self._prepare(x, residual, call)
-        z: Tensor = ABNFunction.apply(x, self.weight, self.bias, residual, call)
+        self._prepare(x, weight, bias, residual, call)
+        z: Tensor = ABNFunction.apply(x, weight, bias, residual, call)
         return z
 
-    def _prepare(self, x: Tensor, residual: Tensor | None, call: Call) -> None:
+    def _prepare(
+        self, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, call: Call
+    ) -> None:
         """Decide what this call keeps; here always the input."""
 
     def _group(self) -> dist.ProcessGroup | None:
         return None
 
-    def _call(self, use_batch: bool) -> Call:
+    def _call(self, use_batch: bool, mean: Tensor | None, var: Tensor | None, counter: Tensor | None) -> Call:
         factor = 0.0
-        if self.training and self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1)
-            factor = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
-        running = (self.running_mean, self.running_var)
+        if not self.training:
+            counter = None
+        elif counter is not None:
+            if self.momentum is None:
+                factor, counter = 1.0 / float(counter.add_(1)), None
+            else:
+                factor = self.momentum
         if use_batch and not self.training:
-            running = (None, None)
+            mean = var = None
         group = self._group() if use_batch else None
+        known, function = self._known, self._function
         return Call(
-            self._known, self._function, self.eps, use_batch, *running, factor, self.absolute, False, False, group
+            known, function, self.eps, use_batch, mean, var, factor, self.absolute, False, False, group, counter
         )
 
     def _check(self, x: Tensor, residual: Tensor | None, use_batch: bool) -> None:
@@ -125,7 +134,7 @@ class ABN(nn.Module):
                 f"expected an input of shape (N, {self.num_features}, ...) for num_features={self.num_features}, "
                 f"got {tuple(x.shape)}"
             )
-        if residual is not None and torch.broadcast_shapes(residual.shape, x.shape) != x.shape:
+        if residual is not None and not _fits(residual.shape, x.shape):
             raise ValueError(f"expected a residual of the input's shape {tuple(x.shape)}, got {tuple(residual.shape)}")
         if use_batch and x.numel() == x.shape[1] and self._group() is None:
             raise ValueError(
@@ -139,6 +148,8 @@ class ABN(nn.Module):
             raise RuntimeError("synchronized batch norm is not supported under torch.compile and torch.func")
         weight = self.weight if self.weight is None or not self.absolute else self.weight.abs() + self.eps
         mean, var = call.running_mean, call.running_var
+        if call.counter is not None:
+            call.counter.add_(1)
         return F.batch_norm(x, mean, var, weight, self.bias, call.training, call.momentum, self.eps)
 
     def _activate(self, y: Tensor, residual: Tensor | None) -> Tensor:
@@ -201,11 +212,21 @@ class InPlaceABN(ABN):
             )
         self.invert = invert
 
-    def _prepare(self, x: Tensor, residual: Tensor | None, call: Call) -> None:
+    def _prepare(
+        self, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, call: Call
+    ) -> None:
         able = self._function is None and self._known.inverts and residual is None
         coarse = self._known.name == "elu" and x.dtype.itemsize < 4
         call.invert = able and (not coarse if self.invert is None else self.invert)
-        call.in_place = call.invert and torch.is_grad_enabled() and _may_be_overwritten(x)
+        if not call.invert or not torch.is_grad_enabled():
+            return
+        if x.is_cuda and torch.cuda.is_current_stream_capturing():
+            call.invert = False  # which channels do not invert will be another matter in each replay
+            return
+        call.in_place = _may_be_overwritten(x)
+        limits = limits_of(self._known, x.dtype, self.eps if self.absolute else 0.0)
+        call.spare_channels = spare_channels(self, weight, bias, limits)
+        call.limits = limits if serves(x) else None
 
 
 class InPlaceABNSync(InPlaceABN):
@@ -261,6 +282,11 @@ def _resolve(
             activation = copy.copy(activation)
             activation.inplace = False  # type: ignore[assignment]
     return Activation("identity"), activation
+
+
+def _fits(shape: torch.Size, other: torch.Size) -> bool:
+    """Whether a tensor of this shape can be added to one of the other without changing that; most have the same."""
+    return shape == other or torch.broadcast_shapes(shape, other) == other
 
 
 def _may_be_overwritten(x: Tensor) -> bool:

@@ -1,8 +1,7 @@
-"""The autograd side of activated batch norm: what a layer keeps, and how its output is rebuilt for others.
+"""The autograd side of activated batch norm: what a layer keeps, and whose buffers its backward writes to.
 
 A layer keeps one map. If its output can be inverted that is the output, which the next convolution keeps anyway, made
-over the input. Otherwise it is the input; the output is then what the next convolution would keep as a second map, and
-inside `rebuilding()` it keeps a recipe instead: this layer's input and vectors, one cheap pass away from the output.
+over the input. Otherwise it is the input; how the output is then rebuilt for others is in `abn_recipe.py`.
 
 The backward writes dx over the incoming gradient if nobody else can see that, else into a new buffer. The kept map is
 never overwritten, so a second backward (`retain_graph=True`), a held output and a second consumer need no special care.
@@ -10,29 +9,27 @@ never overwritten, so a second backward (`retain_graph=True`), a held output and
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
-from leangrad._torch import saved_tensor_hooks_active, version
-from leangrad.errors import ChangedError, LeangradError
+from leangrad._torch import graph_is_kept
+from leangrad.errors import ConsumedError, LeangradError
 from leangrad.kernels import serves
+from leangrad.nn.abn_recipe import Recipe
+from leangrad.nn.abn_spare import Limits, note_backward, poison
 from leangrad.ops import abn as ops
 from leangrad.own import owned
 
-__all__ = ["ABNFunction", "Call", "Recipe", "rebuilding"]
-
-# A recipe may rest on the recipe of its residual, and so on. ResNet-50's longest chain is 6; see Recipe.
-MAX_DEPTH = 8
+__all__ = ["ABNFunction", "Call", "once"]
 
 
-@dataclass
+@dataclass(slots=True)
 class Call:
     """One forward of one layer: all that is not a differentiable tensor."""
 
@@ -47,48 +44,57 @@ class Call:
     invert: bool
     in_place: bool
     group: dist.ProcessGroup | None  # synchronize over it
+    counter: Tensor | None = None  # the number of batches, still to be increased
+    spare_channels: Tensor | None = None  # the channels that cannot be inverted
+    limits: Limits | None = None  # what the others have to keep to, if that is to be checked again
 
 
 class ABNFunction(torch.autograd.Function):
-    """z = act(γ̂·x̂ + β + residual); `saved_tensors` are the vectors, the kept map, the residual, the spare channels."""
+    """z = act(γ̂·x̂ + β + residual); kept are the vectors, one map, the residual, and the spare channels."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, call: Call
     ) -> Tensor:
         """Take a dense x; write z over it if `call.in_place`."""
-        vectors, count = _vectors(x, weight, bias, call)
-        v = ops.Vectors(*vectors)
-        channels = spare = None
-        if call.invert:
-            channels, spare = _spare_channels(x, v, call.activation)
+        channels, spare = call.spare_channels, None
+        if channels is not None:
+            spare = x.index_select(1, channels).contiguous()
         z = x if call.in_place else torch.empty_like(x)
-        if x.numel():
-            ops.normalize(x, v, call.activation, residual=residual, out=z)
+        vectors, count, ctx.layer = _normalize(x, weight, bias, residual, call, z)
         if call.function is not None:
             z = call.function(z)
             if z.shape != x.shape:
                 raise ValueError(f"expected an activation that keeps the shape {tuple(x.shape)}, got {tuple(z.shape)}")
         if call.in_place:
             ctx.mark_dirty(x)
-        needs_residual = residual is not None and (call.activation.name != "identity" or call.function is not None)
-        ctx.save_for_backward(vectors, z if call.invert else x, residual if needs_residual else None, channels, spare)
+        known = not call.invert and call.function is None
+        ctx.recipe = Recipe.of(x, vectors, residual, z, call.activation, ctx.layer) if known else None
+        ctx.consumed = False
+        if ctx.recipe is None:  # else that holds all there is to save, without a call of Python for each tensor
+            needed = call.activation.name != "identity" or call.function is not None
+            ctx.save_for_backward(vectors, z if call.invert else x, residual if needed else None, channels, spare)
         ctx.call, ctx.count = call, count
         ctx.weight_dtype = None if weight is None else weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.sign = weight.detach().sign() if call.absolute and weight is not None else None
-        ctx.recipe = None if call.invert or call.function is not None else Recipe.of(x, vectors, residual, z, call)
         return z
 
     @staticmethod
     def backward(ctx: Any, dz: Tensor) -> tuple[Tensor | None, ...]:
         """Write dx over dz where that is owned."""
         mine = owned(dz)
-        ctx.recipe = None  # consumers hold it themselves; here it would keep the input alive until the graph dies
+        if ctx.call.invert:
+            note_backward()
         if not torch.is_grad_enabled():
             return _backward(ctx, dz, mine)
         with torch.no_grad():
-            gradients = _backward(ctx, dz, False)
+            return once(_backward(ctx, dz, False))
+
+
+def once(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    """The same gradients, of a backward with `create_graph=True`, so that differentiating them raises."""
+    with torch.enable_grad():
         return _Once.apply(torch.zeros((), requires_grad=True), *gradients)  # type: ignore[no-any-return]
 
 
@@ -109,16 +115,18 @@ class _Once(torch.autograd.Function):
 
 def _backward(ctx: Any, dz: Tensor, mine: bool) -> tuple[Tensor | None, ...]:
     call: Call = ctx.call
-    vectors, kept_map, residual, channels, spare = ctx.saved_tensors
+    vectors, kept_map, residual, channels, spare = _saved(ctx)
     need_x, need_weight, need_bias, need_residual = ctx.needs_input_grad[:4]
-    v = ops.Vectors(*vectors)
     kept = ops.Kept(kept_map, call.invert, residual, channels, spare)
     act = call.activation
     if dz.stride() != kept_map.stride() or dz.dtype != kept_map.dtype:
         dz, mine = torch.empty_like(kept_map).copy_(dz), True
     if call.function is not None:
-        dz, mine = _through_function(call.function, kept, dz, v), True
+        dz, mine = _through_function(call.function, kept, dz, vectors), True
         kept = ops.Kept(kept_map, False)
+    dx: Tensor | None
+    dweight: Tensor | None
+    dbias: Tensor | None
     dy = None
     if need_residual:
         # dy is the residual's gradient: a buffer of its own, from which dx is then computed.
@@ -126,31 +134,63 @@ def _backward(ctx: Any, dz: Tensor, mine: bool) -> tuple[Tensor | None, ...]:
     elif need_x and not call.invert and act.name != "identity" and not serves(dz):
         # The eager second pass is faster from dy than from dz; a kernel would only write one map more.
         dy = dz if mine else torch.empty_like(dz)
+    if ctx.layer is not None and need_x and channels is None:
+        dx = dz if mine and not need_residual else torch.empty_like(dz)
+        dy_out = None if act.name == "identity" else dy
+        dweight, dbias = ctx.layer.backward(kept_map, dz, kept.residual, vectors, dy_out=dy_out, out=dx)
+    else:
+        dx, dweight, dbias = _in_steps(ctx, kept, dz, vectors, dy, mine)
+    if ctx.sign is not None and dweight is not None:
+        dweight = dweight * ctx.sign
+    return dx, dweight if need_weight else None, dbias if need_bias else None, dy if need_residual else None, None
+
+
+def _saved(ctx: Any) -> tuple[Any, ...]:
+    """What forward kept; a recipe is dropped here unless the graph is kept, as autograd drops what it saves."""
+    recipe: Recipe | None = ctx.recipe
+    if recipe is None:
+        if ctx.consumed:
+            raise ConsumedError(
+                "the graph of an activated batch norm was run backward a second time after what it kept was freed; "
+                "pass retain_graph=True to the first backward"
+            )
+        return ctx.saved_tensors  # type: ignore[no-any-return]
+    if not graph_is_kept():
+        ctx.recipe, ctx.consumed = None, True
+        recipe.session.released_bytes += recipe.x.nbytes
+    return (*recipe.inputs(), None, None)
+
+
+def _in_steps(
+    ctx: Any, kept: ops.Kept, dz: Tensor, vectors: Tensor, dy: Tensor | None, mine: bool
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """dx, dγ̂ and dβ: the sums, then over all processes, then dx."""
+    call: Call = ctx.call
+    act = call.activation
+    need_x, need_weight, need_bias, need_residual = ctx.needs_input_grad[:4]
     sums = None
     if dz.numel() == 0:
-        sums = v.mean.new_zeros(2, v.mean.numel())
+        sums = vectors.new_zeros(2, vectors.shape[1])
     elif (need_x and call.training) or need_weight or need_bias or (dy is not None and act.name != "identity"):
-        sums = ops.backward_sums(kept, dz, v, act, dy_out=None if act.name == "identity" else dy)
+        sums = ops.backward_sums(kept, dz, vectors, act, dy_out=None if act.name == "identity" else dy)
     dx = None
     if need_x:
         means, count = (sums, ctx.count) if call.training else (None, 1)
         if means is not None and call.group is not None:
             means, count = _mean_over_group(means, ctx.count, call.group), 1
         if dy is not None:
-            dz, kept, act, mine = dy, ops.Kept(kept_map, call.invert), ops.Activation("identity"), not need_residual
+            dz, kept, act, mine = dy, ops.Kept(kept.map, call.invert), ops.Activation("identity"), not need_residual
         out = dz if mine else torch.empty_like(dz)
-        dx = ops.backward_input(kept, dz, v, act, means, count, out=out) if dz.numel() else out
-    dweight = dbias = None
-    if need_weight and sums is not None:
-        dweight = (sums[1] if ctx.sign is None else sums[1] * ctx.sign).to(ctx.weight_dtype)
-    if need_bias and sums is not None:
-        dbias = sums[0].to(ctx.bias_dtype)
-    return dx, dweight, dbias, dy if need_residual else None, None
+        dx = ops.backward_input(kept, dz, vectors, act, means, count, out=out) if dz.numel() else out
+    dweight = sums[1].to(ctx.weight_dtype) if need_weight and sums is not None else None
+    dbias = sums[0].to(ctx.bias_dtype) if need_bias and sums is not None else None
+    return dx, dweight, dbias
 
 
-def _through_function(function: Callable[[Tensor], Tensor], kept: ops.Kept, dz: Tensor, v: ops.Vectors) -> Tensor:
+def _through_function(function: Callable[[Tensor], Tensor], kept: ops.Kept, dz: Tensor, vectors: Tensor) -> Tensor:
     """dy of an activation that is only known as a function: rebuilds y and differentiates there."""
-    y = ops.normalize(kept.map, v, ops.Activation("identity"), residual=kept.residual, out=torch.empty_like(kept.map))
+    y = torch.empty_like(kept.map)
+    ops.normalize(kept.map, vectors, ops.Activation("identity"), residual=kept.residual, out=y)
     with torch.enable_grad():
         z = function(y.requires_grad_())
     if _leaves(z.grad_fn) > 1:
@@ -173,43 +213,71 @@ def _leaves(root: Any) -> int:
     return leaves
 
 
-def _vectors(x: Tensor, weight: Tensor | None, bias: Tensor | None, call: Call) -> tuple[Tensor, Any]:
-    """(mean, invstd, γ̂, β) as one tensor, and the count of values behind the mean (a tensor if it is synchronized)."""
+def _normalize(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, call: Call, z: Tensor
+) -> tuple[Tensor, Any, Any]:
+    """Write z; return the vectors, the count of values behind the mean (a tensor if synchronized), and the kernels."""
     count: Any = x.numel() // x.shape[1]
-    dtype = ops.accumulation_dtype(x.dtype)
     running = None
     if call.running_mean is not None and call.running_var is not None:
         running = (call.running_mean, call.running_var)
-    form: dict[str, Any] = {"eps": call.eps, "absolute": call.absolute}
+    layer = None
     if call.training and call.group is None:
-        return ops.batch_vectors(x, weight, bias, **form, running=running, momentum=call.momentum), count
-    if call.training and call.group is not None:
+        layer = ops.fused_layer(
+            x, weight, bias, call.activation, absolute=call.absolute, inverted=call.invert, running=running,
+            counter=call.counter, added=residual is not None,
+        )  # fmt: skip
+    if layer is not None:
+        check = call.limits.wider()[:3] if call.limits is not None and call.spare_channels is None else None
+        vectors = layer.forward(
+            x, weight, bias, residual, z, eps=call.eps, running=running, momentum=call.momentum, counter=call.counter,
+            check=check,
+        )  # fmt: skip
+        _count_changes(*(running or ()), call.counter)
+        if check is not None:
+            return vectors, count, layer
+    elif call.training and call.group is None:
+        _count_batch(call)
+        form: dict[str, Any] = {"eps": call.eps, "absolute": call.absolute, "running": running}
+        form |= {"momentum": call.momentum, "residual": residual}
+        vectors = ops.forward(x, weight, bias, call.activation, **form, out=z)
+    else:
+        vectors, count = _given_vectors(x, weight, bias, call, running, count)
+        if x.numel():
+            ops.normalize(x, vectors, call.activation, residual=residual, out=z)
+    if call.limits is not None:
+        poison(vectors, call.spare_channels, call.limits)
+    return vectors, count, layer
+
+
+def _given_vectors(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, call: Call, running: tuple[Tensor, Tensor] | None, count: int
+) -> tuple[Tensor, Any]:
+    """The vectors from the statistics of all processes, or from the running ones; and the count behind them."""
+    dtype, total = ops.accumulation_dtype(x.dtype), None
+    if call.group is not None:
+        _count_batch(call)
         mean, var = ops.stats(x) if count else (x.new_zeros(x.shape[1], dtype=dtype) for _ in range(2))
-        mean, var, count = _stats_over_group(mean, var, count, call.group)
+        mean, var, total = _stats_over_group(mean, var, count, call.group)
         if running is not None:
-            ops.update_running(running, mean, var, count, call.momentum)
+            ops.update_running(running, mean, var, total, call.momentum)
     else:
         assert running is not None
         mean, var = (t.to(dtype) for t in running)
-    return ops.stack_vectors(mean, var, weight, bias, **form), count
+    vectors = ops.stack_vectors(mean, var, weight, bias, eps=call.eps, absolute=call.absolute)
+    return vectors, count if total is None else total
 
 
-def _spare_channels(x: Tensor, v: ops.Vectors, act: ops.Activation) -> tuple[Tensor | None, Tensor | None]:
-    """The channels that cannot be inverted, and a copy of their input.
+def _count_batch(call: Call) -> None:
+    if call.counter is not None:
+        call.counter.add_(1)
 
-    z is rounded to its dtype, so x̂ = (act⁻¹(z) − β)/γ̂ carries that rounding times (|x̂| + |β/γ̂|), for elu also times
-    e^−y: a channel inverts if this stays small, and if γ̂ is not so small that z is subnormal.
-    """
-    info = torch.finfo(x.dtype)
-    gamma, beta = v.weight.abs(), v.bias.abs()
-    slope = min(1.0, act.param) if act.name == "leaky_relu" else 1.0
-    fits = (gamma * slope >= info.smallest_normal) & (beta <= 4 * gamma)
-    if act.name == "elu":
-        fits &= 6 * gamma + beta <= -0.5 * math.log(info.eps)
-    channels = fits.logical_not_().nonzero().squeeze(1)
-    if channels.numel() == 0:
-        return None, None
-    return channels, x.index_select(1, channels).contiguous()
+
+def _count_changes(*tensors: Tensor | None) -> None:
+    """Tell autograd that kernels wrote to these; inference tensors have nothing to tell."""
+    changed = [t for t in tensors if t is not None and not t.is_inference()]
+    if changed:
+        increment_version(changed)
 
 
 def _stats_over_group(mean: Tensor, var: Tensor, count: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
@@ -228,105 +296,3 @@ def _mean_over_group(sums: Tensor, total: Tensor, group: dist.ProcessGroup) -> T
     everywhere = sums.clone()  # the local sums are dβ and dγ: data parallelism averages those itself
     dist.all_reduce(everywhere, group=group)
     return everywhere.div_(total)
-
-
-# ---- recipes --------------------------------------------------------------------------------------------------------
-
-
-class Recipe:
-    """How to make a layer's output again: its kept input, its vectors, and its residual (a tensor or another recipe).
-
-    The bits are those of the forward. A rebuilt map is held until its last reader has read it, so an output with two
-    consumers is rebuilt once. A recipe deeper than MAX_DEPTH is not made: that output is kept, and ends the chain.
-    """
-
-    def __init__(
-        self, x: Tensor, vectors: Tensor, residual: Tensor | Recipe | None, activation: ops.Activation
-    ) -> None:
-        self.x, self.x_version = x.detach(), version(x)
-        self.z_version = 0
-        self.vectors, self.activation = vectors, activation
-        self.residual = residual
-        self.residual_version = version(residual) if isinstance(residual, Tensor) else 0
-        self.depth: int = 1 + (residual.depth if isinstance(residual, Recipe) else 0)
-        self.readers = 0
-        self.value: Tensor | None = None
-
-    @staticmethod
-    def of(x: Tensor, vectors: Tensor, residual: Tensor | None, z: Tensor, call: Call) -> Recipe | None:
-        """A recipe for z, or None where the chain would become too deep."""
-        source: Tensor | Recipe | None = residual
-        if residual is not None:
-            source = recipe_of(residual) or residual.detach()
-        recipe = Recipe(x, vectors, source, call.activation)
-        recipe.z_version = version(z)
-        return recipe if recipe.depth <= MAX_DEPTH else None
-
-    def read(self) -> Tensor:
-        """The output, for one of the readers that packed it."""
-        z = self.rebuild() if self.value is None else self.value
-        self.readers -= 1
-        self.value = z if self.readers > 0 else None
-        return z
-
-    def rebuild(self) -> Tensor:
-        """The output, in a buffer of its own."""
-        if version(self.x) != self.x_version:
-            raise _changed(self.x, "the input of an activated batch norm")
-        residual, out = self.residual, None
-        if isinstance(residual, Recipe):
-            residual, out = (residual.value, None) if residual.value is not None else 2 * (residual.rebuild(),)
-        elif residual is not None and version(residual) != self.residual_version:
-            raise _changed(residual, "the residual of an activated batch norm")
-        out = torch.empty_like(self.x) if out is None else out
-        with torch.no_grad():
-            return ops.normalize(self.x, ops.Vectors(*self.vectors), self.activation, residual=residual, out=out)
-
-
-def recipe_of(t: Tensor) -> Recipe | None:
-    """The recipe of a tensor that is an unchanged output of ABNFunction."""
-    recipe = getattr(t.grad_fn, "recipe", None)
-    return recipe if isinstance(recipe, Recipe) and version(t) == recipe.z_version else None
-
-
-@contextmanager
-def rebuilding() -> Iterator[None]:
-    """Inside, whatever would keep the output of an activated batch norm keeps a recipe for it instead.
-
-    Does nothing where other saved-tensor hooks are in force (checkpointing, offloading) and under torch.compile.
-
-    >>> from leangrad.nn.abn import ABN
-    >>> abn, conv = ABN(4, activation="relu"), torch.nn.Conv2d(4, 4, 1)
-    >>> with rebuilding():
-    ...     y = conv(abn(torch.randn(2, 4, 8, 8, requires_grad=True)))
-    >>> y.sum().backward()  # the convolution's input is rebuilt here
-    """
-    if torch.compiler.is_compiling() or saved_tensor_hooks_active():
-        yield
-        return
-    with torch.autograd.graph.saved_tensors_hooks(_pack, _unpack):
-        yield
-
-
-def _pack(t: Tensor) -> Recipe | tuple[Tensor, int]:
-    recipe = recipe_of(t)
-    if recipe is None:
-        return t.detach(), version(t)  # detached: a node that keeps its own output must not keep itself alive
-    recipe.readers += 1
-    return recipe
-
-
-def _unpack(packed: Recipe | tuple[Tensor, int]) -> Tensor:
-    if isinstance(packed, Recipe):
-        return packed.read()
-    t, at_pack = packed
-    if version(t) != at_pack:
-        raise _changed(t, "a tensor that backward needs")
-    return t
-
-
-def _changed(t: Tensor, what: str) -> ChangedError:
-    return ChangedError(
-        f"{what}, of shape {tuple(t.shape)} and {t.dtype}, was changed in place after it was kept; "
-        "write the change out of place, or clone the tensor before it"
-    )

@@ -25,7 +25,8 @@ from torch import fx, nn
 
 from leangrad._torch import has_hooks
 from leangrad.nn.abn import ABN, InPlaceABNSync
-from leangrad.nn.abn_autograd import rebuilding
+from leangrad.nn.abn_pool import RebuiltMaxPool2d
+from leangrad.nn.abn_recipe import rebuilding
 from leangrad.nn.traceable import why_not_traceable
 
 __all__ = ["Conversion", "convert_abn"]
@@ -69,8 +70,9 @@ def convert_abn(model: nn.Module) -> nn.Module:
     converted and, for what was not, why; print it.
 
     Keeps for backward, per convolution + norm + activation: one map, the convolution's output. What comes after
-    rebuilds its input from that in backward, in one elementwise pass. The model does this whenever it is called as a
-    whole and no other saved-tensor hooks are in force; a part that is called alone keeps its activations too.
+    rebuilds its input from that in backward, in one elementwise pass; max pooling also finds its maxima again. The
+    model does this whenever it is called as a whole and no other saved-tensor hooks are in force; a part that is called
+    alone keeps its activations too.
 
     >>> model = nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3))
     >>> model = convert_abn(model)
@@ -94,6 +96,9 @@ def convert_abn(model: nn.Module) -> nn.Module:
         if type(module) in NORMS and name not in found:
             found[name] = Conversion(name, None, reason="no module was found whose forward calls it")
     if any(c.activation is not None for c in found.values()):
+        for module in model.modules():
+            if type(module) is nn.MaxPool2d:
+                module.__class__ = RebuiltMaxPool2d
         _change_class(model, outermost=True)
     model.abn_conversions = tuple(found.values())  # type: ignore[assignment]
     return model
@@ -301,7 +306,7 @@ def _class_of(base: type[nn.Module], source: str | None, names: _Names, outermos
 
         @functools.wraps(inner)
         def forward(self: nn.Module, *args: Any, **named: Any) -> Any:
-            with rebuilding():
+            with rebuilding(self):
                 return inner(self, *args, **named)
 
     def reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:

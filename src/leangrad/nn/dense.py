@@ -1,28 +1,25 @@
 """Dense layers whose activations are kept once and moved out by backward: `Dense`, `MLP`.
 
-A chain of layers is one autograd node (`leangrad.node`). It keeps the caller's own input, and one map a
+A chain of layers (`leangrad.ops.chain`) is one autograd node. It keeps the caller's own input, and one map a
 layer: the output where the activation can run backward from it (relu, tanh, ...), else the input of the activation.
 Whatever the chain cannot serve (hooks on a child, a child that was replaced, a tensor subclass, `torch.compile`,
 `torch.func`) runs as the plain `nn.Sequential` that an `MLP` also is.
 """
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from leangrad._torch import has_global_hooks, has_hooks
+from leangrad._torch import any_has_hooks, weight_and_bias
 from leangrad.functional import activate, autocast_enabled, runs_plain
-from leangrad.node import run
+from leangrad.node import run_recorded
 from leangrad.ops.activation import Activation, resolve
-from leangrad.tape import Tape, Var
+from leangrad.ops.chain import Chain
 
 __all__ = ["MLP", "Activate", "Dense"]
-
-Layer = tuple[nn.Linear, Activation | None]
 
 
 class Activate(nn.Module):
@@ -74,7 +71,7 @@ class Dense(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in_features) to (..., out_features)."""
-        return _forward(x, [(self, self.record)])
+        return _forward(x, _Program([self.record], [self.weight, self.bias]))
 
     def extra_repr(self) -> str:
         """As nn.Linear, and the activation."""
@@ -119,42 +116,46 @@ class MLP(nn.Sequential):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., sizes[0]) to (..., sizes[-1])."""
-        layers = None if torch.compiler.is_compiling() else self._layers()
-        if layers is None:
+        program = None if torch.compiler.is_compiling() else self._program()
+        if program is None:
             y: Tensor = super().forward(x)
             return y
-        return _forward(x, layers) if layers else x
+        return _forward(x, program) if program.records else x
 
-    def _layers(self) -> list[Layer] | None:
-        """The children as layers, or None if one of them is not what this class made, or has hooks."""
-        layers: list[Layer] = []
+    def _program(self) -> "_Program | None":
+        """The children as a chain, or None if one of them is not what this class made, or has hooks."""
+        records: list[Activation | None] = []
+        parameters: list[Tensor | None] = []
+        if any_has_hooks(self):
+            return None
         for child in self:
-            if has_hooks(child):
-                return None
             if type(child) is nn.Linear:
-                layers.append((child, None))
-            elif type(child) is Activate and layers and layers[-1][1] is None:
-                layers[-1] = (layers[-1][0], child.record)
+                records.append(None)
+                parameters += weight_and_bias(child)
+            elif type(child) is Activate and records and records[-1] is None:
+                records[-1] = child.record
             else:
                 return None
-        return None if has_global_hooks() else layers
+        return _Program(records, parameters)
 
 
-class _Chain:
-    """The program of a chain on a tape, and the same on autograd's own ops."""
+class _Program:
+    """The layers of a chain (the activation of each, or None; its weight and its bias), and the ways to run it."""
 
-    def __init__(self, records: tuple[Activation | None, ...]):
-        self.records = records
+    def __init__(self, records: list[Activation | None], parameters: list[Tensor | None]):
+        self.records, self.parameters = records, parameters
 
-    def __call__(self, tape: Tape, x: Var, *parameters: Var | None) -> Var:
-        for record, weight, bias in zip(self.records, parameters[::2], parameters[1::2], strict=True):
-            assert weight is not None
-            x = tape.linear(x, weight, bias)
-            if record is not None:
-                x = tape.activate(x, record)
-        return x
+    def record(self, tensors: Sequence[Tensor | None], needs: Sequence[bool]) -> tuple[Tensor, Chain]:
+        """Forward, with what backward needs."""
+        run = Chain(self.records, needs)
+        return run.forward(tensors), run
+
+    def infer(self, x: Tensor, *parameters: Tensor | None) -> Tensor:
+        """Forward with no backward: each activation is written over its input."""
+        return Chain(self.records, (False,) * (1 + len(parameters))).forward((x, *parameters))
 
     def plain(self, x: Tensor, *parameters: Tensor | None) -> Tensor:
+        """The same on autograd's own ops."""
         for record, weight, bias in zip(self.records, parameters[::2], parameters[1::2], strict=True):
             assert weight is not None
             x = F.linear(x, weight, bias)
@@ -163,37 +164,34 @@ class _Chain:
         return x
 
 
-def _forward(x: Tensor, layers: list[Layer]) -> Tensor:
-    """Run the layers as one node, or plainly where that is all that is asked for or all that can be done."""
-    parameters: list[Tensor | None] = []
-    for layer, _ in layers:
-        parameters += (layer.weight, layer.bias)
-    chain = _Chain(tuple(record for _, record in layers))
+def _forward(x: Tensor, program: _Program) -> Tensor:
+    """Run the layers as one node, or plainly where that is all that can be done."""
+    parameters = program.parameters
+    if runs_plain(x, *parameters):
+        return program.plain(x, *parameters)
     device_type = x.device.type
-    autocast = autocast_enabled(device_type)
-    if runs_plain(x, *parameters) or (autocast and any(r is not None and r.float32_in_autocast for r in chain.records)):
-        return chain.plain(x, *parameters)
-    if autocast:
-        dtype = torch.get_autocast_dtype(device_type)
-        x, *parameters = (_autocast(t, dtype) for t in (x, *parameters))  # type: ignore[assignment]
-    _check(x, layers[0][0].in_features, parameters[0])
-    rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-    with torch.autocast(device_type, enabled=False) if autocast else nullcontext():
+    if not autocast_enabled(device_type):
+        return _run(x, program, parameters)
+    if any(record is not None and record.float32_in_autocast for record in program.records):
+        return program.plain(x, *parameters)
+    dtype = torch.get_autocast_dtype(device_type)
+    x, *parameters = (_autocast(t, dtype) for t in (x, *parameters))  # type: ignore[assignment]
+    with torch.autocast(device_type, enabled=False):
+        return _run(x, program, parameters)
+
+
+def _run(x: Tensor, program: _Program, parameters: list[Tensor | None]) -> Tensor:
+    """As one node, or with no backward where nobody asks for one."""
+    try:
+        rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
         if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *parameters)):
-            y = run(chain, chain.plain, rows, *parameters)
+            y = run_recorded(program.record, program.plain, rows, *parameters)
         else:
-            y = _infer(chain, rows, parameters)
-    return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
-
-
-def _infer(chain: _Chain, x: Tensor, parameters: list[Tensor | None]) -> Tensor:
-    """The plain chain, with activations written over the map that nobody else has seen."""
-    for record, weight, bias in zip(chain.records, parameters[::2], parameters[1::2], strict=True):
-        assert weight is not None
-        x = F.linear(x, weight, bias)
-        if record is not None:
-            x = record.forward(x, record.parameter, x if record.in_place else None)
-    return x
+            y = program.infer(rows, *parameters)
+    except (RuntimeError, IndexError):  # torch sees what does not fit; say which argument it was
+        _check(x, parameters[0])
+        raise
+    return y if rows is x else y.view(*x.shape[:-1], y.shape[-1])
 
 
 def _autocast(t: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -201,12 +199,12 @@ def _autocast(t: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return t if t is None or not t.is_floating_point() or t.dtype == torch.float64 else t.to(dtype)
 
 
-def _check(x: Tensor, in_features: int, weight: Tensor | None) -> None:
-    if x.dim() == 0 or x.shape[-1] != in_features:
-        raise ValueError(f"x: expected (..., {in_features}), got {tuple(x.shape)}")
-    if weight is None or x.dtype != weight.dtype:
-        expected = None if weight is None else weight.dtype
-        raise TypeError(f"x: expected the dtype of the weights, {expected}, got {x.dtype}; convert x or the module")
+def _check(x: Tensor, weight: Tensor | None) -> None:
+    assert weight is not None
+    if x.dim() == 0 or x.shape[-1] != weight.shape[1]:
+        raise ValueError(f"x: expected (..., {weight.shape[1]}), got {tuple(x.shape)}")
+    if x.dtype != weight.dtype:
+        raise TypeError(f"x: expected the dtype of the weights, {weight.dtype}, got {x.dtype}; convert x or the module")
     if x.device != weight.device:
         raise ValueError(
             f"x: expected the device of the weights, {weight.device}, got {x.device}; move x or the module"

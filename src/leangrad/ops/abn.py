@@ -18,18 +18,17 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from leangrad.kernels import serves
+from leangrad.ops.abn_activation import Activation, activate_, activation_backward, invert
 
-__all__ = [
-    "Activation", "Kept", "Vectors", "backward_input", "backward_sums", "batch_vectors", "normalize", "stack_vectors",
-    "stats", "update_running",
-]  # fmt: skip
+__all__ = ["Activation", "Kept", "backward_input", "backward_sums", "forward", "fused_layer", "normalize"]
+__all__ += ["stack_vectors", "stats", "update_running"]
 
 aten: Any = torch.ops.aten
 
@@ -38,40 +37,22 @@ CHUNK = 1 << 18
 
 
 @dataclass(frozen=True)
-class Activation:
-    """One of the activations that both the eager code and the kernels know; `param` is the slope or alpha."""
-
-    name: str = "leaky_relu"
-    param: float = 0.01
-
-    NAMES = ("leaky_relu", "elu", "identity", "relu", "silu", "gelu", "gelu_tanh")
-
-    @property
-    def inverts(self) -> bool:
-        """Whether y can be computed from z alone."""
-        return self.name == "identity" or (self.name in ("leaky_relu", "elu") and self.param > 0)
-
-
-@dataclass(frozen=True)
 class Vectors:
-    """What a layer knows of each channel, in the accumulation dtype; `weight` is γ̂, in the form that is applied."""
+    """What a layer knows of each channel, in the accumulation dtype; `weight` is γ̂, in the form that is applied.
+
+    Layers keep them as one (4, channels) tensor, `vectors` in all signatures here.
+    """
 
     mean: Tensor
     invstd: Tensor
     weight: Tensor
     bias: Tensor
 
-    def all(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """In the order in which kernels take them."""
-        return self.mean, self.invstd, self.weight, self.bias
-
     def at(self, channels: slice) -> Vectors:
         """The same for a range of channels."""
-        return self if channels == slice(None) else Vectors(*(v[channels] for v in self.all()))
-
-    def take(self, channels: Tensor) -> Vectors:
-        """The same for some channels only."""
-        return Vectors(*(v.index_select(0, channels) for v in self.all()))
+        if channels == slice(None):
+            return self
+        return Vectors(*(v[channels] for v in (self.mean, self.invstd, self.weight, self.bias)))
 
 
 @dataclass(frozen=True)
@@ -95,8 +76,14 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def is_rows(t: Tensor) -> bool | None:
     """True if channels are the fastest dimension, False if they are planes, None if the map is neither."""
+    return _layout(t.shape, t.stride())
+
+
+@lru_cache(maxsize=1 << 12)
+def _layout(shape: torch.Size, stride: tuple[int, ...]) -> bool | None:
+    t = torch.empty_strided(shape, stride, device="meta")
     if t.is_contiguous():
-        return t.shape[2:].numel() == 1
+        return shape[2:].numel() == 1
     return True if t.movedim(1, -1).is_contiguous() else None
 
 
@@ -115,7 +102,7 @@ def stats(x: Tensor) -> tuple[Tensor, Tensor]:
     ([2.0, 4.0], [1.0, 4.0])
     """
     if serves(x):
-        mean, var = _kernels().stats(as_matrix(x))
+        mean, var = _layer(x).stats(x)
         return mean, var
     if x.is_cpu and is_rows(x) is False:
         return _stats_of_planes(x)
@@ -141,20 +128,45 @@ def _stats_of_planes(x: Tensor) -> tuple[Tensor, Tensor]:
     return mean + left, (squares / count).addcmul_(left, left, value=-1)
 
 
-def batch_vectors(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: float, absolute: bool,
-    running: tuple[Tensor, Tensor] | None, momentum: float,
+def forward(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, act: Activation, *, eps: float, absolute: bool,
+    running: tuple[Tensor, Tensor] | None = None, momentum: float = 0.0, residual: Tensor | None = None, out: Tensor,
 ) -> Tensor:  # fmt: skip
-    """(mean, invstd, γ̂, β) of a batch as one (4, channels) tensor; moves the running mean and variance on."""
-    if serves(x):
-        vectors: Tensor = _kernels().batch_vectors(as_matrix(x), weight, bias, eps, absolute, running, momentum)
-        if running is not None:
-            torch.autograd.graph.increment_version(running)
-        return vectors
+    """`normalize` with the statistics of the batch; returns the vectors, and moves the running statistics on."""
     mean, var = stats(x)
     if running is not None:
         update_running(running, mean, var, x.numel() // x.shape[1], momentum)
-    return stack_vectors(mean, var, weight, bias, eps=eps, absolute=absolute)
+    vectors = stack_vectors(mean, var, weight, bias, eps=eps, absolute=absolute)
+    normalize(x, vectors, act, residual=residual, out=out)
+    return vectors
+
+
+def fused_layer(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, act: Activation, *, absolute: bool, inverted: bool,
+    running: tuple[Tensor, Tensor] | None, counter: Tensor | None, added: bool,
+) -> Any:  # fmt: skip
+    """The kernels of a whole layer with statistics of the batch (`leangrad.kernels.abn.Layer`); None if they cannot."""
+    if not serves(x):
+        return None
+    place = x.get_device()
+    key: list[Any] = [x.shape, x.stride(), x.dtype, place, act.name, act.param, inverted, added, absolute]
+    for t in (weight, bias, *(running or (None, None)), counter):
+        if t is None:
+            key.append(None)
+        elif t.is_contiguous() and t.get_device() == place:
+            key.append(t.dtype)
+        else:
+            return None
+    layer = _fused.get(tuple(key))
+    if layer is None and key[-3] == key[-2]:  # both running statistics of one dtype
+        if len(_fused) >= 1 << 12:  # somebody's maps have a new size in every step
+            _fused.clear()
+        layer = _layer(x, act, inverted, added, absolute, *key[-5:-2], counter is not None)
+        _fused[tuple(key)] = layer
+    return layer
+
+
+_fused: dict[tuple[Any, ...], Any] = {}  # a shorter way to `_layer`, for what comes again in every step
 
 
 def update_running(running: tuple[Tensor, Tensor], mean: Tensor, var: Tensor, count: Any, momentum: float) -> None:
@@ -175,11 +187,12 @@ def stack_vectors(
     return torch.stack((mean, (var + eps).rsqrt_(), gamma, beta))
 
 
-def normalize(x: Tensor, v: Vectors, act: Activation, *, residual: Tensor | None = None, out: Tensor) -> Tensor:
+def normalize(x: Tensor, vectors: Tensor, act: Activation, *, residual: Tensor | None = None, out: Tensor) -> Tensor:
     """out = act(γ·(x − μ)·s + β + residual); `out` may be `x` or `residual` itself."""
     if serves(x):
-        _kernels().normalize(as_matrix(x), v.all(), act.name, act.param, _matrix(residual), as_matrix(out))
+        _layer(x, act, False, residual is not None).normalize(x, vectors, residual, out)
         return out
+    v = Vectors(*vectors)
     if residual is None:
         return activate_(_affine(x, v, out=out), act)
     step = max(1, CHUNK * x.shape[0] // max(1, x.numel()))
@@ -188,17 +201,18 @@ def normalize(x: Tensor, v: Vectors, act: Activation, *, residual: Tensor | None
     return out
 
 
-def backward_sums(kept: Kept, dz: Tensor, v: Vectors, act: Activation, *, dy_out: Tensor | None = None) -> Tensor:
+def backward_sums(kept: Kept, dz: Tensor, vectors: Tensor, act: Activation, *, dy_out: Tensor | None = None) -> Tensor:
     """(Σ dy, Σ x̂·dy) as one (2, channels) tensor; also writes dy into `dy_out` (which may be `dz` itself)."""
     sums: Tensor
     if kept.spare_channels is not None:
-        safe, (spare, spare_dz, spare_v) = _without_spare(kept, v), _spare(kept, dz, v)
+        safe, spare = _without_spare(kept, vectors), _spare(kept, dz, vectors)
         sums = backward_sums(Kept(kept.map, True), dz, safe, act)
-        return sums.index_copy_(1, kept.spare_channels, backward_sums(spare, spare_dz, spare_v, act))
+        return sums.index_copy_(1, kept.spare_channels, backward_sums(*spare, act))
     if serves(dz):
-        matrices = (*_matrices(kept, dz), _matrix(dy_out))
-        sums = _kernels().backward_sums(*matrices, v.all(), act.name, act.param, kept.inverted)
+        layer = _layer(dz, act, kept.inverted, kept.residual is not None)
+        sums = layer.backward_sums(kept.map, dz, kept.residual, dy_out, vectors)
         return sums
+    v = Vectors(*vectors)
     sums = v.mean.new_zeros(2, v.mean.numel())
     for part, channels in _chunks(kept, dz, dy_out):
         at = v.at(channels)
@@ -213,20 +227,20 @@ def backward_sums(kept: Kept, dz: Tensor, v: Vectors, act: Activation, *, dy_out
 
 
 def backward_input(
-    kept: Kept, dz: Tensor, v: Vectors, act: Activation, sums: Tensor | None, count: int, *, out: Tensor
+    kept: Kept, dz: Tensor, vectors: Tensor, act: Activation, sums: Tensor | None, count: int, *, out: Tensor
 ) -> Tensor:
     """Writes dx into `out`, which may be `dz` or `kept.map`; `sums / count` are the two means, None in eval mode."""
     if kept.spare_channels is not None:
-        safe, (spare, spare_dz, spare_v) = _without_spare(kept, v), _spare(kept, dz, v)
+        safe, (spare, spare_dz, spare_vectors) = _without_spare(kept, vectors), _spare(kept, dz, vectors)
         spare_sums = None if sums is None else sums.index_select(1, kept.spare_channels)
         backward_input(Kept(kept.map, True), dz, safe, act, sums, count, out=out)
-        backward_input(spare, spare_dz, spare_v, act, spare_sums, count, out=spare_dz)
+        backward_input(spare, spare_dz, spare_vectors, act, spare_sums, count, out=spare_dz)
         return out.index_copy_(1, kept.spare_channels, spare_dz)
     if serves(dz):
-        _kernels().backward_input(
-            *_matrices(kept, dz), sums, count, v.all(), act.name, act.param, kept.inverted, as_matrix(out)
-        )
+        layer = _layer(dz, act, kept.inverted, kept.residual is not None)
+        layer.backward_input(kept.map, dz, kept.residual, sums, count, vectors, out)
         return out
+    v = Vectors(*vectors)
     means = None if sums is None else sums / count
     for part, channels in _chunks(kept, dz, out):
         at = v.at(channels)
@@ -246,58 +260,11 @@ def backward_input(
     return out
 
 
-def activate_(y: Tensor, act: Activation) -> Tensor:
-    """act(y), in place."""
-    match act.name:
-        case "leaky_relu":
-            return torch.nn.functional.leaky_relu_(y, act.param)
-        case "elu":
-            return torch.nn.functional.elu_(y, act.param)
-        case "relu":
-            return y.relu_()
-        case "silu":
-            return torch.nn.functional.silu(y, inplace=True)
-        case "gelu" | "gelu_tanh":
-            return aten.gelu_(y, approximate="tanh" if act.name == "gelu_tanh" else "none")  # type: ignore[no-any-return]
-        case "identity":
-            return y
-    raise ValueError(f"expected an activation of {Activation.NAMES}, got {act.name!r}")
-
-
-def _activation_backward(dz: Tensor, y: Tensor, act: Activation, is_result: bool, out: Tensor | None = None) -> Tensor:
-    """dz·act'(y), in `out` if given; with `is_result` from z in the place of y."""
-    if act.name == "identity":
-        return dz
-    dy = torch.empty_like(dz) if out is None else out
-    match act.name:
-        case "leaky_relu":
-            aten.leaky_relu_backward.grad_input(dz, y, act.param, is_result, grad_input=dy)
-        case "elu":
-            aten.elu_backward.grad_input(dz, act.param, 1.0, 1.0, is_result, y, grad_input=dy)
-        case "relu":
-            aten.threshold_backward.grad_input(dz, y, 0.0, grad_input=dy)
-        case "silu":
-            aten.silu_backward.grad_input(dz, y, grad_input=dy)
-        case "gelu" | "gelu_tanh":
-            approximate = "tanh" if act.name == "gelu_tanh" else "none"
-            aten.gelu_backward.grad_input(dz, y, approximate=approximate, grad_input=dy)
-    return dy
-
-
-def _invert(z: Tensor, act: Activation) -> Tensor:
-    """act⁻¹(z)."""
-    if act.name == "leaky_relu":
-        return torch.nn.functional.leaky_relu(z, 1.0 / act.param)
-    if act.name == "elu":
-        # z → −α means y → −∞: the clamp keeps it finite, at the y whose z is the last one above −α.
-        negative = (z / act.param).clamp_(-1.0 + torch.finfo(z.dtype).eps, 0.0).log1p_()
-        return negative.add_(z.clamp(min=0.0))
-    return z
-
-
 def _sums(dy: Tensor, source: Tensor, center: Tensor, factor: Tensor) -> Any:
     """(None, Σ dy·(source − center)·factor, Σ dy) of each channel: ATen's backward, asked only for its sums."""
-    return aten.native_batch_norm_backward(dy, source, None, None, None, center, factor, True, 0.0, [False, True, True])
+    # Without a weight (here any vector) it gives no sums on CUDA.
+    mask = [False, True, True]
+    return aten.native_batch_norm_backward(dy, source, factor, None, None, center, factor, True, 0.0, mask)
 
 
 def _center_and_factor(v: Vectors, inverted: bool) -> tuple[Tensor, Tensor]:
@@ -324,13 +291,13 @@ def _prepare(part: list[Any], v: Vectors, act: Activation, inverted: bool) -> tu
     if out is not None and (out.dtype != dz.dtype or not out.is_contiguous()):
         out = None
     if inverted:
-        return _invert(kept, act), _activation_backward(dz, kept, act, True, out)
+        return invert(kept, act), activation_backward(dz, kept, act, True, out)
     if act.name == "identity":
         return kept, dz
     y = _affine(kept, v)
     if residual is not None:
         y.add_(residual)
-    return kept, _activation_backward(dz, y, act, False, out)
+    return kept, activation_backward(dz, y, act, False, out)
 
 
 def _spread(vector: Tensor, like: Tensor) -> Tensor:
@@ -356,24 +323,28 @@ def _kernels() -> Any:
     return importlib.import_module("leangrad.kernels.abn")
 
 
+def _layer(x: Tensor, act: Activation = Activation("identity"), *rest: Any) -> Any:  # noqa: B008
+    """The kernels for maps like `x`; `rest` as the fields of `leangrad.kernels.abn.Kind`."""
+    kernels = _kernels()
+    return kernels.layer(kernels.Kind(x.shape, is_rows(x), x.dtype, x.device, act.name, float(act.param), *rest))
+
+
 def _matrix(t: Tensor | None) -> Tensor | None:
     return None if t is None else as_matrix(t)
 
 
-def _matrices(kept: Kept, dz: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    return as_matrix(kept.map), as_matrix(dz), _matrix(kept.residual)
-
-
-def _spare(kept: Kept, dz: Tensor, v: Vectors) -> tuple[Kept, Tensor, Vectors]:
+def _spare(kept: Kept, dz: Tensor, vectors: Tensor) -> tuple[Kept, Tensor, Tensor]:
     """The channels that were kept by their input, as a small layer of their own."""
     assert kept.spare_channels is not None
     assert kept.spare_input is not None
     small = Kept(kept.spare_input, inverted=False)
     spare_dz = dz.index_select(1, kept.spare_channels).contiguous()
-    return small, spare_dz, v.take(kept.spare_channels)
+    return small, spare_dz, vectors.index_select(1, kept.spare_channels)
 
 
-def _without_spare(kept: Kept, v: Vectors) -> Vectors:
+def _without_spare(kept: Kept, vectors: Tensor) -> Tensor:
     """Weights of 1 where dividing by the true ones would overflow; those channels are overwritten afterwards."""
     assert kept.spare_channels is not None
-    return Vectors(v.mean, v.invstd, v.weight.index_fill(0, kept.spare_channels, 1.0), v.bias)
+    safe = vectors.clone()
+    safe[2].index_fill_(0, kept.spare_channels, 1.0)
+    return safe

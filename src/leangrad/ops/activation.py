@@ -75,19 +75,29 @@ def resolve(activation: str | Activation, parameter: float | None = None) -> Act
     return replace(activation, parameter=float(parameter))
 
 
-def _run(op: Any, out: Tensor | None, *args: Any, **options: Any) -> Tensor:
-    """`op(*args)`, written into `out` where it is given."""
-    y: Tensor = op.default(*args, **options) if out is None else direct(op.out)(*args, **options, out=out)
-    return y
+def _forward_of(op: Any) -> Callable[..., Tensor]:
+    """`run(out, *args)`: `op(*args)`, written into `out` where it is given."""
+    fresh, into_out = op.default, direct(op.out)
+
+    def run(out: Tensor | None, *args: Any) -> Tensor:
+        y: Tensor = fresh(*args) if out is None else into_out(*args, out=out)
+        return y
+
+    return run
 
 
-def _run_backward(op: Any, into: Tensor | None, *args: Any, **options: Any) -> Tensor:
-    """`op(*args)`, written into `into` where it is given; the backward ops of torch call that `grad_input`."""
-    if into is not None:
-        direct(op.grad_input)(*args, **options, grad_input=into)
+def _backward_of(op: Any, **options: Any) -> Callable[..., Tensor]:
+    """`run(into, *args)`: the same for the backward ops of torch, which call their buffer `grad_input`."""
+    fresh, into_grad = op.default, direct(op.grad_input)  # looked up once: finding them costs as much as calling them
+
+    def run(into: Tensor | None, *args: Any) -> Tensor:
+        if into is None:
+            dx: Tensor = fresh(*args, **options)
+            return dx
+        into_grad(*args, **options, grad_input=into)
         return into
-    dx: Tensor = op.default(*args, **options)
-    return dx
+
+    return run
 
 
 def _run_in_chunks(op: Any, into: Tensor | None, g: Tensor, x: Tensor) -> Tensor:
@@ -102,37 +112,56 @@ def _run_in_chunks(op: Any, into: Tensor | None, g: Tensor, x: Tensor) -> Tensor
     return into
 
 
+_aten_leaky_relu = _forward_of(aten.leaky_relu)
+_aten_elu = _forward_of(aten.elu)
+_aten_silu = _forward_of(aten.silu)
+_aten_softplus = _forward_of(aten.softplus)
+_aten_hardswish = _forward_of(aten.hardswish)
+_aten_mish = _forward_of(aten.mish)
+_aten_threshold_backward = _backward_of(aten.threshold_backward)
+_aten_leaky_relu_backward = _backward_of(aten.leaky_relu_backward)
+_aten_elu_backward = _backward_of(aten.elu_backward)
+_aten_gelu_backward = _backward_of(aten.gelu_backward)
+_aten_silu_backward = _backward_of(aten.silu_backward)
+_aten_sigmoid_backward = _backward_of(aten.sigmoid_backward)
+_aten_tanh_backward = _backward_of(aten.tanh_backward)
+_aten_softplus_backward = _backward_of(aten.softplus_backward)
+_aten_gelu_tanh_backward = _backward_of(aten.gelu_backward, approximate="tanh")
+
+
 # relu: y = max(x, 0); dx = g where y > 0, else 0
 
 
 def _relu(x: Tensor, parameter: float, out: Tensor | None) -> Tensor:
-    return torch.relu(x) if out is None else torch.clamp_min(x, 0, out=out)  # relu is clamp_min, and lacks `out`
+    if out is None:
+        return torch.relu(x)
+    return x.relu_() if out is x else torch.clamp_min(x, 0, out=out)  # relu is clamp_min, and lacks `out`
 
 
 def _relu_backward(g: Tensor, y: Tensor, parameter: float, into: Tensor | None) -> Tensor:
-    return _run_backward(aten.threshold_backward, into, g, y, 0)
+    return _aten_threshold_backward(into, g, y, 0)
 
 
 # leaky_relu: y = x where x > 0, else slope x; the sign of y is that of x, since slope >= 0
 
 
 def _leaky_relu(x: Tensor, slope: float, out: Tensor | None) -> Tensor:
-    return _run(aten.leaky_relu, out, x, slope)
+    return _aten_leaky_relu(out, x, slope)
 
 
 def _leaky_relu_backward(g: Tensor, y: Tensor, slope: float, into: Tensor | None) -> Tensor:
-    return _run_backward(aten.leaky_relu_backward, into, g, y, slope, True)
+    return _aten_leaky_relu_backward(into, g, y, slope, True)
 
 
 # elu: y = x where x > 0, else alpha (e^x - 1). From y, dx = g (y + alpha) loses the digits of a small e^x: keep x.
 
 
 def _elu(x: Tensor, alpha: float, out: Tensor | None) -> Tensor:
-    return _run(aten.elu, out, x, alpha)
+    return _aten_elu(out, x, alpha)
 
 
 def _elu_backward(g: Tensor, x: Tensor, alpha: float, into: Tensor | None) -> Tensor:
-    return _run_backward(aten.elu_backward, into, g, alpha, 1, 1, False, x)
+    return _aten_elu_backward(into, g, alpha, 1, 1, False, x)
 
 
 # gelu: y = x Φ(x), by erf or by tanh
@@ -143,7 +172,7 @@ def _gelu(x: Tensor, parameter: float, out: Tensor | None) -> Tensor:
 
 
 def _gelu_backward(g: Tensor, x: Tensor, parameter: float, into: Tensor | None) -> Tensor:
-    return _run_backward(aten.gelu_backward, into, g, x)
+    return _aten_gelu_backward(into, g, x)
 
 
 def _gelu_tanh(x: Tensor, parameter: float, out: Tensor | None) -> Tensor:
@@ -151,21 +180,21 @@ def _gelu_tanh(x: Tensor, parameter: float, out: Tensor | None) -> Tensor:
 
 
 def _gelu_tanh_backward(g: Tensor, x: Tensor, parameter: float, into: Tensor | None) -> Tensor:
-    return _run_backward(aten.gelu_backward, into, g, x, approximate="tanh")
+    return _aten_gelu_tanh_backward(into, g, x)
 
 
 # silu: y = x σ(x)
 
 
 def _silu(x: Tensor, parameter: float, out: Tensor | None) -> Tensor:
-    return _run(aten.silu, out, x)
+    return _aten_silu(out, x)
 
 
 def _silu_backward(g: Tensor, x: Tensor, parameter: float, into: Tensor | None) -> Tensor:
     if into is None and torch.is_grad_enabled():  # torch has no derivative of silu_backward
         s = torch.sigmoid(x)
         return g * s * (1 + x * (1 - s))
-    return _run_backward(aten.silu_backward, into, g, x)
+    return _aten_silu_backward(into, g, x)
 
 
 # sigmoid: y = σ(x); dx = g y (1 - y)
@@ -176,7 +205,7 @@ def _sigmoid(x: Tensor, parameter: float, out: Tensor | None) -> Tensor:
 
 
 def _sigmoid_backward(g: Tensor, y: Tensor, parameter: float, into: Tensor | None) -> Tensor:
-    return _run_backward(aten.sigmoid_backward, into, g, y)
+    return _aten_sigmoid_backward(into, g, y)
 
 
 # tanh: dx = g (1 - y²)
@@ -187,25 +216,25 @@ def _tanh(x: Tensor, parameter: float, out: Tensor | None) -> Tensor:
 
 
 def _tanh_backward(g: Tensor, y: Tensor, parameter: float, into: Tensor | None) -> Tensor:
-    return _run_backward(aten.tanh_backward, into, g, y)
+    return _aten_tanh_backward(into, g, y)
 
 
 # softplus: y = log(1 + e^(beta x)) / beta, and x itself where beta x > 20
 
 
 def _softplus(x: Tensor, beta: float, out: Tensor | None) -> Tensor:
-    return _run(aten.softplus, out, x, beta, 20)
+    return _aten_softplus(out, x, beta, 20)
 
 
 def _softplus_backward(g: Tensor, x: Tensor, beta: float, into: Tensor | None) -> Tensor:
-    return _run_backward(aten.softplus_backward, into, g, x, beta, 20)
+    return _aten_softplus_backward(into, g, x, beta, 20)
 
 
 # hardswish: y = x clamp(x + 3, 0, 6) / 6
 
 
 def _hardswish(x: Tensor, parameter: float, out: Tensor | None) -> Tensor:
-    return _run(aten.hardswish, out, x)
+    return _aten_hardswish(out, x)
 
 
 def _hardswish_backward(g: Tensor, x: Tensor, parameter: float, into: Tensor | None) -> Tensor:
@@ -216,7 +245,7 @@ def _hardswish_backward(g: Tensor, x: Tensor, parameter: float, into: Tensor | N
 
 
 def _mish(x: Tensor, parameter: float, out: Tensor | None) -> Tensor:
-    return _run(aten.mish, out, x)
+    return _aten_mish(out, x)
 
 
 def _mish_backward(g: Tensor, x: Tensor, parameter: float, into: Tensor | None) -> Tensor:

@@ -33,7 +33,7 @@ Statistics = tuple[Tensor, ...]
 Gradients = tuple[Tensor, Tensor | None, Tensor | None]
 
 # Elements that are taken at a time: small enough to stay in cache, large enough that the calls do not show.
-_CHUNK = 1 << 17
+_CHUNK = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,9 @@ class Norm:
 def _chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """The same few rows of each tensor at a time; all of them at once on devices whose allocator keeps memory."""
     first = tensors[0]
-    rows = _CHUNK // max(1, first.shape[1]) if first.device.type == "cpu" else first.shape[0]
-    return zip(*(t.split(max(1, rows)) for t in tensors), strict=True)
+    if first.numel() <= _CHUNK or not first.is_cpu:
+        return iter((tensors,))
+    return zip(*(t.split(max(1, _CHUNK // first.shape[1])) for t in tensors), strict=True)
 
 
 def _joined(parts: list[Statistics]) -> Statistics:
@@ -141,12 +142,14 @@ def _rms_backward(
     wide_weight = None if weight is None else _wide(weight)
     sums: list[Tensor] = []  # of the chunks: adding them up one after another would round once for each
     for into_c, g_c, x_c, r in _chunks(into, g, x, rstd):
-        normed, gw = _wide(x_c) * r, _wide(g_c)
+        wide_x, gw = _wide(x_c), _wide(g_c)
         if needs[0]:
-            sums.append((gw * normed).sum(0))
+            sums.append((gw * (wide_x * r)).sum(0))
         if wide_weight is not None:
             gw = gw * wide_weight
-        into_c.copy_(gw.sub(normed.mul_((gw * normed).mean(-1, keepdim=True))).mul_(r))
+        # As autograd has it, product by product, for the same bits: g w r − x (r³ Σ g w x)/D.
+        slope = (gw * wide_x).sum(-1, keepdim=True).mul_(-0.5).mul_(r.pow(3)).div_(x.shape[1])
+        into_c.copy_((gw * r).add_((2 * wide_x).mul_(slope)))
     dweight = torch.stack(sums).sum(0).to(weight.dtype) if sums and weight is not None else None
     return into, dweight, None
 

@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from leangrad.errors import ChangedError, LeangradError
 
-from . import slots as slots_module
+from . import ranges
 from .layout import check_packable, has_plain_weight, lay_out, reasons_for_adding
 from .modules import teach, unteach
 from .passes import are_finite, narrow, norms_of, scale, whole
@@ -22,6 +22,9 @@ from .slots import SLOTS, Slot
 #: Gradients are allocated in ranges of about this size: small enough that the one that is being filled does not
 #: raise the peak, large enough that a pass over all of them is a few large kernels.
 RANGE_BYTES = 32 * 1024 * 1024
+
+#: How many ranges are cast to a narrower dtype in one call on a GPU; both forms of them stand for that long.
+CAST_RANGES = 8
 
 
 class PackedGradients:
@@ -52,7 +55,7 @@ class PackedGradients:
         for parameter, slot in self._pairs:
             SLOTS.add(parameter, slot)
             self._hooks.append(parameter.register_post_accumulate_grad_hook(slot.arrived))
-            if slot.range.dtype != parameter.dtype and slots_module.HAS_GRAD_DTYPE:
+            if slot.range.dtype != parameter.dtype and ranges.HAS_GRAD_DTYPE:
                 parameter.grad_dtype = None  # any: autograd adds in place to whatever dtype stands there
 
     def unpack(self) -> None:
@@ -68,7 +71,7 @@ class PackedGradients:
             if grad is not None and grad.dtype != parameter.dtype:
                 parameter.grad = None
                 parameter.grad = grad.to(parameter.dtype)
-            if slots_module.HAS_GRAD_DTYPE:
+            if ranges.HAS_GRAD_DTYPE:
                 parameter.grad_dtype = parameter.dtype
         self._pairs, self._outside, self._hooks, self._modules, self.ranges = [], [], [], [], []
 
@@ -101,8 +104,8 @@ class PackedGradients:
     def clip_norm_(self, max_norm: float, *, cast: bool = False) -> Tensor:
         """`torch.nn.utils.clip_grad_norm_(parameters, max_norm)`: returns the norm before clipping.
 
-        The norm and the factor are float32 or wider; torch rounds both to the dtype of the gradients. `cast=True`
-        leaves the gradients as `cast_()` would, in the pass that scales them.
+        The norm is float32 or wider, and so is the factor on a GPU with Triton; torch rounds both to the dtype of the
+        gradients. `cast=True` leaves the gradients as `cast_()` would, in the pass that scales them.
         """
         norm = self._norm(self._settled())
         self._check_parameters()  # which a GPU does not wait for: it is busy with the norm
@@ -132,8 +135,8 @@ class PackedGradients:
     def cast_(self) -> None:
         """Round gradients that were accumulated in a wider dtype to their parameter's, as torch's optimizers need them.
 
-        Range by range, so that both forms of one range at most stand at a time. The next gradient to arrive after
-        `zero_grad` is accumulated in the wider dtype again.
+        Range by range (on a GPU eight by eight), so that both forms of no more than that stand at a time. The next
+        gradient to arrive after `zero_grad` is accumulated in the wider dtype again.
         """
         self._check_parameters()
         self._settled()
@@ -154,10 +157,11 @@ class PackedGradients:
         norms = norms_of(flats)
         outside = [p.grad for _, p in self._outside if p.grad is not None]
         if outside:
-            norms.append(whole(torch.nn.utils.get_total_norm(outside)))
+            norms.append(whole(torch.nn.utils.get_total_norm(outside)).view(1))
         if not norms:
             return torch.zeros(())
-        norm: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
+        together = norms[0] if len(norms) == 1 else torch.cat([norm.to(norms[0].device) for norm in norms])
+        norm: Tensor = torch.linalg.vector_norm(together)
         return norm
 
     def _scale(self, flats: list[Tensor], factor: Tensor | float) -> None:
@@ -171,20 +175,16 @@ class PackedGradients:
     def _cast(self, factor: Tensor | None) -> list[Tensor]:
         """Cast, times `factor`, what has a wider dtype than its parameter; return the vectors that have not."""
         owners = {slot: parameter for parameter, slot in self._pairs}
-        others: list[Tensor] = []
-        for range_ in self.ranges:
-            if (flat := range_.flat()) is None:
-                continue
-            if range_.dtype == range_.parameter_dtype:
-                others.append(flat)
-                continue
-            narrowed = narrow(flat, range_.parameter_dtype, factor)
-            for slot in range_.slots:
-                parameter = owners[slot]
-                if parameter.grad is not None:
-                    parameter.grad = None  # a stand-in of the wider dtype cannot be replaced in one assignment
-                    parameter.grad = narrowed.as_strided(slot.shape, slot.stride, slot.offset)
-        return others
+        standing = [range_ for range_ in self.ranges if range_.base() is not None]
+        for group in _cast_groups([range_ for range_ in standing if range_.dtype != range_.parameter_dtype]):
+            flats = [flat for range_ in group if (flat := range_.flat()) is not None]
+            for range_, narrowed in zip(group, narrow(flats, group[0].parameter_dtype, factor), strict=True):
+                for slot in range_.slots:
+                    parameter = owners[slot]
+                    if parameter.grad is not None:
+                        parameter.grad = None  # a stand-in of the wider dtype cannot be replaced in one assignment
+                        parameter.grad = narrowed.as_strided(slot.shape, slot.stride, slot.offset)
+        return [flat for range_ in standing if (flat := range_.flat()) is not None]
 
     # -- processes ----------------------------------------------------------------------------------------------
 
@@ -244,6 +244,15 @@ class PackedGradients:
             raise ChangedError(f"{len(known)} packed parameters are no longer part of the model; call repack()")
 
 
+def _cast_groups(wide: list[ranges.Range]) -> list[list[ranges.Range]]:
+    """The ranges that are cast in one call: several on a GPU, where the host needs as long for a call as it for one."""
+    groups: list[list[ranges.Range]] = []
+    for kind, alike in itertools.groupby(wide, lambda r: (r.device, r.dtype, r.parameter_dtype)):
+        same, size = list(alike), CAST_RANGES if kind[0].type == "cuda" else 1
+        groups += [same[i : i + size] for i in range(0, len(same), size)]
+    return groups
+
+
 def pack_gradients(
     model: nn.Module, dtype: torch.dtype | None = None, *, range_bytes: int | None = RANGE_BYTES
 ) -> PackedGradients:
@@ -258,16 +267,19 @@ def pack_gradients(
         optimizer.step()                        # any optimizer: `.grad` is where it always is
         optimizer.zero_grad()                   # set_to_none=True or False
 
-    `nn.Linear`, `nn.Embedding` and the Conv1D of transformers write into the buffer without a temporary. Other
-    gradients arrive by one in-place add or copy. `packed.report()` says which is which.
+    `nn.Linear`, `nn.Embedding`, the Conv1D of transformers, and `Dense` and `MLP` of `leangrad.nn` write into the
+    buffer without a temporary. Other gradients arrive by one in-place add or copy. `packed.report()` says which is
+    which.
 
     Bytes. Nothing more is kept for backward. The buffer is made of ranges of about `range_bytes`, each allocated when
     its first gradient arrives and freed with its last (None: one range for each device and dtype). While backward
     fills a range, at most that range stands above what plain gradients would hold; once gradients stand from an
     earlier micro-batch, nothing does, and the temporary of each weight's size that plain accumulation needs is gone.
+    A gradient that you keep beyond `zero_grad` stays as it was, and keeps its whole range alive; a clone does not.
 
     `dtype` accumulates in a wider dtype, such as float32 for bfloat16 parameters. `.grad` then has that dtype; call
-    `packed.cast_()` before the step of an optimizer that wants its parameter's dtype (all of torch's but plain SGD).
+    `packed.cast_()` before the step of an optimizer that wants its parameter's dtype (all of torch's but plain SGD), or
+    `packed.clip_norm_(max_norm, cast=True)`, which clips and casts in one pass.
 
     Parameters on several devices have ranges on each. Under DistributedDataParallel pack before or after wrapping; with
     `gradient_as_bucket_view=True` the gradients end in its buckets and are copied back for `clip_norm_` and the like,
@@ -275,7 +287,8 @@ def pack_gradients(
     their gradients are packed by FSDP2 itself; pack after sharding, and `norm` and `clip_norm_` serve them too.
 
     Tensor hooks, post-accumulate hooks, retain_graph, create_graph and `torch.autograd.grad` work as in plain. The
-    one thing that does not see a written gradient is a prehook on a parameter's AccumulateGrad node.
+    one thing that does not see a written gradient is a prehook on a parameter's AccumulateGrad node. Several threads
+    may run backward at once, but on a CPU not over a weight that both its layer and a plain op use (tied weights).
 
     Raises ValueError for a model that has no trainable parameter, is packed already, or has sparse embeddings.
 

@@ -3,7 +3,8 @@
 import torch
 from torch import nn
 
-from .slots import SLOTS, Range, Slot
+from .ranges import Range
+from .slots import SLOTS, Slot
 
 
 def check_packable(model: nn.Module, named: list[tuple[str, nn.Parameter]], dtype: torch.dtype | None) -> None:

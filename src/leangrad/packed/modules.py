@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from leangrad import _torch
+from leangrad import _torch, node
 from leangrad.functional import activate
 
-from .products import PackedLookup, PackedProduct
+from .products import PackedLookup, PackedProduct, node_writer
 from .slots import SLOTS, Slot
 
 _LOW_OR_SINGLE = frozenset((torch.float32, torch.bfloat16, torch.float16))
@@ -118,6 +118,7 @@ def register_writer(plain_forward: Callable[..., Any], packed_forward: Callable[
 
 register_writer(nn.Linear.forward, _packed_linear)
 register_writer(nn.Embedding.forward, _packed_embedding)
+node.register_writer(node_writer)
 
 
 def teach(module: nn.Module) -> bool:

@@ -1,8 +1,7 @@
 """Passes over all the buffers of a model: their norm, whether they are finite, and a factor on them.
 
-[Note: one call for all]
-On CUDA a call of torch costs the host about as long as the device needs for a whole range, so each pass here is one
-call for all ranges of a device and dtype. On CPU a call costs nothing beside the work.
+On CUDA a pass is one call for all buffers of a device and dtype, because the host needs as long for a call as the
+device for a buffer. Where there is Triton, the norm and the factor are kernels of `leangrad.kernels.flat`.
 """
 
 from collections.abc import Sequence
@@ -11,19 +10,24 @@ import torch
 from torch import Tensor
 
 from leangrad import _torch
+from leangrad.kernels import serves
 
 #: A row is short enough that a float32 sum of it is exact to a few units in the last place.
 _ROW = 4096
 
 
 def norms_of(flats: Sequence[Tensor]) -> list[Tensor]:
-    """The 2-norms of parts of the vectors, in float32 or wider: the norm of those norms is that of all together."""
+    """Vectors of the 2-norms of parts of `flats`, in float32 or wider: the norm of all norms is that of all parts."""
     norms: list[Tensor] = []
     for alike in _by_kind(flats):
-        if alike[0].device.type == "cpu":
-            norms += [_norm_by_rows(flat) for flat in alike]
+        if _has_kernels(alike[0]):
+            from leangrad.kernels import flat as kernels
+
+            norms.append(kernels.piece_norms(alike))
+        elif alike[0].device.type == "cpu":
+            norms.append(torch.stack([_norm_by_rows(flat) for flat in alike]))
         else:
-            norms += _torch.norms(alike, 2.0, _sum_dtype(alike[0]))
+            norms.append(torch.stack(_torch.norms(alike, 2.0, _sum_dtype(alike[0]))))
     return norms
 
 
@@ -59,18 +63,25 @@ def _is_finite(flat: Tensor) -> Tensor:
 def scale(flats: Sequence[Tensor], factor: Tensor | float) -> None:
     """Multiply all vectors by one factor, in place."""
     for alike in _by_kind(flats):
-        _torch.scale_(alike, factor.to(alike[0].device) if isinstance(factor, Tensor) else factor)
+        if isinstance(factor, Tensor) and _has_kernels(alike[0]):
+            from leangrad.kernels import flat as kernels
+
+            kernels.scale(alike, factor.to(alike[0].device, torch.float32), alike)
+        else:  # torch multiplies many vectors at once by a number of their own dtype only
+            _torch.scale_(alike, factor.to(alike[0]) if isinstance(factor, Tensor) else factor)
 
 
-def narrow(flat: Tensor, dtype: torch.dtype, factor: Tensor | float | None) -> Tensor:
-    """`flat * factor` rounded once, to `dtype`. `flat` holds anything afterwards."""
-    if factor is None:
-        return flat.to(dtype)
-    if isinstance(factor, Tensor):
-        factor = factor.to(flat.device)
-    if flat.device.type == "cpu":  # which would round a temporary of the wider dtype
-        return flat.mul_(factor).to(dtype)
-    return torch.mul(flat, factor, out=torch.empty_like(flat, dtype=dtype))
+def narrow(flats: Sequence[Tensor], dtype: torch.dtype, factor: Tensor | None) -> list[Tensor]:
+    """Each `flat * factor` rounded to `dtype`, for vectors of one device and dtype. They hold anything afterwards."""
+    if factor is not None and _has_kernels(flats[0]):
+        from leangrad.kernels import flat as kernels
+
+        narrowed = [torch.empty_like(flat, dtype=dtype) for flat in flats]
+        kernels.scale(flats, factor.to(flats[0].device, torch.float32), narrowed)
+        return narrowed
+    if factor is not None:
+        scale(flats, factor)
+    return [flat.to(dtype) for flat in flats]
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -87,6 +98,11 @@ def _by_kind(flats: Sequence[Tensor]) -> list[list[Tensor]]:
             flat = torch.view_as_real(flat).view(-1)
         kinds.setdefault((flat.device, flat.dtype), []).append(flat)
     return list(kinds.values())
+
+
+def _has_kernels(flat: Tensor) -> bool:
+    """Not while a CUDA graph is captured: it would send the kernel's table from memory that is not its own."""
+    return serves(flat) and not (flat.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def _sum_dtype(flat: Tensor) -> torch.dtype:

@@ -9,16 +9,21 @@ whose cast is shared, so that a layer called a hundred times does not keep a hun
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
-from .slots import SLOTS, deliver
+from leangrad import _torch
+
+from .slots import SLOTS, Compute, deliver
 
 #: Elements that are widened at a time: large enough to be fast, too small to matter.
 _BLOCK = 1 << 14
+
+_PRODUCT, _SUM = "its layer writes the product", "its layer writes the sum"  # what the report says
 
 
 def write_product(x: Tensor, g: Tensor, out: Tensor | None, add: bool, like: Tensor, is_transposed: bool) -> Tensor:
@@ -128,7 +133,7 @@ class PackedProduct(torch.autograd.Function):
         ctx.save_for_backward(x, w if ctx.needs_input_grad[0] else None)
         # Parameters are held as they are: in backward their `.grad` is written, and their values are not read, except
         # under create_graph, which checks the version.
-        ctx.weight, ctx.bias, ctx.version = weight, bias, weight._version
+        ctx.weight, ctx.bias, ctx.version = weight, bias, _torch.version(weight)
         ctx.is_transposed, ctx.adds_inside = is_transposed, adds_inside
         return y
 
@@ -147,19 +152,20 @@ class PackedProduct(torch.autograd.Function):
             def compute(out: Tensor | None, add: bool) -> Tensor:
                 return write_product(_rows(x), rows, out, add, ctx.weight, ctx.is_transposed)
 
-            dw = deliver(ctx, 1, ctx.weight, compute, "its layer writes the product")
+            dw = deliver(ctx, 1, ctx.weight, compute, _PRODUCT)
         if ctx.needs_input_grad[2]:
             addend = rows if ctx.adds_inside else g
-            db = deliver(ctx, 2, ctx.bias, lambda out, add: write_sum(addend, out, add), "its layer writes the sum")
+            db = deliver(ctx, 2, ctx.bias, lambda out, add: write_sum(addend, out, add), _SUM)
         return dx, dw, db, None, None, None
 
 
 def _weight_as_it_was(ctx: Any) -> Tensor:
     weight: Tensor = ctx.weight
-    if weight._version != ctx.version:
+    version = _torch.version(weight)
+    if version != ctx.version:
         raise RuntimeError(
             "create_graph=True differentiates through a weight that was changed in place after the forward pass "
-            f"(version {weight._version}, expected {ctx.version}); run backward before the change"
+            f"(version {version}, expected {ctx.version}); run backward before the change"
         )
     return weight
 
@@ -179,6 +185,32 @@ def _in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 def _rows(tensor: Tensor) -> Tensor:
     """All leading dimensions as one."""
     return tensor if tensor.dim() == 2 else tensor.flatten(0, -2)
+
+
+class NodeWriter:
+    """Writes the gradients of the parameters among the tensors of a node of `leangrad.node`, such as an MLP's."""
+
+    def __init__(self, node: Any, tensors: Sequence[Tensor | None]) -> None:
+        self._node, self._tensors = node, tensors
+
+    def product(self, index: int, x: Tensor, g: Tensor) -> Tensor | None:
+        """gᵀ x for the weight at `index`, or None where it has been written."""
+        weight = self._tensors[index]
+        assert weight is not None
+        return self._deliver(index, lambda out, add: write_product(x, g, out, add, weight, True), _PRODUCT)
+
+    def sum(self, index: int, g: Tensor) -> Tensor | None:
+        """Σ_rows g for the bias at `index`, or None where it has been written."""
+        return self._deliver(index, lambda out, add: write_sum(g, out, add), _SUM)
+
+    def _deliver(self, index: int, compute: Compute, how: str) -> Tensor | None:
+        place = sum(tensor is not None for tensor in self._tensors[:index])  # a node has no edge for None
+        return deliver(self._node, place, self._tensors[index], compute, how)
+
+
+def node_writer(node: Any, tensors: Sequence[Tensor | None]) -> NodeWriter | None:
+    """A writer for a node that has packed parameters, else None."""
+    return NodeWriter(node, tensors) if any(SLOTS.get(tensor) is not None for tensor in tensors) else None
 
 
 class PackedLookup(torch.autograd.Function):

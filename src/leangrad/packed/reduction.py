@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .slots import Range, Slot
+from .ranges import Range
+from .slots import Slot
 from .streams import order, stream_of
 
 
@@ -53,6 +54,8 @@ class Reduction:
     def finish(self) -> None:
         """Send what is left, wait for everything, and give a gradient to each parameter that has one anywhere."""
         # Held until the end: on this process nothing else may keep the buffer of a range without a gradient alive.
+        for range_ in self._queue:
+            range_.leave()
         bases = [range_.standing() for range_ in self._queue]
         unsent = set(self._queue)
         for parameter, slot in self._pairs:

@@ -1,24 +1,23 @@
-"""Where a packed gradient lives, and how one arrives there.
-
-A `Slot` is one parameter's place, a `Range` is the flat buffer that holds the slots of neighbouring parameters.
-
-[Note: who owns a range]
-Nobody but the gradients in it. A range remembers its buffer by a weak reference; what keeps the buffer alive are the
-`.grad` tensors, which are views of it. So `zero_grad(set_to_none=True)` frees a packed gradient as it frees a plain
-one, and the first gradient that arrives afterwards allocates the range again. At every moment the ranges that stand
-are those with a gradient in them: in backward, which fills them from the last to the first, one is partly filled.
+"""How a gradient arrives in its place. A `Slot` is one parameter's place in a range.
 
 [Note: when a gradient is new]
 `.grad` itself is the only state. None: nothing has been written since `zero_grad`, the arrival overwrites. The slot's
 view: something has, the arrival adds. Any other tensor: somebody has put it there; autograd adds to it as it always
 does, and the result is moved into the slot afterwards. Nothing else has to be told that a step has begun or ended, so
 retain_graph, a second micro-batch, a tied weight and a partial backward are all the same case.
+
+[Note: threads]
+On a CPU each thread that calls backward accumulates by itself. Autograd locks each add, but not the hook after it:
+while the hook of one thread moves a gradient into its slot, another may add to where it stood. So while another thread
+is inside a backward, a gradient that autograd has accumulated stays where it is, and the next pass moves it. A gradient
+that an op writes is added under the slot's lock. On CUDA one thread accumulates for all. One case is left: a weight
+that its layer writes and a plain op adds to, in two threads of a CPU at the same moment.
 """
 
 import threading
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,92 +26,14 @@ from torch.utils.weak import TensorWeakRef
 from leangrad import _torch
 from leangrad.errors import ChangedError, LeangradError
 
+from . import ranges
 from .streams import KNOWN, is_default, order, stream_of
 
-#: Gradients start at multiples of this, the coarsest alignment that a vectorised kernel asks for.
-ALIGNMENT_BYTES = 256
-
-#: Whether `.grad` may be told to have another dtype than its parameter (torch has had this since 2.10 or later).
-HAS_GRAD_DTYPE = hasattr(Tensor, "grad_dtype")
+#: Why a gradient is not in the buffer where [Note: held gradients] applies.
+HELD = "an earlier gradient is still held by somebody, beside others of its range"
 
 #: `compute(out, add)` writes a gradient over `out`, or adds it there; where `out` is None it returns a new tensor.
 Compute = Callable[[Tensor | None, bool], Tensor]
-
-
-class Watcher(Protocol):
-    """Somebody who waits for the gradients of a range: the reduction over processes."""
-
-    def arrived(self, slot: "Slot") -> None:
-        """The gradient of `slot` is complete in this backward."""
-
-    def has_sent(self, range_: "Range") -> bool:
-        """Whether the range is already on its way, so that nothing may be added to it."""
-
-
-class Range:
-    """One flat buffer for the gradients of neighbouring parameters. See [Note: who owns a range]."""
-
-    def __init__(self, device: torch.device, dtype: torch.dtype, parameter_dtype: torch.dtype) -> None:
-        self.device, self.dtype, self.parameter_dtype = device, dtype, parameter_dtype
-        self.slots: list[Slot] = []
-        self.numel = 0
-        self.watcher: Watcher | None = None
-        self.stream: torch.cuda.Stream | None = None  # where the buffer was allocated
-        self._base: TensorWeakRef | None = None
-        self._lock = threading.Lock()
-        self._pads: list[int] = []
-        self._pad_index: Tensor | None = None
-        self._pads_are_zero = True
-
-    @property
-    def bytes(self) -> int:
-        """The size of the buffer while it stands."""
-        return self.numel * self.dtype.itemsize
-
-    def append(self, slot: "Slot") -> None:
-        """Give `slot` the next aligned place."""
-        step = ALIGNMENT_BYTES // self.dtype.itemsize
-        slot.offset = self.numel
-        end = slot.offset + slot.numel
-        self.numel = -(-end // step) * step
-        self._pads.extend(range(end, self.numel))
-        self.slots.append(slot)
-
-    def base(self) -> Tensor | None:
-        """The tensor whose views the gradients are, or None while no gradient stands."""
-        return None if self._base is None else self._base()
-
-    def flat(self) -> Tensor | None:
-        """The buffer as one vector, or None while no gradient stands. Slots without a gradient hold anything."""
-        base = self.base()
-        return base if base is None or base.dtype == self.dtype else base.view(self.dtype)
-
-    def standing(self) -> Tensor:
-        """The buffer's base, allocated now if no gradient stands. Whoever asks must keep it."""
-        with self._lock:
-            base = self.base()
-            if base is None:
-                # A stand-in (see `Slot.attach`) has to be a view of its base in the parameter's own dtype.
-                dtype = self.dtype if HAS_GRAD_DTYPE else self.parameter_dtype
-                base = torch.empty(self.bytes // dtype.itemsize, dtype=dtype, device=self.device)
-                self._base, self.stream = TensorWeakRef(base), stream_of(self.device)
-                self.forget_zeros()
-            return base
-
-    def clear_pads(self) -> None:
-        """Zero what lies between the gradients, so that one pass over the buffer sees the gradients only."""
-        flat = self.flat()
-        if flat is not None and not self._pads_are_zero:
-            if self._pad_index is None:
-                self._pad_index = torch.tensor(self._pads, device=self.device)
-            flat.index_fill_(0, self._pad_index, 0)
-            self._pads_are_zero = True
-
-    def forget_zeros(self) -> None:
-        """Take nothing in the buffer for zero any more."""
-        self._pads_are_zero = not self._pads
-        for slot in self.slots:
-            slot.is_zero = False
 
 
 class Slot:
@@ -133,6 +54,8 @@ class Slot:
         self.counts: Counter[str] = Counter()
         self.how, self.why = "none", "no gradient has arrived"
         self.why_added = why_added
+        self._parameter = TensorWeakRef(parameter)
+        self._generation = -1  # of the buffer that the latest gradient was put into
         self._attached: TensorWeakRef | None = None
         self._pointer = 0
         self._home: torch.cuda.Stream | None = None  # where autograd accumulates; known after the first arrival
@@ -140,7 +63,7 @@ class Slot:
         self._why_now: str | None = None
         self._was_written = False
         self._was_replaced = False
-        self.range: Range
+        self.range: ranges.Range
 
     def view(self) -> Tensor:
         """The slot's part of the range's buffer, which is allocated if it does not stand."""
@@ -166,9 +89,21 @@ class Slot:
             self.numel == 0 or grad.data_ptr() == flat.data_ptr() + self.offset * self.range.dtype.itemsize
         )
 
+    def stands(self) -> bool:
+        """Whether the parameter's gradient is in the buffer now."""
+        parameter = self._parameter()
+        return parameter is not None and parameter.grad is not None and self.holds(parameter.grad)
+
+    def is_free(self) -> bool:
+        """Whether a new gradient may be put here: nobody can see an earlier one. See [Note: held gradients]."""
+        if self._generation != self.range.generation:
+            return True  # none has been here since the buffer was made
+        self.range.leave()
+        return not self.range.is_held()
+
     def attach(self, parameter: nn.Parameter, view: Tensor) -> None:
         """Make `view` the parameter's `.grad`."""
-        if view.dtype == parameter.dtype or HAS_GRAD_DTYPE:
+        if view.dtype == parameter.dtype or ranges.HAS_GRAD_DTYPE:
             parameter.grad = view
         else:
             # Older torch lets `.grad` have the parameter's dtype only when it is set. `.data` of a tensor that is
@@ -178,6 +113,7 @@ class Slot:
             stand_in.data = view
             view = stand_in
         self._attached, self._pointer = TensorWeakRef(view), view.data_ptr()
+        self._generation = self.range.generation
 
     def check(self, parameter: nn.Parameter) -> None:
         """Raise if the parameter is no longer what was packed."""
@@ -210,6 +146,9 @@ class Slot:
             order(stream, self._home)
             self._written_on = stream
             if grad is None:
+                if parameter.grad is not None:  # from another thread, by autograd, while this one computed
+                    self._why_now = ".grad had been set meanwhile"
+                    return False
                 self.attach(parameter, view)
             self._was_written, self._why_now, self.is_zero = True, how, False
             return True
@@ -229,6 +168,8 @@ class Slot:
         if parameter.grad is not None and not self.holds(parameter.grad):
             self._was_replaced = True
             return ".grad had been replaced by another tensor"
+        if parameter.grad is None and not self.is_free():
+            return HELD
         return None
 
     def arrived(self, parameter: nn.Parameter) -> None:
@@ -244,42 +185,66 @@ class Slot:
             self.is_zero = False
             self._refuse_if_sent(unless=was_written)
             self._tell("written" if was_written else "added", why_now or self.why_added)
-        elif grad.requires_grad or grad.layout is not torch.strided:
-            kind = "create_graph=True: it carries a graph" if grad.requires_grad else f"its layout is {grad.layout}"
-            self._tell("plain", kind)
+        elif why_outside := self._why_outside(grad):
+            self._tell("plain", why_outside)
             return
         else:
             self.check(parameter)
             self._refuse_if_sent()
-            self.move_in(parameter, grad)
+            if not self.move_in(parameter, grad):
+                self._tell("added", "another thread is in a backward: the next pass over the buffer moves it there")
+                return
             self._tell("copied" if was_replaced else "added", why_now or self.why_added)
         if self.range.watcher is not None:
             self.range.watcher.arrived(self)
 
-    def move_in(self, parameter: nn.Parameter, grad: Tensor) -> None:
-        """Copy a gradient that stands elsewhere into the slot; what it stood in is released at once."""
-        view = self.view()
+    def _why_outside(self, grad: Tensor) -> str | None:
+        """Why a gradient that stands elsewhere cannot be moved into the slot, or None where it can."""
+        if grad.requires_grad:
+            return "create_graph=True: it carries a graph"
+        if grad.layout is not torch.strided:
+            return f"its layout is {grad.layout}"
+        return None if self.is_free() else HELD
+
+    def move_in(self, parameter: nn.Parameter, grad: Tensor) -> bool:
+        """Copy a gradient that stands elsewhere into the slot; what it stood in is released at once.
+
+        False where another thread may be adding to it: then it stays where it is. See [Note: threads].
+        """
+        view, copied_version = self.view(), -1
         order(self.range.stream, stream_of(self.range.device), view)
-        with torch.no_grad():
-            view.copy_(grad)
+        while copied_version != _torch.version(grad):  # again, if another thread has added to it meanwhile
+            copied_version = _torch.version(grad)
+            with torch.no_grad():
+                view.copy_(grad)
+            if self.range.device.type == "cpu" and _torch.backward_elsewhere():
+                return False
         self.attach(parameter, view)
         self.is_zero = False
+        return True
 
     def settle(self, parameter: nn.Parameter) -> None:
         """Make the slot say what `.grad` says, before one pass over the whole buffer: zeros where it is None."""
         grad = parameter.grad
         if grad is None:
-            if not self.is_zero and self.range.base() is not None:
+            if self.is_zero or self.range.base() is None:
+                return
+            if not self.is_free():
+                raise LeangradError(f"{self.name} has no gradient, but {HELD}; clone what you keep")
+            if self.range.base() is not None:  # it may have been left to its holder just now
                 self.view().zero_()
                 self.is_zero = True
         elif not self.holds(grad):
-            if grad.requires_grad or grad.layout is not torch.strided:
+            if why_outside := self._why_outside(grad):
                 raise LeangradError(
-                    f"the gradient of {self.name} stands outside the buffer ({self.why}); "
-                    "detach or zero it before a pass over the packed gradients"
+                    f"the gradient of {self.name} stands outside the buffer ({why_outside}); "
+                    "detach, zero or clone it before a pass over the packed gradients"
                 )
             self.check(parameter)
-            self.move_in(parameter, grad)
+            if not self.move_in(parameter, grad):
+                raise LeangradError(
+                    f"another thread is in a backward and may be adding to the gradient of {self.name}; wait for it"
+                )
             self._tell("copied", ".grad had been replaced by another tensor")
 
     def _refuse_if_sent(self, unless: bool = False) -> None:
@@ -319,9 +284,7 @@ class _SlotTable:
 SLOTS = _SlotTable()
 
 
-def deliver(
-    node: Any, index: int, parameter: nn.Parameter, compute: Compute, how: str = "the op writes it"
-) -> Tensor | None:
+def deliver(node: Any, index: int, parameter: Any, compute: Compute, how: str = "the op writes it") -> Tensor | None:
     """Give `parameter` its gradient from inside an autograd Function's backward; return what backward has to return.
 
     `node` is the backward's `ctx`, `index` the parameter's place among the Function's tensor arguments, and

@@ -1,0 +1,272 @@
+"""A chain of linear maps and activations, forward and backward, that keeps one map a layer.
+
+    z_k = h_{k-1} W_kᵀ + b_k        h_k = act_k(z_k)        h_{-1} = x
+
+Each way is one loop over the layers with little Python in it, because on an accelerator a step of such a chain takes as
+long as the host needs to launch it.
+
+[Note: two gradients] Backward holds the gradient of z_k and that of h_{k-1}, which becomes that of z_{k-1} where it
+lies. On the CPU, where memory that was freed is paid for again in page faults, the next gradient is written into what
+is dead (`Rooms`), and what is missing comes from scratch that outlives the chain. At the top of a chain of relus
+nothing is dead yet; there the zeros of a map are noted, one byte each, and the gradient is written over it. On an
+accelerator the caching allocator does all that at no cost: what is dropped is the next that it hands out.
+
+[Note: one pass] On CUDA h_{k-1} can be rebuilt in the same pass that turns its gradient into that of z_{k-1}
+(`leangrad.kernels.rebuild`): as many launches as plain PyTorch has. That pass allocates two maps more, so it waits
+until two have died, and the peak, which stands at the top of the chain, stays about where it is.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from leangrad._torch import below_autograd
+from leangrad.kernels.rebuild import rebuild_and_backward
+from leangrad.lease import return_scratch, take_scratch
+from leangrad.ops.activation import Activation
+
+__all__ = ["Chain"]
+
+# Below this a map is stored, as plain PyTorch stores it: launching a kernel again costs more than the bytes are worth.
+REBUILD_MIN_BYTES = 1 << 20
+
+Tensors = Sequence[Tensor | None]  # x, W_0, b_0, W_1, b_1, ...
+
+
+class Writer(Protocol):
+    """Somebody who has a place for the gradients of parameters: each is computed there, or returned as usual."""
+
+    def product(self, index: int, x: Tensor, g: Tensor) -> Tensor | None:
+        """gᵀ x for the weight `tensors[index]`, or None where it has been written."""
+
+    def sum(self, index: int, g: Tensor) -> Tensor | None:
+        """Σ_rows g for the bias `tensors[index]`, or None where it has been written."""
+
+
+class Rooms:
+    """Memory to write to on the CPU: what is dead, else scratch, which goes back when all is done."""
+
+    def __init__(self) -> None:
+        self.dead: Tensor | None = None
+        self.scratch: list[Tensor] = []
+
+    def room(self, shape: torch.Size, like: Tensor) -> Tensor:
+        """Memory of this shape, with anything in it."""
+        memory, numel = self.dead, shape.numel()
+        if memory is None or memory.numel() < numel:
+            memory = take_scratch(shape, like)
+            self.scratch.append(memory)
+        else:
+            self.dead = None
+        return memory if memory.shape == shape else memory.view(-1)[:numel].view(shape)
+
+    def room_to_keep(self, shape: torch.Size) -> Tensor | None:
+        """The same for a result that leaves the chain: memory that is exactly so large, and no scratch; or None."""
+        dead = self.dead
+        if dead is None or dead.untyped_storage().nbytes() != shape.numel() * dead.element_size():
+            return None
+        return None if any(dead.data_ptr() == memory.data_ptr() for memory in self.scratch) else dead.view(shape)
+
+    def drop(self, memory: Tensor) -> None:
+        """Nobody will look at this again. The larger of two is remembered: one is enough for the next gradient."""
+        if memory.is_contiguous() and (self.dead is None or self.dead.numel() < memory.numel()):
+            self.dead = memory
+
+    def close(self) -> None:
+        """Let the scratch wait for the next chain."""
+        for memory in self.scratch:
+            return_scratch(memory)
+
+
+class Chain:
+    """One run through the layers, and what it keeps. `needs` says of x, W_0, b_0, ... which want a gradient.
+
+    `kept[k]` is what the activation of layer k reads in backward: z_k or h_k. `hidden[k]` is h_k, which the weight of
+    the next layer reads: the same tensor, or one more where the map is small, or None where it is rebuilt from z_k.
+    The output is not among them: where `reads_output`, the caller has to hold it and hand it to `backward`. Unless
+    `can_overwrite`, `backward` has no use for a gradient that is `ours`.
+
+    >>> run = Chain((None,), (True, False, False))
+    >>> x, weight = torch.ones(2, 3), torch.ones(4, 3)
+    >>> y = run.forward((x, weight, None))
+    >>> run.backward(torch.ones(2, 4), (x, weight, None))[0].unique()
+    tensor([4.])
+    """
+
+    def __init__(self, records: Sequence[Activation | None], needs: Sequence[bool]):
+        self.records, self.needs = records, needs
+        self.kept: list[Tensor | None] = [None] * len(records)
+        self.hidden: list[Tensor | None] = [None] * len(records)
+        self.reads_output, self.can_overwrite = False, True
+        self.writer: Writer | None = None
+
+    def forward(self, tensors: Tensors) -> Tensor:
+        """The output of the last layer, in memory of its own."""
+        with below_autograd():
+            return self._forward(tensors)
+
+    def _forward(self, tensors: Tensors) -> Tensor:
+        needs, kept, last = self.needs, self.kept, len(self.records) - 1
+        h, flowing = tensors[0], needs[0]
+        assert h is not None
+        rooms = Rooms() if h.is_cpu else None
+        self.can_overwrite = rooms is not None or self.records[last] is not None
+        for k, record in enumerate(self.records):
+            h = z = F.linear(h, tensors[2 * k + 1], tensors[2 * k + 2])  # type: ignore[arg-type]
+            flowing = flowing or needs[2 * k + 1] or needs[2 * k + 2]
+            read = k < last and needs[2 * k + 3]
+            if record is None:
+                pass
+            elif record.keeps == "output" or not flowing:
+                h = record.forward(z, record.parameter, z if record.in_place else None)
+                if flowing and k < last:
+                    kept[k] = h
+                self.reads_output = flowing and k == last
+            else:
+                kept[k] = z
+                if k < last and z.numel() * z.element_size() >= REBUILD_MIN_BYTES:
+                    h, read = self._rebuild(k, rooms), False
+                    if rooms is not None:
+                        rooms.drop(h)  # the next layer reads it before anybody writes there again
+                else:
+                    h = record.forward(z, record.parameter, None)
+            if read:
+                self.hidden[k] = h
+        if rooms is not None:
+            rooms.close()
+        return h
+
+    def backward(
+        self,
+        g: Tensor,
+        tensors: Tensors,
+        output: Tensor | None = None,
+        *,
+        ours: bool = False,
+        spent: bool = False,
+    ) -> list[Tensor | None]:
+        """A gradient for each of the tensors that wants one; see [Note: two gradients].
+
+        `g` is overwritten where it is `ours`, and the maps where they are `spent`: nobody reads them after this.
+        """
+        if self.writer is not None:  # it makes views, which autograd has to know of
+            return self._backward(g, tensors, output, ours, spent)
+        with below_autograd():
+            return self._backward(g, tensors, output, ours, spent)
+
+    def _backward(
+        self, g: Tensor, tensors: Tensors, output: Tensor | None, ours: bool, spent: bool
+    ) -> list[Tensor | None]:
+        needs, records, hidden = self.needs, self.records, self.hidden
+        found: list[Tensor | None] = [None] * len(needs)
+        writer = self.writer  # of packed gradients: see tests/test_packed_products.py
+        first, last, rooms = needs.index(True), len(records) - 1, Rooms() if g.is_cpu else None
+        if records[last] is not None:
+            g, ours = self._activation_backward(last, g, output, ours, spent, rooms), True
+        for k in range(last, -1, -1):
+            weight: Tensor = tensors[2 * k + 1]  # type: ignore[assignment]
+            room = zeros = None
+            if needs[2 * k + 2]:
+                found[2 * k + 2] = g.sum(0) if writer is None else writer.sum(2 * k + 2, g)
+            if needs[2 * k + 1]:
+                h = hidden[k - 1] if k else tensors[0]
+                if h is None:
+                    if spent and first <= 2 * k and k < last - 1 and (fused := self._fused(k - 1)):
+                        dz, h = fused(torch.mm(g, weight), self._take(k - 1))
+                        found[2 * k + 1] = torch.mm(g.t(), h) if writer is None else writer.product(2 * k + 1, h, g)
+                        g = dz
+                        continue
+                    h = room = self._rebuild(k - 1, rooms)
+                found[2 * k + 1] = torch.mm(g.t(), h) if writer is None else writer.product(2 * k + 1, h, g)
+                del h  # it dies here, unless another name holds it
+            if first > 2 * k:  # nothing below wants a gradient
+                break
+            if rooms is not None and room is None:
+                room, zeros = self._find_room(k, g, weight, rooms, spent)
+            if rooms is not None and ours:
+                rooms.drop(g)
+            g, ours = torch.mm(g, weight, out=room), True
+            if zeros is not None:
+                g.masked_fill_(zeros, 0)
+            elif k and records[k - 1] is not None:
+                g = self._activation_backward(k - 1, g, None, True, spent, rooms)
+        found[0] = g if first == 0 else None
+        if rooms is not None:
+            rooms.close()
+        return found
+
+    def hand_over(self) -> list[Tensor]:
+        """Give all that is kept away, each map once; `take_back` must come before backward."""
+        maps = {id(t): t for t in (*self.kept, *self.hidden) if t is not None}
+        places = {key: i for i, key in enumerate(maps)}
+        self._places = [[-1 if t is None else places[id(t)] for t in row] for row in (self.kept, self.hidden)]
+        self.take_back(None)
+        return list(maps.values())
+
+    def take_back(self, maps: Sequence[Tensor] | None) -> None:
+        """Hold what `hand_over` gave, as it came back, or nothing."""
+        for row, places in zip((self.kept, self.hidden), self._places, strict=True):
+            row[:] = [None if maps is None or i < 0 else maps[i] for i in places]
+
+    def _rebuild(self, k: int, rooms: Rooms | None) -> Tensor:
+        """h_k from z_k."""
+        record, z = self.records[k], self.kept[k]
+        assert record is not None
+        assert z is not None
+        if rooms is None:
+            return record.forward(z, record.parameter, None)
+        shape = torch.Size((*z.shape[:-1], z.shape[-1] // 2)) if record.gated else z.shape
+        return record.forward(z, record.parameter, rooms.room(shape, z))
+
+    def _fused(self, k: int) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None:
+        """The kernel that rebuilds h_k and runs its activation backward, if there is one; see [Note: one pass]."""
+        record, z = self.records[k], self.kept[k]
+        return None if record is None or z is None else rebuild_and_backward(record, z)
+
+    def _activation_backward(
+        self, k: int, g: Tensor, output: Tensor | None, ours: bool, spent: bool, rooms: Rooms | None
+    ) -> Tensor:
+        """The gradient of z_k, over that of h_k where it is ours; for a gated one over z_k, which is as large."""
+        record, kept = self.records[k], self.kept[k]
+        assert record is not None
+        if kept is None:
+            kept, spent = output, False
+            assert kept is not None
+        elif spent:
+            self.kept[k] = self.hidden[k] = None
+        if record.gated:
+            into: Tensor | None = kept if spent else torch.empty_like(kept)
+        elif ours:
+            into = g
+        else:
+            into = None if rooms is None else rooms.room(kept.shape, kept)
+        dz = record.backward(g, kept, record.parameter, into)
+        if rooms is not None:
+            if ours and into is not g:
+                rooms.drop(g)
+            if spent and into is not kept:
+                rooms.drop(kept)
+        return dz
+
+    def _find_room(
+        self, k: int, g: Tensor, weight: Tensor | None, rooms: Rooms, spent: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Memory for the gradient of h_{k-1}; where it is that of a relu's map, the zeros that its backward needs."""
+        assert weight is not None
+        shape = torch.Size((g.shape[0], weight.shape[1]))
+        if k == 0:
+            return rooms.room_to_keep(shape), None
+        record, kept = self.records[k - 1], self.kept[k - 1]
+        if record is not None and record.zero_where_masked and kept is not None and spent and rooms.dead is None:
+            return self._take(k - 1), kept <= 0
+        return rooms.room(shape, g), None
+
+    def _take(self, k: int) -> Tensor:
+        """Move the map of layer k out."""
+        kept = self.kept[k]
+        assert kept is not None
+        self.kept[k] = self.hidden[k] = None
+        return kept

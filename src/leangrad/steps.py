@@ -1,0 +1,118 @@
+"""The steps of a tape: each takes the gradient of its output and moves it on to its inputs.
+
+    step(tape, g, out, again, *arguments)      `again`: the values must survive for another backward
+
+`g` is a lease that the step has to pass on or to release. Values are read through the tape, which writes over them once
+their last reader is done; see [Note: two buffers] in `leangrad.tape`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from leangrad.lease import Lease
+from leangrad.ops.activation import Activation
+from leangrad.ops.linear import linear_backward_bias, linear_backward_input, linear_backward_weight
+
+if TYPE_CHECKING:
+    from leangrad.tape import Tape, Var
+
+__all__ = ["activate_backward", "add_backward", "linear_backward", "mul_backward", "reshape_backward"]
+
+
+def room(tape: Tape, x: Var, like: Tensor) -> Lease:
+    """Memory for the gradient of x: the caller's to keep where x is an input, else scratch or dead memory."""
+    return tape.pool.give(x.shape, like) if x.fixed else tape.pool.borrow(x.shape, like)
+
+
+def add_backward(tape: Tape, g: Lease, out: Var, again: bool, a: Var, b: Var) -> None:
+    """Both get the same gradient, lent where both want it."""
+    if a.needs_grad and b.needs_grad:
+        tape.receive(a, g.lend())
+    tape.receive(b if b.needs_grad else a, g)
+
+
+def reshape_backward(tape: Tape, g: Lease, out: Var, again: bool, a: Var) -> None:
+    """The same memory in another shape, where that can be."""
+    view = g.tensor.reshape(a.shape)
+    if view.data_ptr() == g.tensor.data_ptr():
+        tape.receive(a, g.viewed_as(view))
+    else:
+        tape.receive(a, Lease(view))
+        tape.pool.release(g)
+
+
+def mul_backward(tape: Tape, g: Lease, out: Var, again: bool, a: Var, b: Var) -> None:
+    """da = g b, db = g a: the last one is written over g where it is owned."""
+    if a.needs_grad and b.needs_grad:
+        into = room(tape, a, g.tensor)
+        torch.mul(g.tensor, b.value, out=into.tensor)
+        tape.receive(a, into)
+    x, other = (b, a) if b.needs_grad else (a, b)
+    into = g if g.owned else room(tape, x, g.tensor)
+    torch.mul(g.tensor, other.value, out=into.tensor)
+    if into is not g:
+        tape.pool.release(g)
+    tape.receive(x, into)
+    tape.done(a, again)
+    tape.done(b, again)
+
+
+def linear_backward(tape: Tape, g: Lease, out: Var, again: bool, x: Var, weight: Var, bias: Var | None) -> None:
+    """dW, db, then dx: over a rebuilt x, into dead memory, or over a kept output of relu."""
+    into = None
+    if weight.needs_grad:
+        value, into = tape.read(x)
+        tape.receive(weight, Lease(linear_backward_weight(g.tensor, value)))
+    if bias is not None and bias.needs_grad:
+        tape.receive(bias, Lease(linear_backward_bias(g.tensor)))
+    if x.needs_grad:
+        if into is None:
+            into = _write_over(tape, x, again, readers=1 + weight.needs_grad) or room(tape, x, g.tensor)
+        linear_backward_input(g.tensor, weight.value, into=into.tensor)
+        tape.receive(x, into)
+    elif into is not None:
+        tape.pool.release(into)
+    tape.pool.release(g)
+    if weight.needs_grad:
+        tape.done(x, again)
+    if x.needs_grad and not weight.fixed:
+        tape.done(weight, again)
+
+
+def _write_over(tape: Tape, x: Var, again: bool, readers: int) -> Lease | None:
+    """The memory of a kept output of relu, whose zeros are noted first; None where there is better or it is needed."""
+    if not x.maskable or again or x.fixed or not tape.private or x.readers != readers or not tape.pool.is_empty:
+        return None
+    memory = x.value
+    x.zeros, x.tensor = memory <= 0, None
+    return Lease(memory)
+
+
+def activate_backward(
+    tape: Tape, g: Lease, out: Var, again: bool, x: Var, record: Activation, kept: Var | None
+) -> None:
+    """Over the gradient where it is owned; for a gated one over the kept input, which is as large."""
+    if out.zeros is not None:  # `_write_over` has put g where `out` was, for this tape alone
+        assert g.owned
+        g.tensor.masked_fill_(out.zeros, 0)
+        out.zeros = None
+        tape.receive(x, g)
+        return
+    if kept is None:
+        kept = out
+    value = kept.value
+    if not record.gated and g.owned:
+        into = g
+    elif record.gated and tape.private and not again and kept.readers == 1 and not kept.fixed:
+        into, kept.tensor = Lease(value), None  # the gradient is as large as the kept input: write it there
+    else:
+        into = room(tape, x, value)
+    record.backward(g.tensor, value, record.parameter, into.tensor)
+    if into is not g:
+        tape.pool.release(g)
+    tape.receive(x, into)
+    tape.done(kept, again)

@@ -1,0 +1,238 @@
+"""The chain of layers on bare tensors: autograd's bits, two gradients at a time, and only what it owns overwritten."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from leangrad.kernels.rebuild import rebuild_and_backward
+from leangrad.lease import release_scratch
+from leangrad.measure import measure
+from leangrad.ops import chain
+from leangrad.ops.activation import ACTIVATIONS
+from leangrad.ops.chain import Chain
+from tests.test_activation import PLAIN
+
+MIXED = ("gelu", None, "swiglu", "relu", "softmax", "tanh")
+
+
+@pytest.fixture(autouse=True, params=[0, 1 << 20], ids=["rebuilt", "stored"])
+def _rebuilding(request, monkeypatch):
+    monkeypatch.setattr(chain, "REBUILD_MIN_BYTES", request.param)
+    release_scratch()
+
+
+def layers(names, width=6, rows=5, dtype=torch.float32) -> list[Tensor]:
+    """x, and a weight and a bias for each layer, with widths that differ."""
+    tensors, inside = [torch.randn(rows, width, dtype=dtype)], width
+    for k, name in enumerate(names):
+        outside = width + k % 3
+        wide = outside * (2 if name is not None and ACTIVATIONS[name].gated else 1)
+        tensors += [torch.randn(wide, inside, dtype=dtype) / inside**0.5, torch.randn(wide, dtype=dtype)]
+        inside = outside
+    return tensors
+
+
+def records(names):
+    return [None if name is None else ACTIVATIONS[name] for name in names]
+
+
+def plain(names, tensors):
+    x = tensors[0]
+    for name, weight, bias in zip(names, tensors[1::2], tensors[2::2], strict=True):
+        x = F.linear(x, weight, bias)
+        x = x if name is None else PLAIN[name](x)
+    return x
+
+
+def expect(names, tensors, needs, g):
+    leaves = [t.clone().requires_grad_(need) for t, need in zip(tensors, needs, strict=True)]
+    y = plain(names, leaves)
+    g = torch.randn_like(y) if g is None else g
+    wanted = [t for t in leaves if t.requires_grad]
+    found = iter(torch.autograd.grad(y, wanted, g, allow_unused=True))
+    return y.detach(), g, [next(found) if need else None for need in needs]
+
+
+def check(run, tensors, needs, y, g, expected, **options):
+    out = run.forward(tensors)
+    assert torch.equal(out, y)
+    found = run.backward(g, tensors, out if run.reads_output else None, **options)
+    same(found, expected)
+    return found
+
+
+def same(found, expected):
+    for one, other in zip(found, expected, strict=True):
+        assert (one is None) == (other is None)
+        assert one is None or torch.equal(one, other)
+
+
+@pytest.mark.parametrize("spent", [True, False])
+@pytest.mark.parametrize("ours", [True, False])
+@pytest.mark.parametrize("names", [(None,), ("relu",), ("relu", "relu", "relu", None), ("gelu", "gelu", None), MIXED])
+def test_gradients_are_autograds(names, ours, spent):
+    tensors = layers(names)
+    before = [t.clone() for t in tensors]
+    for needs in itertools.islice(wanted_gradients(len(tensors)), 32):
+        y, g, expected = expect(names, tensors, needs, None)
+        run, given = Chain(records(names), needs), g.clone()
+        out = run.forward(tensors)
+        result = out.clone()
+        assert torch.equal(out, y)
+        held = out if run.reads_output else None
+        for _ in range(1 if spent else 2):  # what is not spent can run again
+            given.copy_(g)
+            same(run.backward(given, tensors, held, ours=ours, spent=spent), expected)
+            assert ours or torch.equal(given, g)
+        assert torch.equal(out, result)
+        assert all(torch.equal(now, then) for now, then in zip(tensors, before, strict=True))
+
+
+def wanted_gradients(count):
+    """Everything, each tensor alone, all but each; then random ones."""
+    yield (True,) * count
+    for i in range(count):
+        yield tuple(j == i for j in range(count))
+        yield tuple(j != i for j in range(count)) if count > 1 else (True,)
+    while True:
+        needs = tuple((torch.rand(count) < 0.5).tolist())
+        if any(needs):
+            yield needs
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_no_gradient_shares_memory_with_another(activation):
+    names = (activation, activation, activation)
+    tensors = layers(names)
+    needs = (True,) * len(tensors)
+    run = Chain(records(names), needs)
+    y = run.forward(tensors)
+    given = torch.randn_like(y)
+    found = run.backward(given, tensors, y if run.reads_output else None, ours=True, spent=True)
+    addresses = {t.untyped_storage().data_ptr() for t in found}
+    assert len(addresses) == len(found)
+    assert all(t.untyped_storage().nbytes() == t.numel() * 4 for t in found)
+    later = [t.clone() for t in found]
+    check(Chain(records(names), needs), tensors, needs, *expect(names, tensors, needs, None))  # scratch goes round
+    same(found, later)
+
+
+@pytest.mark.parametrize("names", [MIXED, ("relu", "gelu", None)])
+def test_what_is_handed_over_comes_back(names):
+    tensors = layers(names)
+    needs = (True,) * len(tensors)
+    _, g, expected = expect(names, tensors, needs, None)
+    run = Chain(records(names), needs)
+    out = run.forward(tensors)
+    maps = run.hand_over()
+    assert len({t.data_ptr() for t in maps}) == len(maps)  # each map once
+    assert not any(t is not None for t in (*run.kept, *run.hidden))
+    copies = [t.clone() for t in maps]
+    for _ in range(2):
+        run.take_back(copies)
+        same(run.backward(g, tensors, out if run.reads_output else None), expected)
+    assert all(torch.equal(a, b) for a, b in zip(maps, copies, strict=True))
+    run.take_back(None)
+    assert not any(t is not None for t in (*run.kept, *run.hidden))
+
+
+@pytest.mark.parametrize("spent", [True, False])
+@pytest.mark.parametrize("names", [("gelu",) * 6, ("silu", "gelu", "relu", "gelu", "silu", None), MIXED])
+def test_one_pass_for_rebuilding_and_backward(names, spent, monkeypatch):
+    """It is asked for where two maps have died, with the right map, and only where the maps are spent."""
+    used = []
+
+    def both(record, z):
+        def run(g, z):
+            used.append(record.name)
+            into = torch.empty_like(g)
+            return record.backward(g, z, record.parameter, into), record.forward(z, record.parameter, None)
+
+        return None if record.gated else run
+
+    monkeypatch.setattr(chain, "rebuild_and_backward", both)
+    tensors = layers(names)
+    for needs in itertools.islice(wanted_gradients(len(tensors)), 24):
+        used.clear()
+        y, g, expected = expect(names, tensors, needs, None)
+        check(Chain(records(names), needs), tensors, needs, y, g, expected, spent=spent)
+        if all(needs) and names == ("gelu",) * 6:
+            assert len(used) == (3 if spent and chain.REBUILD_MIN_BYTES == 0 else 0)
+
+
+def chain_step(depth: int, activation: str, width: int = 64, rows: int = 1024, **options):
+    """A step of a chain of maps of one size, the bytes of one, and those of all weights."""
+    tensors = [torch.randn(rows, width, **options)]
+    for _ in range(depth):
+        tensors += [torch.randn(width, width, **options) / width**0.5, torch.randn(width, **options)]
+    needs, grad = (False, *(True for _ in tensors[1:])), torch.randn_like(tensors[0])
+
+    def step():
+        run = Chain([ACTIVATIONS[activation]] * (depth - 1) + [None], needs)
+        run.forward(tensors)
+        run.backward(grad, tensors, spent=True)
+
+    return step, tensors[0].nbytes, sum(t.nbytes for t in tensors[1:])
+
+
+@pytest.mark.parametrize("depth", [3, 10])
+@pytest.mark.parametrize("activation", ["relu", "gelu", "tanh", "elu"])
+def test_peak_and_allocations(activation, depth):
+    """The maps, the gradients of the weights, and no more than two maps beside them; none of them new after warm-up."""
+    step, map_bytes, weight_bytes = chain_step(depth, activation)
+    stored = depth - 1
+    if ACTIVATIONS[activation].keeps == "input" and map_bytes < chain.REBUILD_MIN_BYTES:
+        stored *= 2
+    step()
+    release_scratch()
+    assert measure(step, timed_runs=0).peak_bytes <= (stored + 2) * map_bytes + weight_bytes
+    step()
+    timeline = measure(step, timed_runs=0).timeline
+    assert sum(event.bytes >= map_bytes for event in timeline) == stored + 1  # the maps and the output
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu"])
+def test_the_kernel_for_one_pass_has_torchs_bits(activation, dtype):
+    record, z = ACTIVATIONS[activation], torch.randn(777, 33, device="cuda", dtype=dtype) * 3
+    g = torch.randn_like(z)
+    fused = rebuild_and_backward(record, z)  # compares every value of z; None if a bit differs
+    assert fused is not None
+    dz, h = fused(g, z)
+    assert torch.equal(h, record.forward(z, record.parameter, None))
+    assert torch.equal(dz, record.backward(g, z, record.parameter, torch.empty_like(g)))
+    assert rebuild_and_backward(record, z.float()) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")
+@pytest.mark.parametrize("ours", [True, False])
+@pytest.mark.parametrize(
+    "names", [("gelu",) * 7 + (None,), ("silu", "relu", "gelu_tanh", "swiglu", "gelu", None), MIXED]
+)
+def test_on_a_gpu(names, ours):
+    tensors = [t.cuda().bfloat16() for t in layers(names, width=64, rows=256)]
+    for needs in itertools.islice(wanted_gradients(len(tensors)), 8):
+        y, g, expected = expect(names, tensors, needs, None)
+        check(Chain(records(names), needs), tensors, needs, y, g.clone(), expected, ours=ours, spent=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("activation", ["relu", "gelu"])
+def test_peak_on_a_gpu(activation):
+    """As on the CPU, with half a map for the weights that were computed before two maps had died."""
+    step, map_bytes, weight_bytes = chain_step(8, activation, width=512, rows=4096, device="cuda", dtype=torch.bfloat16)
+    stored = 7 * (2 if activation == "gelu" and map_bytes < chain.REBUILD_MIN_BYTES else 1)
+    for _ in range(3):
+        step()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    peak = torch.cuda.max_memory_allocated() - before
+    assert peak <= (stored + 3) * map_bytes + weight_bytes
