@@ -30,10 +30,11 @@ import triton.language as tl
 from torch import Tensor
 
 from leangrad.kernels import INTERPRETED
+from leangrad.kernels.launch import Launch
 
 __all__ = ["OPS", "Input", "Kernel", "Program", "Step", "compiled", "source"]
 
-BLOCK = 1024  # elements per program: 4 warps, 8 elements per thread, one 16-byte load of a 16-bit map
+BLOCK, WARPS = 1024, 4  # elements per program: 8 per thread, one 16-byte load of a 16-bit map
 OPTIONS: dict[str, Any] = {} if INTERPRETED else {"enable_fp_fusion": False, "enable_reflect_ftz": False}
 ROUNDED = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
@@ -208,7 +209,7 @@ def source(program: Program, wide: bool) -> str:
     outputs = [f"y{k}" for k in program.outputs]
     names = [f"v{k}" for k in range(len(inputs))] + scalars + [f"r{k}" for k in range(len(program.steps))]
     lines = [
-        f"def fused({', '.join([*inputs, *scalars, *outputs])}, n, start, BLOCK: tl.constexpr):",
+        f"def fused({', '.join([*inputs, *outputs, *scalars])}, n, start, BLOCK: tl.constexpr):",
         f"    j = tl.program_id(0){'.to(tl.int64)' if wide else ''} * BLOCK + tl.arange(0, BLOCK)",
         "    inside = j < n",
         "    i = start + j",
@@ -255,7 +256,15 @@ class Kernel:
 
     def launch(self, inputs: list[Tensor], scalars: list[float], outputs: list[Tensor], n: int, start: int = 0) -> None:
         """Write elements ``start`` to ``start + n`` of every output of the program, each to its own flat memory."""
-        self.jitted[((n + BLOCK - 1) // BLOCK,)](*inputs, *scalars, *outputs, n, start, BLOCK=BLOCK, **OPTIONS)
+        self.jitted[(_blocks(n),)](*inputs, *outputs, *scalars, n, start, BLOCK=BLOCK, num_warps=WARPS, **OPTIONS)
+
+    def launcher(self, device: torch.device, n: int) -> Launch:
+        """The same for all ``n`` elements, again and again."""
+        return Launch(self.jitted, device, (_blocks(n),), (n, 0, BLOCK), WARPS, **OPTIONS)
+
+
+def _blocks(n: int) -> int:
+    return (n + BLOCK - 1) // BLOCK
 
 
 @cache

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from leangrad import _torch, kernels
+from leangrad.kernels.launch import stream_for
 from leangrad.kernels.pointwise import BLOCK, Kernel, Program, compiled
 from leangrad.ledger.chain import TABLE, Chain, may_chain
 from leangrad.ledger.exact import is_exact, same_bits
@@ -100,6 +101,7 @@ class Plan:
         wide = max(self.n, *(_reach(leaves[k]) for k in self.leaves)) >= 2**31 - BLOCK
         self.kernel: Kernel = _compiled(chain, program, wide)
         self.device = leaves[0].device
+        self.launch = self.kernel.launcher(self.device, self.n)
         self.over = self._find_over(builder, leaves)
         varies = any(step.op in VARIANTS for step in program.steps)
         self.proof = _proofs.setdefault((program, shape, stride) if varies else program, Proof())
@@ -125,7 +127,8 @@ class Plan:
             leaves[k] if k >= 0 and owned[k] else torch.empty_strided(s, t, dtype=d, device=self.device)
             for k, (s, t, d) in zip(self.over, self.outputs, strict=True)
         ]
-        self.kernel.launch([leaves[k] for k in self.leaves], numbers_of(self.scalars, scalars), outputs, self.n)
+        tensors = (*(leaves[k] for k in self.leaves), *outputs)
+        self.launch(stream_for(self.device), tensors, tuple(numbers_of(self.scalars, scalars)))
         self.launches += 1
         return outputs
 
