@@ -45,6 +45,7 @@ CASES = {
     "cuda": [
         *(Case(f"wide-{act}", 8, 1024, 4096, act, "bfloat16") for act in ("gelu", "relu")),
         *(Case(f"narrow-{act}", 64, 64, 256, act, "bfloat16") for act in ("gelu", "relu")),
+        *(Case(f"large-{act}", 8, 4096, 8192, act, "bfloat16") for act in ("gelu", "relu")),
     ],
 }
 
@@ -162,11 +163,11 @@ def run(case: Case, device: str, rounds: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--device", choices=sorted(CASES), default="cpu")
-    parser.add_argument("--rounds", type=int, help="timed steps of each; default 15 on the CPU, 200 on CUDA")
+    parser.add_argument("--rounds", type=int, help="timed steps of each; default 15 on the CPU, 300 on CUDA")
     parser.add_argument("--case", help="run the one case of this name")
     parser.add_argument("--write", help="the name of a file for the rows, in benchmarks/results")
     options = parser.parse_args()
-    rounds = options.rounds or (200 if options.device == "cuda" else 15)
+    rounds = options.rounds or (300 if options.device == "cuda" else 15)
     cases = [case for case in CASES[options.device] if options.case in (None, case.name)]
     rows = [run(case, options.device, rounds) for case in cases]
     for row in rows:

@@ -54,7 +54,6 @@ CASES = {
         Case("gpt"),
         Case("llama", kv_heads=2, **_LLAMA),
         Case("encoder", causal=False),
-        Case("gpt-4-blocks", blocks=4),
     ],
     "cuda": [
         Case("gpt-autocast", autocast=True, **_LARGE),

@@ -32,7 +32,7 @@ class Size:
     steps: int = 300
 
 
-SMALL = Size(width=64, heads=2, blocks=1, length=64, batch=8, steps=60)
+SMALL = Size(width=64, heads=2, blocks=1, length=64, batch=12, steps=60)
 
 
 class CharacterModel(nn.Module):

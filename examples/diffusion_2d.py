@@ -32,8 +32,8 @@ class Size:
     width: int = 64
     heads: int = 4
     blocks: int = 3
-    batch: int = 256
-    steps: int = 1200
+    batch: int = 512
+    steps: int = 800
 
 
 SMALL = Size(width=32, heads=2, blocks=1, batch=128, steps=150)

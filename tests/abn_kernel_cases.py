@@ -151,6 +151,11 @@ def check_one_question(device: str) -> None:
         with torch.no_grad():
             model(x * 1)  # nobody will go backward
         assert not asked
+        # As sharding leaves it between two forwards: a parameter without memory is not read.
+        model[2].weight.untyped_storage().resize_(0)
+        model[:2](x * 1)
+        assert asked == [asked[0]]
+        assert model[2] not in abn_spare._others(model[0], x.device)
     finally:
         abn_spare._ask = ask
 

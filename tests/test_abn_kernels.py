@@ -29,6 +29,45 @@ def test_kernels_on_a_gpu() -> None:
 
 
 @pytest.mark.gpu
+def test_streams_and_a_captured_graph_on_a_gpu() -> None:
+    """Scratch is shared by what runs in order only: not between streams, and not with a graph that is replayed."""
+    from leangrad.nn.abn import ABN
+
+    maps = [torch.randn(32, 64, 28, 28, device="cuda").to(memory_format=torch.channels_last) for _ in range(2)]
+    dz = torch.randn_like(maps[0])
+    layer = ABN(64, activation="relu", track_running_stats=False).cuda()
+
+    def run(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        x = x.detach().requires_grad_()
+        z = layer(x)
+        return z.detach(), *torch.autograd.grad(z, [x, layer.weight, layer.bias], dz)
+
+    expected = [run(x) for x in maps]
+    streams = [torch.cuda.Stream() for _ in maps]
+    torch.cuda.synchronize()
+    results: list[tuple[torch.Tensor, ...]] = []
+    for _ in range(5):
+        for x, stream in zip(maps, streams, strict=True):
+            with torch.cuda.stream(stream):
+                results.append(run(x))
+    torch.cuda.synchronize()
+    for i, found in enumerate(results):
+        for a, b in zip(found, expected[i % 2], strict=True):
+            assert torch.equal(a, b)
+    still = maps[0].clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run(still)
+    for x, want in zip(maps, expected, strict=True):
+        still.copy_(x)
+        graph.replay()
+        run(maps[0])
+        torch.cuda.synchronize()
+        for a, b in zip(captured, want, strict=True):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_large_map_on_a_gpu(channels_last: bool) -> None:
     """More than 2³¹ elements: offsets need 64 bits."""

@@ -14,7 +14,9 @@ from leangrad.lease import release_scratch
 from leangrad.measure import measure
 from leangrad.nn import DiffusionBlock, TransformerBlock
 from leangrad.nn.diffusion import embed_time, precondition
-from tests.test_transformer import close, is_node, same
+from tests.test_transformer import close, is_node, same, small_blocks_are_nodes
+
+__all__ = ["small_blocks_are_nodes"]
 
 KINDS = {
     "dit": {},

@@ -8,7 +8,9 @@ from torch import nn
 
 from leangrad.nn import AttentionContext, DiffusionBlock, TransformerBlock
 from tests.fuzz import fuzz_settings
-from tests.test_transformer import close, is_node
+from tests.test_transformer import close, is_node, small_blocks_are_nodes
+
+__all__ = ["small_blocks_are_nodes"]
 
 
 @st.composite

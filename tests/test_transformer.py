@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from leangrad import lease
 from leangrad.errors import ConsumedError
-from leangrad.nn import AttentionContext, TransformerBlock
+from leangrad.nn import AttentionContext, TransformerBlock, transformer
 from leangrad.ops import norm
 from leangrad.ops.activation import ACTIVATIONS
 
@@ -25,6 +25,11 @@ KINDS = {
     "context": {"context": True},
 }
 WIDTH, HEADS, BATCH, LENGTH = 32, 4, 3, 7
+
+
+@pytest.fixture(autouse=True)
+def small_blocks_are_nodes(monkeypatch):
+    monkeypatch.setattr(transformer, "_NODE_MIN_BYTES", 0)
 
 
 def make(kind="gpt", dtype=torch.float64, **options):

@@ -13,7 +13,20 @@ import leangrad
 from leangrad.lease import release_scratch
 from leangrad.measure import measure
 from leangrad.nn import AttentionContext, TransformerBlock
-from tests.test_transformer import KINDS, WIDTH, PlainForm, batch, close, is_node, make, results, same
+from tests.test_transformer import (
+    KINDS,
+    WIDTH,
+    PlainForm,
+    batch,
+    close,
+    is_node,
+    make,
+    results,
+    same,
+    small_blocks_are_nodes,
+)
+
+__all__ = ["small_blocks_are_nodes"]
 
 
 def gradients(model):

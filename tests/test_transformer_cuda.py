@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from leangrad.nn import DiffusionBlock, TransformerBlock
+from leangrad.nn import DiffusionBlock, TransformerBlock, transformer
 
 pytestmark = [
     pytest.mark.gpu,
@@ -21,6 +21,11 @@ KINDS = {
     "llama encoder": LLAMA,
 }
 WIDTH, HEADS, BATCH, LENGTH = 128, 4, 3, 96
+
+
+@pytest.fixture(autouse=True)
+def small_blocks_are_nodes(monkeypatch):
+    monkeypatch.setattr(transformer, "_NODE_MIN_BYTES", 0)
 
 
 def results(forward, block, x, g, *args, autocast=False):

@@ -8,7 +8,9 @@ from leangrad.lease import release_scratch
 from leangrad.measure import measure
 from leangrad.nn import TransformerBlock
 from leangrad.ops import norm
-from tests.test_transformer import PlainForm
+from tests.test_transformer import PlainForm, is_node, small_blocks_are_nodes
+
+__all__ = ["small_blocks_are_nodes"]
 
 
 @pytest.mark.parametrize(
@@ -83,3 +85,12 @@ def test_the_cache_is_empty_after_backward():
     step()
     found = measure(step, timed_runs=0)
     assert len([e for e in found.alive_at(-1) if e.bytes >= x.numel() * 4]) == 1  # y itself
+
+
+def test_a_small_block_runs_plain(monkeypatch):
+    """Below a megabyte of hidden layer, where the host's time is worth more than the bytes."""
+    monkeypatch.undo()
+    block = TransformerBlock(64, 4)
+    small, large = torch.randn(4, 255, 64), torch.randn(4, 256, 64)
+    assert not is_node(block(small))
+    assert is_node(block(large))

@@ -471,12 +471,6 @@ def innermost_pack_hook() -> Any:
     return None if hooks is None else hooks[0]
 
 
-def below_autograd() -> Any:
-    """A context for ops that nobody differentiates: they skip autograd's layer, some percent of a small op's cost."""
-    guard = getattr(torch._C, "_AutoDispatchBelowAutograd", None)
-    return contextlib.nullcontext() if guard is None else guard()
-
-
 def compile_elementwise(code: str, name: str, outputs: int) -> Callable[..., Any] | None:
     """A CUDA kernel from the C++ for one element, as `torch.cuda.jiterator` makes it; None where torch has none."""
     launch = getattr(torch._C, "_cuda_jiterator_compile_and_launch_kernel", None)

@@ -14,7 +14,7 @@ import triton
 from torch import Tensor
 
 from leangrad.kernels import abn_passes as passes
-from leangrad.kernels.launch import Launch, stream_for
+from leangrad.kernels.launch import Launch, scratch, stream_for
 
 __all__ = ["Kind", "Layer", "layer", "unfit_counts"]
 
@@ -156,7 +156,7 @@ class Layer:
     def stats(self, x: Tensor) -> Tensor:
         """(mean, biased variance) as a (2, channels) tensor."""
         g, stream = self.first, stream_for(self.kind.device)
-        table, out = self._empty(2, g.splits, g.C), self._empty(2, g.C)
+        table, out = scratch(self.kind.device, stream, 2 * g.splits * g.C), self._empty(2, g.C)
         self._stats(stream, (x, table))
         self._finish_stats(stream, (table, out))
         return out
@@ -171,7 +171,7 @@ class Layer:
         With `check` (lower, ratio, upper), γ̂ is returned as NaN where the channel does not invert.
         """
         g, stream = self.first, stream_for(self.kind.device)
-        table, vectors = self._empty(2, g.splits, g.C), self._empty(4, g.C)
+        table, vectors = scratch(self.kind.device, stream, 2 * g.splits * g.C), self._empty(4, g.C)
         self._stats(stream, (x, table))
         running_mean, running_var = (vectors, vectors) if running is None else running
         self._forward[check is not None](
@@ -192,7 +192,7 @@ class Layer:
     def _table(
         self, stream: int | None, kept: Tensor, dz: Tensor, residual: Tensor | None, dy_out: Tensor | None, v: Tensor
     ) -> Tensor:
-        table = self._empty(2, self.second.splits, self.second.C)
+        table = scratch(self.kind.device, stream, 2 * self.second.splits * self.second.C)
         maps = (kept, dz, kept if residual is None else residual, dz if dy_out is None else dy_out)
         self._sums[dy_out is not None](stream, (*maps, table, v), (self.kind.p,))
         return table

@@ -12,6 +12,7 @@ checked at each call. Whatever does not fit goes through Triton again.
 from __future__ import annotations
 
 import operator
+import threading
 from functools import reduce
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch import Tensor
 from leangrad._torch import raw_stream
 from leangrad.kernels import INTERPRETED
 
-__all__ = ["Launch", "stream_for"]
+__all__ = ["Launch", "scratch", "stream_for"]
 
 ALIGNMENT = 16  # bytes; what Triton asks of a pointer before it loads vectors from there
 
@@ -39,6 +40,27 @@ def stream_for(device: torch.device) -> int | None:
     if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
         return None
     return raw_stream(device)
+
+
+class _Scratch(threading.local):
+    """One buffer per stream and thread: what a stream runs is in order, but two threads may take turns at one."""
+
+    def __init__(self) -> None:
+        self.of: dict[tuple[int, int], Tensor] = {}
+
+
+_scratch = _Scratch()
+
+
+def scratch(device: torch.device, stream: int | None, size: int) -> Tensor:
+    """A float32 buffer of at least so many elements, to be used by the launches that follow at once, and not kept."""
+    if stream is None or torch.cuda.is_current_stream_capturing():  # a graph must own what it writes to
+        return torch.empty(size, dtype=torch.float32, device=device)
+    buffer = _scratch.of.get((device.index, stream))
+    if buffer is None or buffer.numel() < size:
+        buffer = torch.empty(max(size, 1 << 16), dtype=torch.float32, device=device)
+        _scratch.of[device.index, stream] = buffer
+    return buffer
 
 
 class Launch:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import importlib
 import math
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -71,7 +71,7 @@ class Answer:
         return same and self.passes == _passes and self.versions == _versions(weight, bias)
 
 
-_answers: WeakKeyDictionary[nn.Module, Answer] = WeakKeyDictionary()
+_answers: WeakKeyDictionary[Any, Answer] = WeakKeyDictionary()
 _passes = 0
 
 
@@ -116,13 +116,25 @@ def _unfit(weight: Tensor, bias: Tensor | None, lower: Any, ratio: Any, upper: A
 
 
 def _others(first: nn.Module, device: torch.device) -> dict[Any, Limits]:
-    """The other layers that have asked before and whose parameters are there to be read (sharded ones are not)."""
-    kinds = (Tensor, nn.Parameter)
+    """The other layers that have asked before and whose parameters are there to be read."""
     return {
         layer: answer.limits
         for layer, answer in _answers.items()
-        if layer is not first and type(layer.weight) in kinds and layer.weight.device == device
+        if layer is not first and all(_is_there(t, layer.num_features, device) for t in (layer.weight, layer.bias))
     }
+
+
+def _is_there(t: Tensor | None, size: int, device: torch.device) -> bool:
+    """Whether `t` has memory on this device. Sharded and offloaded parameters have it during their own forward only."""
+    if type(t) not in (Tensor, nn.Parameter) or t is None or t.numel() != size or t.device != device:
+        return False
+    return t.untyped_storage().nbytes() >= (t.storage_offset() + size) * t.element_size()
+
+
+@cache
+def _kernels() -> Any:
+    """Imported on first use: Triton is not everywhere."""
+    return importlib.import_module("leangrad.kernels.abn")
 
 
 def _ask(layers: dict[Any, Limits]) -> None:
@@ -130,8 +142,7 @@ def _ask(layers: dict[Any, Limits]) -> None:
     weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
     counts = [1] * len(layers)
     if all(t is not None and serves(t) and t.dtype == torch.float32 and t.is_contiguous() for t in weights + biases):
-        kernels = importlib.import_module("leangrad.kernels.abn")
-        counts = kernels.unfit_counts(weights, biases, tuple(layers.values()), weights[0].device)
+        counts = _kernels().unfit_counts(weights, biases, tuple(layers.values()), weights[0].device)
     for (layer, limits), weight, bias, count in zip(layers.items(), weights, biases, counts, strict=True):
         channels = _unfit(weight.detach(), bias, *limits).nonzero().squeeze(1) if count else None
         if channels is not None and channels.numel() == 0:

@@ -49,8 +49,13 @@ class Activated:
         return lease, ()
 
     def backward(self, tape: Tape, g: Lease, x: Var, value: Tensor, statistics: Statistics, again: bool) -> None:
-        """Over g; a gated one over x, which is as large as its gradient, where nobody else reads it."""
-        into = take_over(tape, x, again) or tape.pool.borrow(x.shape, g.tensor) if self.record.gated else g
+        """Over g; a gated one over x, which is as large as its gradient, where nobody else reads it.
+
+        That goes a few rows at a time, which is right for a CPU; elsewhere every launch counts.
+        """
+        into = g
+        if self.record.gated:
+            into = (take_over(tape, x, again) if value.is_cpu else None) or tape.pool.borrow(x.shape, g.tensor)
         self.record.backward(g.tensor, value, self.record.parameter, into.tensor)
         if into is not g:
             tape.pool.release(g)

@@ -118,14 +118,14 @@ _aten_silu = _forward_of(aten.silu)
 _aten_softplus = _forward_of(aten.softplus)
 _aten_hardswish = _forward_of(aten.hardswish)
 _aten_mish = _forward_of(aten.mish)
-_aten_threshold_backward = _backward_of(aten.threshold_backward)
 _aten_leaky_relu_backward = _backward_of(aten.leaky_relu_backward)
 _aten_elu_backward = _backward_of(aten.elu_backward)
-_aten_gelu_backward = _backward_of(aten.gelu_backward)
 _aten_silu_backward = _backward_of(aten.silu_backward)
 _aten_sigmoid_backward = _backward_of(aten.sigmoid_backward)
 _aten_tanh_backward = _backward_of(aten.tanh_backward)
 _aten_softplus_backward = _backward_of(aten.softplus_backward)
+_threshold_into = direct(aten.threshold_backward.grad_input)  # these two without a call between, for chains of layers
+_gelu_into = direct(aten.gelu_backward.grad_input)
 _aten_gelu_tanh_backward = _backward_of(aten.gelu_backward, approximate="tanh")
 
 
@@ -139,7 +139,8 @@ def _relu(x: Tensor, parameter: float, out: Tensor | None) -> Tensor:
 
 
 def _relu_backward(g: Tensor, y: Tensor, parameter: float, into: Tensor | None) -> Tensor:
-    return _aten_threshold_backward(into, g, y, 0)
+    dx: Tensor = aten.threshold_backward(g, y, 0) if into is None else _threshold_into(g, y, 0, grad_input=into)
+    return dx
 
 
 # leaky_relu: y = x where x > 0, else slope x; the sign of y is that of x, since slope >= 0
@@ -172,7 +173,8 @@ def _gelu(x: Tensor, parameter: float, out: Tensor | None) -> Tensor:
 
 
 def _gelu_backward(g: Tensor, x: Tensor, parameter: float, into: Tensor | None) -> Tensor:
-    return _aten_gelu_backward(into, g, x)
+    dx: Tensor = aten.gelu_backward(g, x) if into is None else _gelu_into(g, x, grad_input=into)
+    return dx
 
 
 def _gelu_tanh(x: Tensor, parameter: float, out: Tensor | None) -> Tensor:

@@ -12,8 +12,9 @@ nothing is dead yet; there the zeros of a map are noted, one byte each, and the 
 accelerator the caching allocator does all that at no cost: what is dropped is the next that it hands out.
 
 [Note: one pass] On CUDA h_{k-1} can be rebuilt in the same pass that turns its gradient into that of z_{k-1}
-(`leangrad.kernels.rebuild`): as many launches as plain PyTorch has. That pass allocates two maps more, so it waits
-until two have died, and the peak, which stands at the top of the chain, stays about where it is.
+(`leangrad.kernels.rebuild`), which saves the device a read of z_{k-1}. That kernel takes the host longer to launch than
+the two of torch that it replaces, so it serves large maps, where the host waits for the device and not the device for
+the host. It allocates two maps more, and is not used before two have died: the peak stands at the top of the chain.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +24,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from leangrad._torch import below_autograd
 from leangrad.kernels.rebuild import rebuild_and_backward
 from leangrad.lease import return_scratch, take_scratch
 from leangrad.ops.activation import Activation
@@ -32,6 +32,9 @@ __all__ = ["Chain"]
 
 # Below this a map is stored, as plain PyTorch stores it: launching a kernel again costs more than the bytes are worth.
 REBUILD_MIN_BYTES = 1 << 20
+
+# From here on one pass pays; see [Note: one pass]. On an H200 a pass over 8 MB took 7 µs, and a launch 10 to 20.
+ONE_PASS_MIN_BYTES = 1 << 25
 
 Tensors = Sequence[Tensor | None]  # x, W_0, b_0, W_1, b_1, ...
 
@@ -105,10 +108,6 @@ class Chain:
 
     def forward(self, tensors: Tensors) -> Tensor:
         """The output of the last layer, in memory of its own."""
-        with below_autograd():
-            return self._forward(tensors)
-
-    def _forward(self, tensors: Tensors) -> Tensor:
         needs, kept, last = self.needs, self.kept, len(self.records) - 1
         h, flowing = tensors[0], needs[0]
         assert h is not None
@@ -128,7 +127,8 @@ class Chain:
             else:
                 kept[k] = z
                 if k < last and z.numel() * z.element_size() >= REBUILD_MIN_BYTES:
-                    h, read = self._rebuild(k, rooms), False
+                    room = None if rooms is None else rooms.room(_shape_after(record, z), z)
+                    h, read = record.forward(z, record.parameter, room), False
                     if rooms is not None:
                         rooms.drop(h)  # the next layer reads it before anybody writes there again
                 else:
@@ -152,18 +152,56 @@ class Chain:
 
         `g` is overwritten where it is `ours`, and the maps where they are `spent`: nobody reads them after this.
         """
-        if self.writer is not None:  # it makes views, which autograd has to know of
-            return self._backward(g, tensors, output, ours, spent)
-        with below_autograd():
-            return self._backward(g, tensors, output, ours, spent)
+        if g.is_cpu:
+            return self._backward_in_rooms(g, tensors, output, ours, spent)
+        return self._backward_on_device(g, tensors, output, ours, spent)
 
-    def _backward(
+    def _backward_on_device(
         self, g: Tensor, tensors: Tensors, output: Tensor | None, ours: bool, spent: bool
     ) -> list[Tensor | None]:
-        needs, records, hidden = self.needs, self.records, self.hidden
+        """On an accelerator, where the host is dear: `spare` is the gradient before the last one."""
+        needs, records, writer = self.needs, self.records, self.writer
         found: list[Tensor | None] = [None] * len(needs)
-        writer = self.writer  # of packed gradients: see tests/test_packed_products.py
-        first, last, rooms = needs.index(True), len(records) - 1, Rooms() if g.is_cpu else None
+        first, last, spare = needs.index(True), len(records) - 1, None
+        if records[last] is not None:
+            g, ours = self._activation_backward(last, g, output, ours, spent, None), True
+        for k in range(last, -1, -1):
+            weight: Tensor = tensors[2 * k + 1]  # type: ignore[assignment]
+            room = spare if spare is not None and spare.shape[1] == weight.shape[1] else None
+            if needs[2 * k + 2]:
+                found[2 * k + 2] = g.sum(0) if writer is None else writer.sum(2 * k + 2, g)
+            if needs[2 * k + 1]:
+                h = self.hidden[k - 1] if k else tensors[0]
+                if h is None:
+                    if spent and first <= 2 * k and k < last - 1 and (fused := self._fused(k - 1)):
+                        spare = torch.mm(g, weight, out=room)
+                        dz, h = fused(spare, self._take(k - 1))
+                        found[2 * k + 1] = torch.mm(g.t(), h) if writer is None else writer.product(2 * k + 1, h, g)
+                        g = dz
+                        continue
+                    h = room = self._rebuild(k - 1, room)
+                found[2 * k + 1] = torch.mm(g.t(), h) if writer is None else writer.product(2 * k + 1, h, g)
+                del h  # it dies here, unless another name holds it
+            if first > 2 * k:  # nothing below wants a gradient
+                break
+            g, spare, ours = torch.mm(g, weight, out=room), g if ours else None, True
+            record = records[k - 1] if k else None
+            if record is None:
+                pass
+            elif spent and not record.gated:
+                g = record.backward(g, self._take(k - 1), record.parameter, g)
+            else:
+                g = self._activation_backward(k - 1, g, None, True, spent, None)
+        found[0] = g if first == 0 else None
+        return found
+
+    def _backward_in_rooms(
+        self, g: Tensor, tensors: Tensors, output: Tensor | None, ours: bool, spent: bool
+    ) -> list[Tensor | None]:
+        """On the CPU, where memory is dear."""
+        needs, records, rooms, writer = self.needs, self.records, Rooms(), self.writer
+        found: list[Tensor | None] = [None] * len(needs)
+        first, last = needs.index(True), len(records) - 1
         if records[last] is not None:
             g, ours = self._activation_backward(last, g, output, ours, spent, rooms), True
         for k in range(last, -1, -1):
@@ -172,21 +210,15 @@ class Chain:
             if needs[2 * k + 2]:
                 found[2 * k + 2] = g.sum(0) if writer is None else writer.sum(2 * k + 2, g)
             if needs[2 * k + 1]:
-                h = hidden[k - 1] if k else tensors[0]
+                h = self.hidden[k - 1] if k else tensors[0]
                 if h is None:
-                    if spent and first <= 2 * k and k < last - 1 and (fused := self._fused(k - 1)):
-                        dz, h = fused(torch.mm(g, weight), self._take(k - 1))
-                        found[2 * k + 1] = torch.mm(g.t(), h) if writer is None else writer.product(2 * k + 1, h, g)
-                        g = dz
-                        continue
-                    h = room = self._rebuild(k - 1, rooms)
+                    h = room = self._rebuild(k - 1, rooms.room(torch.Size((g.shape[0], weight.shape[1])), g))
                 found[2 * k + 1] = torch.mm(g.t(), h) if writer is None else writer.product(2 * k + 1, h, g)
-                del h  # it dies here, unless another name holds it
-            if first > 2 * k:  # nothing below wants a gradient
+            if first > 2 * k:
                 break
-            if rooms is not None and room is None:
+            if room is None:
                 room, zeros = self._find_room(k, g, weight, rooms, spent)
-            if rooms is not None and ours:
+            if ours:
                 rooms.drop(g)
             g, ours = torch.mm(g, weight, out=room), True
             if zeros is not None:
@@ -194,8 +226,7 @@ class Chain:
             elif k and records[k - 1] is not None:
                 g = self._activation_backward(k - 1, g, None, True, spent, rooms)
         found[0] = g if first == 0 else None
-        if rooms is not None:
-            rooms.close()
+        rooms.close()
         return found
 
     def hand_over(self) -> list[Tensor]:
@@ -211,20 +242,19 @@ class Chain:
         for row, places in zip((self.kept, self.hidden), self._places, strict=True):
             row[:] = [None if maps is None or i < 0 else maps[i] for i in places]
 
-    def _rebuild(self, k: int, rooms: Rooms | None) -> Tensor:
+    def _rebuild(self, k: int, room: Tensor | None) -> Tensor:
         """h_k from z_k."""
         record, z = self.records[k], self.kept[k]
         assert record is not None
         assert z is not None
-        if rooms is None:
-            return record.forward(z, record.parameter, None)
-        shape = torch.Size((*z.shape[:-1], z.shape[-1] // 2)) if record.gated else z.shape
-        return record.forward(z, record.parameter, rooms.room(shape, z))
+        return record.forward(z, record.parameter, room)
 
     def _fused(self, k: int) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None:
-        """The kernel that rebuilds h_k and runs its activation backward, if there is one; see [Note: one pass]."""
+        """The kernel that rebuilds h_k and runs its activation backward, where it pays; see [Note: one pass]."""
         record, z = self.records[k], self.kept[k]
-        return None if record is None or z is None else rebuild_and_backward(record, z)
+        if record is None or z is None or z.numel() * z.element_size() < ONE_PASS_MIN_BYTES:
+            return None
+        return rebuild_and_backward(record, z)
 
     def _activation_backward(
         self, k: int, g: Tensor, output: Tensor | None, ours: bool, spent: bool, rooms: Rooms | None
@@ -270,3 +300,7 @@ class Chain:
         assert kept is not None
         self.kept[k] = self.hidden[k] = None
         return kept
+
+
+def _shape_after(record: Activation, z: Tensor) -> torch.Size:
+    return torch.Size((*z.shape[:-1], z.shape[-1] // 2)) if record.gated else z.shape

@@ -52,10 +52,15 @@ class Norm:
     ]
 
 
+def _fits(x: Tensor) -> bool:
+    """Whether one chunk holds it; on devices whose allocator keeps memory any does."""
+    return x.numel() <= _CHUNK or not x.is_cpu
+
+
 def _chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """The same few rows of each tensor at a time; all of them at once on devices whose allocator keeps memory."""
+    """The same few rows of each tensor at a time."""
     first = tensors[0]
-    if first.numel() <= _CHUNK or not first.is_cpu:
+    if _fits(first):
         return iter((tensors,))
     return zip(*(t.split(max(1, _CHUNK // first.shape[1])) for t in tensors), strict=True)
 
@@ -91,9 +96,12 @@ def _layer_backward(
     into: Tensor | None,
 ) -> Gradients:
     backward, shape = torch.ops.aten.native_layer_norm_backward.default, x.shape[1:]
-    dx, dweight, dbias = backward(g, x, shape, *statistics, weight, bias, (into is None, *needs))
+    at_once = into is None or _fits(x)
+    dx, dweight, dbias = backward(g, x, shape, *statistics, weight, bias, (at_once, *needs))
     if into is None:
         return dx, dweight, dbias
+    if at_once:
+        return into.copy_(dx), dweight, dbias
     for into_c, g_c, x_c, mean_c, rstd_c in _chunks(into, g, x, *statistics):
         into_c.copy_(backward(g_c, x_c, shape, mean_c, rstd_c, weight, bias, (True, False, False))[0])
     return into, dweight, dbias
