@@ -18,6 +18,7 @@ import ast
 import contextlib
 import functools
 import inspect
+import math
 import sys
 import threading
 import warnings
@@ -137,6 +138,14 @@ def output_kind(node: Any) -> tuple[torch.dtype, torch.device]:
     """The dtype and device of a node's first output."""
     metadata = node._input_metadata[0]
     return metadata.dtype, metadata.device
+
+
+def output_nbytes(node: Any, nr: int) -> int:
+    """The bytes of output `nr` of a node; 0 where autograd does not know it."""
+    known = node._input_metadata
+    if nr >= len(known):
+        return 0
+    return int(math.prod(known[nr].shape) * known[nr].dtype.itemsize)
 
 
 def packed(saved: Any) -> Any:
@@ -410,6 +419,14 @@ def fused_rms_norm_backward(
         return None
     dx, dweight = torch.ops.aten._fused_rms_norm_backward(g, x, [x.shape[-1]], rstd, weight, [True, needs_dweight])
     return dx, dweight if needs_dweight else None
+
+
+_dispatch_modes: Callable[[], int] | None = getattr(torch._C, "_len_torch_dispatch_stack", None)
+
+
+def dispatch_modes_active() -> bool:
+    """Whether a `TorchDispatchMode` listens, to whom every op has to be shown; False where torch does not tell."""
+    return _dispatch_modes is not None and _dispatch_modes() > 0
 
 
 def storage_holders(tensor: Tensor) -> int | None:

@@ -12,7 +12,7 @@ from functools import cache
 
 import torch
 
-__all__ = ["serves"]
+__all__ = ["has_device", "serves"]
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -30,3 +30,10 @@ def serves(t: torch.Tensor) -> bool:
     False
     """
     return (t.is_cuda or (INTERPRETED and t.is_cpu)) and t.dtype in _DTYPES and _has_triton()
+
+
+def has_device() -> bool:
+    """Whether there is a device that the kernels run on: a GPU that can round to bfloat16, or the interpreter."""
+    if not _has_triton():
+        return False
+    return INTERPRETED or (torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0))

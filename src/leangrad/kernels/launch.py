@@ -64,16 +64,23 @@ def scratch(device: torch.device, stream: int | None, size: int) -> Tensor:
 
 
 class Launch:
-    """`kernel[grid](*tensors, *floats, *constants, num_warps=warps)`, over and over.
+    """`kernel[grid](*tensors, *floats, *constants, num_warps=warps, **options)`, over and over.
 
     The constants are ints, bools and strings; the floats may differ between calls. All tensors lie on `device`, and
     have the same dtypes at every call.
     """
 
     def __init__(
-        self, kernel: Any, device: torch.device, grid: tuple[int, ...], constants: tuple[Any, ...], warps: int
+        self,
+        kernel: Any,
+        device: torch.device,
+        grid: tuple[int, ...],
+        constants: tuple[Any, ...],
+        warps: int,
+        **options: Any,
     ) -> None:
-        self.kernel, self.device, self.constants, self.warps = kernel, device, constants, warps
+        self.kernel, self.device, self.constants = kernel, device, constants
+        self.options = {"num_warps": warps, **options}
         self.grid = (*grid, 1, 1)[:3]
         self.compiled: Any = None
 
@@ -93,9 +100,9 @@ class Launch:
     def _through_triton(self, tensors: tuple[Tensor, ...], floats: tuple[float, ...], aligned: bool) -> None:
         arguments = (*tensors, *floats, *self.constants)
         if INTERPRETED:
-            self.kernel[self.grid](*arguments, num_warps=self.warps)
+            self.kernel[self.grid](*arguments, **self.options)
             return
         with torch.cuda.device(self.device):
-            compiled = self.kernel[self.grid](*arguments, num_warps=self.warps)
+            compiled = self.kernel[self.grid](*arguments, **self.options)
         if aligned and NEEDED.issubset(dir(compiled)):
             self.compiled = compiled

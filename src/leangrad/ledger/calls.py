@@ -32,20 +32,26 @@ def constants_of(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str
     """The constants of a call by name; tensors among them only if they need no gradient: others have a node."""
     note: dict[str, Any] = {}
     for name, a in zip(names, args, strict=False):
-        _note_one(note, name, a)
+        if type(a) in PLAIN:
+            note[name] = a
+        else:
+            _note_one(note, name, a)
     for name, a in kwargs.items():
-        _note_one(note, {"input": "self"}.get(name, name), a)
+        _note_one(note, "self" if name == "input" else name, a)
     return note
 
 
+PLAIN = frozenset((float, int, bool, str, type(None)))
+
+
 def _note_one(note: dict[str, Any], name: str, a: Any) -> None:
-    if not isinstance(a, Tensor):
-        if isinstance(a, list | tuple) and any(isinstance(t, Tensor) for t in a):
-            note[name] = {i: Operand(t) for i, t in enumerate(a) if not t.requires_grad}
-        else:
-            note[name] = a
-    elif not a.requires_grad:
-        note[name] = Operand(a)
+    if isinstance(a, Tensor):
+        if not a.requires_grad:
+            note[name] = Operand(a)
+    elif isinstance(a, list | tuple) and any(isinstance(t, Tensor) for t in a):
+        note[name] = {i: Operand(t) for i, t in enumerate(a) if not t.requires_grad}
+    else:
+        note[name] = a
 
 
 _PARAMETERS: dict[tuple[Any, str], tuple[int, Any]] = {}

@@ -8,6 +8,7 @@ not, anchors that plain PyTorch would not have kept move to memory of their own.
 from __future__ import annotations
 
 import sys
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from leangrad import _torch
 from leangrad.ledger.calls import Handler, argument, constants_of, leave_note
 from leangrad.ledger.origins import NOTE, OPAQUE, key_of
+from leangrad.ledger.value import Value
 
 if TYPE_CHECKING:
     from leangrad.ledger.notes import Notes
@@ -23,17 +25,24 @@ if TYPE_CHECKING:
 
 def before_change(notes: Notes, target: Any) -> None:
     """Anchors that plain PyTorch would not have kept move to memory of their own before it changes."""
-    if isinstance(target, list | tuple):
+    if isinstance(target, Tensor):
+        book = notes.book
+        if book.watched_parameters:
+            owner = target._base
+            _move(book.watched_parameters.pop(id(target if owner is None else owner), None))
+        if book.watched_memory:
+            _move(book.watched_memory.pop(_memory_of(target), None))
+    elif isinstance(target, list | tuple):
         for t in target:
             before_change(notes, t)
-    elif notes.book.watched and isinstance(target, Tensor):
-        owner = target._base if target._is_view() else target
-        for key in (_memory_of(target), id(owner)):
-            for ref in notes.book.watched.pop(key, ()):
-                value = ref()
-                if value is not None and value.tensor is not None:
-                    value.tensor = value.tensor.detach().clone()
-                    value.version = value.tensor._version
+
+
+def _move(anchors: list[weakref.ref[Value]] | None) -> None:
+    for ref in anchors or ():
+        value = ref()
+        if value is not None and value.tensor is not None:
+            value.tensor = value.tensor.detach().clone()
+            value.version = value.tensor._version
 
 
 def after_change(notes: Notes, target: Any) -> None:
@@ -62,8 +71,8 @@ def _node_of(tensor: Any) -> Any:
     """
     if not isinstance(tensor, Tensor):
         return None
-    owner = tensor._base if tensor._is_view() else tensor
-    return None if owner is None else owner.grad_fn
+    owner = tensor._base
+    return tensor.grad_fn if owner is None else owner.grad_fn
 
 
 def _memory_of(tensor: Any) -> int:
@@ -84,9 +93,9 @@ def swapped(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
 
 def aliased(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``w.data`` and ``w.detach()``: from now on a change may come from elsewhere, so the memory is watched itself."""
-    watchers = notes.book.watched.pop(id(args[0]), None) if args and isinstance(args[0], Tensor) else None
-    if watchers is not None:
-        notes.book.watched.setdefault(_memory_of(args[0]), []).extend(watchers)
+    anchors = notes.book.watched_parameters.pop(id(args[0]), None) if args else None
+    if anchors is not None:
+        notes.book.watched_memory.setdefault(_memory_of(args[0]), []).extend(anchors)
     return func(*args, **kwargs)
 
 
@@ -100,8 +109,8 @@ def leaked(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 
 def _overlaps(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether an operand lies in the memory of the tensor that is about to change: it is not what it was afterwards."""
-    memory = _memory_of(target)
-    return any(_memory_of(a) == memory for a in (*args[1:], *kwargs.values()) if isinstance(a, Tensor))
+    others = [a for a in (*args[1:], *kwargs.values()) if isinstance(a, Tensor)]
+    return bool(others) and _memory_of(target) in map(_memory_of, others)
 
 
 def mutating(names: str = "", choose: str | None = None) -> Handler:
@@ -118,15 +127,16 @@ def mutating(names: str = "", choose: str | None = None) -> Handler:
                 leave_note(out, names_, args, kwargs)
             return out
         target = args[0] if args else next((kwargs[k] for k in ("input", "tensor", "self") if k in kwargs), None)
-        before_change(notes, target)
+        if notes.book.watched_parameters or notes.book.watched_memory:
+            before_change(notes, target)
         overlaps = _overlaps(target, args, kwargs)
         note = constants_of(names_, args, kwargs) if names_ and not overlaps and _needs_gradient(args) else None
         before = _node_of(target)
-        notes.book.changing = _memory_of(target)
+        notes.book.changing = target
         try:
             out = func(*args, **kwargs)
         finally:
-            notes.book.changing = 0
+            notes.book.changing = None
         node = _node_of(target)
         if node is before:  # autograd did not record it
             after_change(notes, target)

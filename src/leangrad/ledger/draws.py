@@ -65,7 +65,10 @@ ALPHA = 1.7580993408473766  # of self-normalizing networks; ATen's own constant
 
 def dropout(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Dropout and alpha dropout: note the state before it, and let go of what was drawn."""
-    x, p, training, inplace = (argument(func, args, kwargs, n) for n in ("input", "p", "training", "inplace"))
+    if len(args) == 4:
+        x, p, training, inplace = args
+    else:
+        x, p, training, inplace = (argument(func, args, kwargs, n) for n in ("input", "p", "training", "inplace"))
     if inplace:
         before_change(notes, x)
     recorded = torch.is_grad_enabled() and isinstance(x, Tensor) and x.requires_grad
@@ -111,6 +114,9 @@ def _note_native_dropout(
     notes.book.settle(node, 1, "result1")
 
 
+_PROVEN: dict[Any, bool] = {}  # whether attention of this form draws its dropout once, from the state before it
+
+
 def dropout_inside(name: str, place: int, inner: Handler) -> Handler:
     """A composite function that draws once, for the dropout of its attention weights; ``inner`` handles the rest.
 
@@ -130,8 +136,12 @@ def dropout_inside(name: str, place: int, inner: Handler) -> Handler:
         noise = _find_noise(notes, node)
         if noise is not None and state is not None and noise.tensor is not None:
             draw = Draw(noise.tensor, p, state, after)
-            # ATen decides how often and when it draws; the proof is the drawing itself.
-            if torch.equal(draw.factor(), noise.tensor):
+            # ATen decides how often and when it draws, by the shapes and the device alone; the proof is the drawing.
+            form = (func, draw.shape, draw.stride, draw.dtype, p)
+            proven = _PROVEN.get(form)
+            if proven is None:
+                proven = _PROVEN[form] = torch.equal(draw.factor(), noise.tensor)
+            if proven:
                 _redraw(noise, draw.factor)
         return out
 

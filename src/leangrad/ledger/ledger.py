@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Sequence
 from types import TracebackType
@@ -119,7 +120,9 @@ class Ledger:
 
     def summary(self) -> str:
         """What the recorded step kept, shared and rebuilt, by module and op, and why what was kept was not rebuilt."""
-        return summarize(self._recorded.entries if self._recorded is not None else [])
+        text = summarize(self._recorded.entries if self._recorded is not None else [])
+        fused = sys.modules.get("leangrad.ledger.fused")  # imported by the first rebuild on a GPU
+        return text if fused is None else f"{text}\n{fused.summarize()}"
 
 
 def _fresh(residual_depth: int | Literal["auto"], min_bytes: int) -> Ledger:

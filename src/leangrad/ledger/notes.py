@@ -37,8 +37,10 @@ class Book(Protocol):
     min_bytes: int
     fence: int
     packing: bool  # the region itself is at work
-    changing: int  # the memory that a function is changing in place right now
-    watched: dict[int, list[weakref.ref[Value]]]  # by memory, parameters by id: anchors that plain would not have kept
+    changing: Any  # the tensor that a function is changing in place right now
+    # Anchors that plain would not have kept: parameters by their id, other tensors by their memory.
+    watched_parameters: dict[int, list[weakref.ref[Value]]]
+    watched_memory: dict[int, list[weakref.ref[Value]]]
 
     def settle(self, node: Any, nr: int, name: str) -> None:
         """Give the recipe of output ``nr`` of ``node`` to the value that was kept as its saved ``name``."""
@@ -82,6 +84,10 @@ def _noted(names: str) -> Handler:
 
     def handler(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = func(*args, **kwargs)
+        if len(args) == 2 and not kwargs:
+            a, b = args
+            if isinstance(a, Tensor) and isinstance(b, Tensor) and a.requires_grad and b.requires_grad:
+                return out  # the node has an edge for each: nothing is forgotten
         leave_note(out, names_, args, kwargs)
         return out
 
@@ -94,8 +100,10 @@ def _noted_with_defaults(names: str, **defaults: Any) -> Handler:
     def handler(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = func(*args, **kwargs)
         if not args or out is not args[0]:  # ``x.contiguous()`` may be x itself, and its node another op's
-            missing = {k: v for k, v in defaults.items() if names_.index(k) >= len(args)}
-            leave_note(out, names_, args, {**missing, **kwargs})
+            if len(args) < len(names_):
+                missing = {k: v for k, v in defaults.items() if names_.index(k) >= len(args)}
+                kwargs = {**missing, **kwargs}
+            leave_note(out, names_, args, kwargs)
         return out
 
     return handler
@@ -123,14 +131,26 @@ def _group_norm(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str
 def _batch_norm(names: str) -> Handler:
     """In training batch norm changes its running statistics below every version counter; in eval it reads them."""
     names_ = tuple(names.split())
-    places = [names_.index(n) for n in ("running_mean", "running_var", "training", "weight", "bias")]
+    at_mean, at_var, at_trains, at_weight, at_bias = (
+        names_.index(n) for n in ("running_mean", "running_var", "training", "weight", "bias")
+    )
 
     def handler(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        mean, var, trains, weight, bias = (args[i] if i < len(args) else kwargs.get(names_[i]) for i in places)
+        if len(args) == len(names_):
+            mean, var, trains, weight, bias = (
+                args[at_mean], args[at_var], args[at_trains], args[at_weight], args[at_bias],
+            )  # fmt: skip
+        else:
+            given = {**dict(zip(names_, args, strict=False)), **kwargs}
+            mean, var, trains, weight, bias = (
+                given.get(n) for n in ("running_mean", "running_var", "training", "weight", "bias")
+            )
         if mean is not None and trains:
-            before_change(notes, [mean, var])
+            before_change(notes, mean)
+            before_change(notes, var)
         out = func(*args, **kwargs)
-        leave_note(out, (), (), {"weight": weight, "bias": bias})
+        if not (trains and weight is not None and weight.requires_grad and bias is not None and bias.requires_grad):
+            leave_note(out, (), (), {"weight": weight, "bias": bias})  # the node has no edge for one of them
         if mean is not None and trains:
             if not Operand.noted.isdisjoint((id(mean), id(var))):
                 notes.book.fence = _torch.next_sequence_nr()
@@ -203,15 +223,15 @@ def _pooled(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
 
 def _source(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     out = func(*args, **kwargs)
+    if not notes.hold_sources:
+        return out
     if type(out) is Tensor and out.nbytes >= notes.book.min_bytes:
         made = out._base if out._is_view() else out
         node: Any = made.grad_fn if made is not None else None
         if node is not None and made is not None:
-            node.metadata[LIVE] = None
-            if notes.hold_sources:
-                held = made.detach()
-                node.metadata[LIVE] = (weakref.ref(held), held._version)
-                notes.recent.append(held)
+            held = made.detach()
+            node.metadata[LIVE] = (weakref.ref(held), held._version)
+            notes.recent.append(held)
     return out
 
 

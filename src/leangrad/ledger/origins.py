@@ -8,8 +8,7 @@ in parameters, in values that are known already, or in the outputs of ops that a
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -26,6 +25,11 @@ NOTE = "leangrad.note"  # constants that the node forgets: {name: constant or Op
 # This op is never computed twice: (weak reference to its output, version), or None where outputs are not held.
 LIVE = "leangrad.live"
 OPAQUE = "leangrad.opaque"  # the output was changed behind autograd's back: it cannot be replayed
+
+AccumulateGrad: Any = type((torch.ones((), requires_grad=True) * 1).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
+LISTED = ("*",)
+NOTHING: dict[str, Any] = {}
+UNSIGNED = (float, bool, str, type(None))  # constants that are what they are
 
 COPIED_BYTES = 64 * 1024  # operands up to this size are copied
 MAX_WALK = 64  # nodes between a tensor and its anchors; beyond that the tensor is kept
@@ -67,33 +71,52 @@ def key_of(nr: int) -> tuple[str, int]:
     return VALUES[nr] if nr < 64 else ("leangrad", nr)
 
 
-def known(node: Node, nr: int) -> Value | None:
-    """The value of output ``nr`` of ``node``, if there is one already."""
-    ref = node.metadata.get(key_of(nr))
-    return ref() if ref is not None else None
-
-
 def enter(node: Node, nr: int, value: Value) -> None:
     """Let ``node`` know the value of its output ``nr``."""
     node.metadata[key_of(nr)] = weakref.ref(value)
 
 
-class Walk:
-    """One walk through the graph, from a saved tensor to its anchors.
+def join(node: Node, nr: int, value: Value) -> None:
+    """Let the values of outputs 0 and 1 of ``node`` know each other: rebuilding one gives the other as well."""
+    ref = node.metadata.get(VALUES[1 - nr]) if nr < 2 else None
+    other: Value | None = ref() if ref is not None else None
+    if other is not None:
+        value.kin, other.kin = weakref.ref(other), weakref.ref(value)
 
-    fence     outputs of nodes made before this sequence number may have been changed unseen, and are not rebuilt
-    watch     told of every tensor of the caller's that a recipe reads: it must not change under the recipe
-    sharded   parameters are gathered for each module's forward and backward only: no recipe reads them
+
+class Book(Protocol):
+    """What a walk asks of its region."""
+
+    sizes: bool  # whether new values are told their bytes, for the plan
+    fence: int  # outputs of nodes made before this sequence number may have been changed unseen, and are not rebuilt
+    sharded: bool  # parameters are gathered for each module's forward and backward only: no recipe reads them
+
+    def watch(self, value: Value) -> None:
+        """A recipe reads this tensor of the caller's: it must not change under the recipe."""
+
+
+class Walk:
+    """The walks of one region through the graph, from saved tensors to their anchors.
+
+    steps           nodes that were visited since the last start
+    operand_bytes   of the operands that were found since then
     """
 
-    __slots__ = ("fence", "operand_bytes", "sharded", "steps", "watch")
+    __slots__ = ("_book", "_leaves", "operand_bytes", "steps")
 
-    def __init__(self, fence: int, watch: Callable[[Value], None], sharded: bool = False) -> None:
-        self.fence = fence
-        self.watch = watch
-        self.sharded = sharded
-        self.steps = 0
-        self.operand_bytes = 0
+    def __init__(self, book: Book) -> None:
+        self._book = book
+        self._leaves: dict[int, Value] = {}  # by id; a value holds its parameter, so the id stays that one's
+        self.steps = self.operand_bytes = 0
+
+    def start(self, node: Node, nr: int) -> Value:
+        """A new walk: the origin of output ``nr`` of ``node``."""
+        self.steps = self.operand_bytes = 0
+        return self.origin(node, nr)
+
+    def forget(self) -> None:
+        """The region ends: let go of the parameters that recipes read."""
+        self._leaves.clear()
 
     def origin(self, node: Node, nr: int) -> Value:
         """A new value for output ``nr`` of ``node`` with a recipe; NoRecipeError where there is none."""
@@ -101,24 +124,30 @@ class Walk:
         metadata = node.metadata
         if rule is None or LIVE in metadata:
             raise NoRecipeError(f"{type(node).__name__} is never computed twice")
-        if OPAQUE in metadata or node._sequence_nr() < self.fence:
+        if OPAQUE in metadata or node._sequence_nr() < self._book.fence:
             raise NoRecipeError(f"the output of {type(node).__name__} was changed behind autograd's back")
         self.steps += 1
         if self.steps > MAX_WALK:
             raise NoRecipeError(f"more than {MAX_WALK} ops between the tensor and its anchors")
         value = Value(rule.node)
+        if self._book.sizes:
+            value.nbytes = _torch.output_nbytes(node, nr)
         if rule.twins:
-            variable = getattr(node.next_functions[0][0], "variable", None)
-            if variable is not None:
-                return self._cast(rule, value, node, variable)
-        args, kwargs = self._arguments(rule, node, nr)
+            before = node.next_functions[0][0]
+            if type(before) is AccumulateGrad:
+                return self._cast(rule, value, node, before.variable)
+        args = self._arguments(rule, node)
         if rule.twins:
             if not _torch.same_device(node):
                 raise NoRecipeError("a copy from another device")
             twin = _twin(args, value)
             if twin is not None:
                 return twin
-        value.set_recipe(rule.function, args, kwargs)
+        keywords = {key: self._constant(node, name) for key, name in rule.keywords} if rule.keywords else NOTHING
+        value.set_recipe(rule.function, args, keywords)
+        if rule.numbered:
+            value.part = nr
+            join(node, nr, value)
         if len(rule.operands) > 1:
             value.dtype = _torch.output_fact(node, "dtype")
         return value
@@ -126,27 +155,31 @@ class Walk:
     def input(self, edge: tuple[Node, int]) -> Value:
         """The value that flows in along an edge: known, a parameter, rebuilt, or absent."""
         node, nr = edge
-        value = known(node, nr)
-        if value is not None:
-            if value.tensor is not None:
-                if value.tensor._version == value.version:
+        if type(node) is AccumulateGrad:
+            return self._leaf(node.variable)
+        metadata = node.metadata
+        key = VALUES[nr] if nr < 64 else key_of(nr)
+        ref = metadata.get(key)
+        if ref is not None:
+            value: Value | None = ref()
+            if value is not None:
+                tensor = value.tensor
+                if tensor is not None:
+                    if tensor._version == value.version:
+                        return value
+                    raise NoRecipeError(f"the output of {value.op} was changed in place")
+                if node._sequence_nr() >= self._book.fence:
                     return value
-                raise NoRecipeError(f"the output of {value.op} was changed in place")
-            if node._sequence_nr() >= self.fence:
-                return value
-        variable = getattr(node, "variable", None)
-        if variable is not None:
-            return self._leaf(variable)
-        if node._sequence_nr() < self.fence:
+        if node._sequence_nr() < self._book.fence:
             raise NoRecipeError(f"the output of {type(node).__name__} may have been changed unseen")
-        if LIVE in node.metadata or rule_for(node, nr) is None:
+        if LIVE in metadata or rule_for(node, nr) is None:
             value = Value(type(node).__name__)
-            value.live = node.metadata.get(LIVE)
+            value.live = metadata.get(LIVE)
         else:
             value = self.origin(node, nr)
         if value.blocked:
             wait(value)
-        enter(node, nr, value)
+        metadata[key] = weakref.ref(value)
         return value
 
     def _cast(self, rule: Rule, value: Value, node: Node, variable: Tensor) -> Value:
@@ -155,23 +188,26 @@ class Walk:
         if variable.device != device:
             raise NoRecipeError("a copy from another device")
         leaf = self._leaf(variable)
-        leaf.parents = 1
+        leaf.parents += 1
         value.function, value.args, value.inputs, value.order = rule.function, (leaf, dtype), (leaf,), (0,)
         return value
 
     def _leaf(self, variable: Tensor) -> Value:
+        value = self._leaves.get(id(variable))
+        if value is not None and value.tensor is variable and value.version == variable._version:
+            return value
         if type(variable) is not torch.nn.Parameter and type(variable) is not Tensor:
             raise NoRecipeError(f"a parameter of class {type(variable).__name__}")
-        if self.sharded or not is_there(variable):
+        if self._book.sharded or not is_there(variable):
             raise NoRecipeError("a sharded parameter, which is gone by the time a recipe runs")
-        value = leaf_value(variable, variable._version)
-        self.watch(value)
+        value = self._leaves[id(variable)] = leaf_value(variable, variable._version)
+        self._book.watch(value)
         return value
 
-    def _arguments(self, rule: Rule, node: Node, nr: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _arguments(self, rule: Rule, node: Node) -> tuple[Any, ...]:
         edges = node.next_functions
         args: list[Any] = []
-        if rule.operands == ("*",):
+        if rule.operands == LISTED:
             noted = node.metadata.get(NOTE, {}).get("tensors", {})
             args.append(
                 tuple(
@@ -180,28 +216,31 @@ class Walk:
                 )
             )
         else:
-            for i, name in enumerate(rule.operands):
-                edge = edges[i]
+            for name, edge in zip(rule.operands, edges, strict=False):
                 args.append(self.input(edge) if edge[0] is not None else self._constant(node, name))
-        args.extend(self._constant(node, name) for name in rule.constants)
-        if rule.numbered:
-            args.append(nr)
-        return tuple(args), {key: self._constant(node, name) for key, name in rule.keywords}
+        for name in rule.constants:
+            args.append(self._constant(node, name))
+        return tuple(args)
 
     def _constant(self, node: Node, name: str) -> Any:
         kind, attribute = _KINDS.get((type(node), name)) or _kind_of(node, name)
+        if kind == "constant":
+            constant = getattr(node, attribute)
+            return constant if type(constant) in UNSIGNED else signed(constant)
         if kind == "fact":
             return _torch.output_fact(node, attribute)
         if kind == "tensor":
             return self._saved(getattr(node, attribute), name)
-        if kind == "constant":
-            return signed(getattr(node, attribute))
+        if kind == "statistic":
+            packed = _torch.packed(getattr(node, attribute))
+            return leaf_value(packed.tensor, packed.version) if type(packed) is Bare else packed
         noted = node.metadata.get(NOTE)
         if noted is None or attribute not in noted:
             if attribute in DEFAULTS:
                 return DEFAULTS[attribute]
             raise NoRecipeError(f"{type(node).__name__} does not remember its {attribute}")
-        return self._noted(noted[attribute], attribute)
+        constant = noted[attribute]
+        return constant if type(constant) in UNSIGNED else self._noted(constant, attribute)
 
     def _noted(self, constant: Any, name: str) -> Any:
         if constant is NOTE:
@@ -210,7 +249,7 @@ class Walk:
             return constant
         value = constant.value()
         self.operand_bytes += value.nbytes
-        self.watch(value)
+        self._book.watch(value)
         return value
 
     def _saved(self, raw: Any, name: str) -> Any:
@@ -219,7 +258,7 @@ class Walk:
         packed = _torch.packed(raw)
         if type(packed) is Value or packed is None:
             return packed
-        if type(packed) is Bare and self.sharded:
+        if type(packed) is Bare and self._book.sharded:
             raise NoRecipeError("a tensor that may be a sharded parameter")
         if type(packed) is Bare:
             # Autograd saved it as well, so plain PyTorch minds a change too: it need not be watched.
@@ -237,11 +276,13 @@ _BY_TYPE: dict[type, tuple[Rule, ...]] = {}
 
 
 def _kind_of(node: Node, name: str) -> tuple[str, str]:
-    """Where this type of node has a constant: a fact of its output, a saved tensor, a plain constant, or a note."""
+    """Where this type of node has a constant: a fact of its output, a note, a statistic, a saved tensor, or itself."""
     if name[0] == "@":
         found = "fact", name[1:]
     elif name[0] == "?":
         found = "note", name[1:]
+    elif name[0] == "~":
+        found = "statistic", "_raw_saved_" + name[1:]
     elif hasattr(type(node), "_raw_saved_" + name):
         found = "tensor", "_raw_saved_" + name
     elif hasattr(type(node), "_saved_" + name):
@@ -255,11 +296,12 @@ def _kind_of(node: Node, name: str) -> tuple[str, str]:
 def rule_for(node: Node, nr: int) -> Rule | None:
     """The rule that rebuilds output ``nr`` of ``node``."""
     kind = type(node)
-    rules = _BY_TYPE.get(kind)
-    if rules is None:
+    try:
+        rules = _BY_TYPE[kind]
+    except KeyError:
         rules = _BY_TYPE[kind] = tuple(RULES.get(kind.__name__, ()))
     for rule in rules:
-        if (rule.output is None or rule.numbered or rule.output == nr) and (rule.when is None or rule.when(node)):
+        if (rule.output == nr or rule.output is None or rule.numbered) and (rule.when is None or rule.when(node)):
             return rule
     return None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from leangrad.ledger.plan import Item, Record
 from leangrad.ledger.value import Bare, Value
@@ -38,6 +38,8 @@ class Recorder:
         self._kept: list[bool] = []  # what became of it
         self._packed: list[Value | Bare] = []  # what every saved tensor in order became
         self.bare: list[bool] = []  # of each: whether it is kept and no recipe reads it
+        self._dear: set[int] = set()  # the values that will be kept because rebuilding them is too much work
+        self.on_accelerator = False
         self.was_read = False
         self._root = root
         self._root_name = "" if root is None else type(root).__name__
@@ -95,29 +97,48 @@ class Recorder:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        self._dear = {id(value) for value, _, _ in self._decided if _is_dear(value)}
+        if self.on_accelerator:
+            self._spare()
         for value, module, why in self._decided:
             self._number(value)
             self._decisions.append(value.ordinal)
-            self._kept.append(value.tensor is not None)
+            self._kept.append(value.tensor is not None or id(value) in self._dear)
             outcome = "kept" if value.tensor is not None else "rebuilt"
             self.entries.append(Entry(module, value.op, outcome, value.nbytes, why if outcome == "kept" else ""))
         needed = self._needed()
         self.bare = [self._is_bare(p, needed) for p in self._packed]
         for value, _, _ in self._decided:
             value.forget_recipe()
-        self._decided, self._packed, self._root = [], [], None
+        self._decided, self._packed, self._root, self._dear = [], [], None, set()
+
+    def _spare(self) -> None:
+        """Keep the smallest of what would be rebuilt: a recipe costs the host the same however little it saves."""
+        values = {id(v): v for v, _, _ in self._decided}.values()
+        left = SPARE * sum(v.nbytes for v in values if v.tensor is not None)
+        for value in sorted((v for v in values if v.tensor is None and not v.depth), key=lambda v: v.nbytes):
+            left -= value.nbytes
+            if left < 0:
+                return
+            self._dear.add(id(value))
 
     def _needed(self) -> set[int]:
         """The values that some recipe reads."""
-        stack = [p for p in self._packed if type(p) is Value and p.tensor is None and not _sees_kept(p)]
+        stack = [p for p in self._packed if type(p) is Value and not self._is_kept(p) and not self._sees_kept(p)]
         needed: set[int] = set()
         while stack:
             for v in stack.pop().inputs:
                 if id(v) not in needed:
                     needed.add(id(v))
-                    if v.tensor is None:
+                    if not self._is_kept(v):
                         stack.append(v)
         return needed
+
+    def _is_kept(self, value: Value) -> bool:
+        return value.tensor is not None or id(value) in self._dear
+
+    def _sees_kept(self, packed: Value) -> bool:
+        return packed.op == "view" and self._is_kept(packed.inputs[0])
 
     def _is_bare(self, packed: Value | Bare, needed: set[int]) -> bool:
         if type(packed) is Bare:
@@ -125,11 +146,12 @@ class Recorder:
         assert type(packed) is Value
         if id(packed) in needed:
             return False
-        return packed.tensor is not None or (_sees_kept(packed) and id(packed.inputs[0]) not in needed)
+        return self._is_kept(packed) or (self._sees_kept(packed) and id(packed.inputs[0]) not in needed)
 
     def _number(self, value: Value) -> int:
         if value.ordinal < 0:
-            sources = tuple(sorted(self._sources(value))) if value.function is not None and not value.blocked else ()
+            rebuilt = value.function is not None and not value.blocked and id(value) not in self._dear
+            sources = tuple(sorted(self._sources(value))) if rebuilt else ()
             joins = len({id(v.root or v) for v in value.inputs if not v.free}) > 1 if sources else False
             value.ordinal = len(self.items)
             self.items.append(Item(value.nbytes, sources, choice=joins or value.depth > 0))
@@ -180,10 +202,21 @@ class Recorder:
         return made
 
 
-def _sees_kept(packed: Value) -> bool:
-    return packed.op == "view" and packed.inputs[0].tensor is not None
+SPARE = (
+    0.01  # of the kept bytes, on an accelerator: the casts of a ResNet's weights are half of its recipes and 1% of it
+)
+DEAR = 64  # bytes that may be made to rebuild one byte: the statistics of a norm are kept, not summed again
 
 
-def tensor_signature(tensor: Tensor) -> tuple[str, int]:
-    """What a decision is known by from step to step."""
-    return type(tensor.grad_fn).__name__, tensor.nbytes
+def _is_dear(value: Value) -> bool:
+    """Whether rebuilding ``value`` makes many times its bytes on the way. A link of a chain is the plan's to decide."""
+    if value.tensor is not None or value.function is None or value.depth:
+        return False
+    work, stack, seen = 0, [value], set()
+    while stack:
+        v = stack.pop()
+        if v.tensor is None and id(v) not in seen:
+            seen.add(id(v))
+            work += v.nbytes
+            stack.extend(v.inputs)
+    return work > DEAR * value.nbytes

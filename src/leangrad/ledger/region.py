@@ -16,8 +16,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from leangrad import _torch
 from leangrad.errors import ChangedError
 from leangrad.ledger.notes import Notes
-from leangrad.ledger.origins import OPAQUE, NoRecipeError, Operand, Walk, enter, key_of
-from leangrad.ledger.record import Recorder, tensor_signature
+from leangrad.ledger.origins import NOTHING, OPAQUE, VALUES, NoRecipeError, Operand, Walk, enter, join, key_of
+from leangrad.ledger.record import Recorder
 from leangrad.ledger.value import Bare, Value, changed, released, wait
 
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)
@@ -78,15 +78,19 @@ class Region:
         self.cap = ledger.cap
         self.fence = 0
         self.packing = False
-        self.changing = 0
+        self.changing: Any = None
+        self.sizes = recorder is not None
         self.sharded = ledger.sharded  # parameters come and go between forward and backward: no recipe reads them
-        self.watched: dict[int, list[weakref.ref[Value]]] = {}
+        self.watched_parameters: dict[int, list[weakref.ref[Value]]] = {}
+        self.watched_memory: dict[int, list[weakref.ref[Value]]] = {}
         self.waiting: list[weakref.ref[Value]] = []
         self._ledger = ledger
         self._decisions = ledger.decisions
         self._decided = 0
         self._bare = ledger.bare
+        self._planned = len(self._bare)
         self._packs = 0
+        self._walk = Walk(self)
         self._recorder = recorder
         self._notes = Notes(self, hold_sources=ledger.catches)
         self._hooks = saved_tensors_hooks(self.pack, unpack if recorder is None else _recorded_unpack(recorder))
@@ -108,6 +112,7 @@ class Region:
         self._hooks.__exit__()
         self._notes.__exit__(kind, error, trace)
         self._notes.recent.clear()
+        self._walk.forget()
         if self._recorder is not None:
             self._recorder.stop()
         for ref in self.waiting:
@@ -118,13 +123,15 @@ class Region:
     # ---------------------------------------------------------------- pack
 
     def pack(self, tensor: Tensor) -> Packed:
-        """Autograd wants to keep ``tensor``; what it gets is a value that can give it back.
-
-        Half of what a model saves are parameters, views of parameters, and statistics that need no gradient: they are
-        kept as they are, with their version and no value around them.
-        """
+        """Autograd wants to keep ``tensor``; what it gets is a value that can give it back."""
+        n = self._packs
+        self._packs = n + 1
         self.packing = True
         try:
+            if n < self._planned and self._bare[n]:
+                if tensor.is_leaf:
+                    return Bare(tensor if tensor.requires_grad else tensor.detach(), tensor._version)
+                return Bare(tensor.detach(), tensor._version, type(tensor.grad_fn))
             packed = self._pack(tensor)
         finally:
             self.packing = False
@@ -133,10 +140,10 @@ class Region:
         return packed
 
     def _pack(self, tensor: Tensor) -> Packed:
-        n = self._packs
-        self._packs = n + 1
-        if n < len(self._bare) and self._bare[n]:
-            return Bare(tensor.detach(), tensor._version, type(tensor.grad_fn))
+        """Half of what a model saves are parameters, views of parameters, and statistics that need no gradient.
+
+        They are kept as they are, with their version and no value around them.
+        """
         if tensor.grad_fn is None:
             if tensor.requires_grad:
                 return Bare(tensor, tensor._version)
@@ -144,10 +151,10 @@ class Region:
                 return Bare(tensor.detach(), tensor._version)
             value = self._kept(tensor, "input", free=True)  # it may turn out to be an op's second output, or its noise
         else:
-            base = tensor._base if tensor._is_view() else None
+            base = tensor._base
             if tensor.layout is not torch.strided or (base is not None and base.grad_fn is None):
                 return Bare(tensor.detach(), tensor._version)
-            value = self._value(tensor)
+            value = self._value(tensor, base)
         value.readers += 1
         return value
 
@@ -158,14 +165,18 @@ class Region:
         it is made (``changes.aliased``).
         """
         assert value.tensor is not None
-        key = id(value.tensor) if value.op == "leaf" else value.tensor.untyped_storage().data_ptr()
-        self.watched.setdefault(key, []).append(weakref.ref(value))
+        if value.op == "leaf":
+            self.watched_parameters.setdefault(id(value.tensor), []).append(weakref.ref(value))
+        else:
+            memory = value.tensor.untyped_storage().data_ptr()
+            self.watched_memory.setdefault(memory, []).append(weakref.ref(value))
 
-    def _value(self, tensor: Tensor) -> Value:
+    def _value(self, tensor: Tensor, base: Tensor | None) -> Value:
+        """The value of a tensor that has a node; ``base``: of a view."""
         node: Any = tensor.grad_fn
-        assert node is not None
         metadata = node.metadata
-        key = key_of(tensor.output_nr)
+        nr = tensor.output_nr
+        key = VALUES[nr] if nr < 64 else key_of(nr)
         ref = metadata.get(key)
         value: Value | None = ref() if ref is not None else None
         fresh = OPAQUE not in metadata and node._sequence_nr() >= self.fence
@@ -181,8 +192,8 @@ class Region:
                 return self._choose(tensor, node, waiting=value)
         if not fresh or type(tensor) not in PLAIN_TYPES:
             return self._kept(tensor, type(node).__name__)
-        if tensor._is_view():
-            value = self._view(tensor)
+        if base is not None:
+            value = self._view(tensor, base)
         elif tensor.nbytes < self.min_bytes:
             value = self._kept(tensor, type(node).__name__, free=True)
         else:
@@ -196,15 +207,13 @@ class Region:
         value.free = free
         return value
 
-    def _view(self, tensor: Tensor) -> Value:
+    def _view(self, tensor: Tensor, base: Tensor) -> Value:
         """A view is its base, seen through a stride: kept or rebuilt once for all views."""
-        base = tensor._base
-        assert base is not None
         if base.grad_fn is None or base.dtype != tensor.dtype or tensor.is_conj() or tensor.is_neg():
             return self._kept(tensor, type(tensor.grad_fn).__name__, free=base.grad_fn is None)
         value = Value("view")
         offset = tensor.storage_offset() - base.storage_offset()
-        value.set_recipe(_see, (self._value(base), tensor.shape, tensor.stride(), offset), {})
+        value.set_recipe(_see, (self._value(base, None), tensor.shape, tensor.stride(), offset), NOTHING)
         value.nbytes = tensor.nbytes
         return value
 
@@ -215,65 +224,65 @@ class Region:
     def _choose(self, tensor: Tensor, node: Any, waiting: Value | None = None) -> Value:
         """Keep ``tensor`` or store a recipe; ``waiting``: its value, if a recipe downstream has asked for it before."""
         cap = self.cap
+        nbytes = tensor.nbytes
         if self._decisions is not None:
-            learned = self._learned(tensor)
+            learned = self._learned(type(node).__name__, nbytes)
+            if learned:
+                value = waiting or Value(type(node).__name__)
+                value.keep(tensor)
+                return value
             if learned is not None:
-                if learned:
-                    value = waiting or Value(type(node).__name__)
-                    value.keep(tensor)
-                    return value
                 cap = DEEPEST
         why = ""
-        walk = Walk(self.fence, self.watch, self.sharded)
+        walk = self._walk
         try:
-            value = waiting or walk.origin(node, tensor.output_nr)
+            value = waiting or walk.start(node, tensor.output_nr)
             if value.function is None:
                 raise NoRecipeError(f"{value.op} is never computed twice")
-            if walk.operand_bytes >= tensor.nbytes:
+            if waiting is None and walk.operand_bytes >= nbytes:
                 raise NoRecipeError("its recipe would hold as many bytes of operands")
         except NoRecipeError as reason:
             value, why = waiting or Value(type(node).__name__), str(reason)
             value.keep(tensor)
         else:
-            if value.tensor is None and value.layout is None:
-                why = self._settle_new(value, tensor, cap)
-        self._record(value, tensor, why)
+            if value.layout is None and value.tensor is None:
+                value.layout = (tensor.shape, tensor.stride())
+                value.nbytes = nbytes
+                value.cap = cap
+                if value.depth > cap or value.blocked:
+                    why = self._keep_all_the_same(value, tensor, cap)
+        if self._recorder is not None:
+            self._recorder.decided(value, (type(node).__name__, nbytes), why)
+            self._recorder.on_accelerator |= tensor.is_cuda
         return value
 
-    def _record(self, value: Value, tensor: Tensor, why: str) -> None:
-        if self._recorder is not None:
-            self._recorder.decided(value, tensor_signature(tensor), why)
-
-    def _learned(self, tensor: Tensor) -> bool | None:
-        """Whether the plan says to simply keep ``tensor``; None, and an end to the plan, if this step is another."""
+    def _learned(self, op: str, nbytes: int) -> bool | None:
+        """Whether the plan says to simply keep this tensor; None, and an end to the plan, if this step is another."""
         decisions = self._decisions
         assert decisions is not None
         n = self._decided
         self._decided = n + 1
         if n < len(decisions):
-            op, nbytes, keep = decisions[n]
-            if nbytes == tensor.nbytes and op == type(tensor.grad_fn).__name__:
-                return keep
-        self._decisions, self._bare = None, ()
+            decision = decisions[n]
+            if nbytes == decision[1] and op == decision[0]:
+                return decision[2]
+        self._decisions, self._planned = None, 0
         self._ledger.differs()
         return None
 
-    def _settle_new(self, value: Value, tensor: Tensor, cap: int) -> str:
-        """A recipe was found: store it, or say why the tensor is kept all the same."""
-        value.layout = (tensor.shape, tensor.stride())
-        value.nbytes = tensor.nbytes
-        value.cap = cap
+    def _keep_all_the_same(self, value: Value, tensor: Tensor, cap: int) -> str:
+        """A recipe was found that is too deep, or waits for what is not kept: say why ``tensor`` is kept, if it is."""
         if value.depth > cap:
             value.keep(tensor)
             if self._recorder is None:
                 value.forget_recipe()
             return f"its recipe joins more than {cap} lineages in a row"
-        if value.blocked and not self._catch(value):
-            value.keep(tensor)
-            wait(value)
-            self.waiting.append(weakref.ref(value))
-            return "it is made from " + ", ".join(b.op for b in value.blocked) + ", which is not kept"
-        return ""
+        if self._catch(value):
+            return ""
+        value.keep(tensor)
+        wait(value)
+        self.waiting.append(weakref.ref(value))
+        return "it is made from " + ", ".join(b.op for b in value.blocked) + ", which is not kept"
 
     def _catch(self, value: Value) -> bool:
         """Keep the absent values under ``value`` in its stead, if they are still there and smaller."""
@@ -297,7 +306,10 @@ class Region:
         return True
 
     def _is_changing(self, tensor: Tensor) -> bool:
-        return self.changing != 0 and tensor.untyped_storage().data_ptr() == self.changing
+        changing = self.changing
+        if not isinstance(changing, Tensor) or changing.layout is not torch.strided:
+            return False
+        return tensor.untyped_storage().data_ptr() == changing.untyped_storage().data_ptr()
 
     def settle(self, node: Any, nr: int, name: str) -> None:
         """Output ``nr`` of ``node``, kept as its saved ``name`` because it has no node of its own, gets its recipe."""
@@ -305,7 +317,7 @@ class Region:
         if type(value) is not Value or value.tensor is None:
             return
         try:
-            origin = Walk(self.fence, self.watch, self.sharded).origin(node, nr)
+            origin = self._walk.start(node, nr)
         except NoRecipeError:
             return
         if origin.blocked or origin.depth > self.cap:
@@ -314,8 +326,9 @@ class Region:
         assert origin.function is not None
         value.op = origin.op
         value.set_recipe(origin.function, origin.args, origin.kwargs)
-        value.tensor = None
+        value.tensor, value.part = None, origin.part
         enter(node, nr, value)
+        join(node, nr, value)
 
 
 def _see(base: Tensor, shape: torch.Size, stride: tuple[int, ...], offset: int) -> Tensor:

@@ -9,14 +9,15 @@ reference (``node.metadata``), so a value dies with its last reader, in the midd
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
 
-from leangrad import _torch
+from leangrad import _torch, kernels
 from leangrad.errors import ChangedError, LeangradError
 
 Layout = tuple[torch.Size, tuple[int, ...]]
@@ -49,11 +50,13 @@ class Value:
     tensor: Tensor | None = None
     version = 0
     stream = 0  # the CUDA stream on which it was kept
-    function: Callable[..., Tensor] | None = None
+    function: Callable[..., Any] | None = None
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = {}  # noqa: RUF012  (never written to, only replaced)
     inputs: tuple[Value, ...] = ()  # the values among ``args``
     order: tuple[int, ...] = ()  # where they stand, the deepest first
+    part = -1  # ``function`` gives several tensors, and this is the one
+    kin: weakref.ref[Value] | None = None  # the value of another of them
     layout: Layout | None = None
     dtype: torch.dtype | None = None  # of the result, where the function alone would not tell: ``x_bf16 += y_float32``
     parents = 0  # how many recipes read it
@@ -61,6 +64,7 @@ class Value:
     memo_stream = 0
     readers = 0  # how many saved tensors are this value
     reads = 0  # how many of them were read in the backward pass ``task``
+    takes = 0  # how often the memo was read, by recipes as well
     task = -1
     depth = 0  # how many joins of lineages lie between this value and the furthest anchor
     root: Value | None = None  # the one anchor it descends from; None: itself
@@ -112,32 +116,41 @@ class Value:
                 self.depth, self.root = depth, root
         self._notify()
 
-    def set_recipe(self, function: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def set_recipe(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """``function(*args, **kwargs)`` gives this value back."""
         self.function, self.args, self.kwargs = function, args, kwargs
         inputs: list[Value] = []
         order: list[int] = []
+        blocked = False
         for i, a in enumerate(args):
             if type(a) is Value:
                 inputs.append(a)
                 order.append(i)
-            elif type(a) is tuple:
+                a.parents += 1
+                if a.tensor is None and (a.function is None or a.blocked):
+                    blocked = True
+            elif type(a) is tuple and a and type(a[0]) is not int:
                 inside = [v for v in a if type(v) is Value]
                 if inside:
                     inputs += inside
                     order.append(i)
+                    blocked = True  # perhaps
+                    for v in inside:
+                        v.parents += 1
+        self.inputs = tuple(inputs)
         if len(order) > 1:
             # The deepest first: a long chain is then rebuilt from its far end with no temporaries waiting on the way.
             order.sort(key=lambda i: -args[i].depth if type(args[i]) is Value else 0)
-        for v in inputs:
-            v.parents += 1
-        self.inputs, self.order = tuple(inputs), tuple(order)
-        self.blocked = blocking(inputs)
+        self.order = tuple(order)
+        if blocked:
+            self.blocked = blocking(inputs)
         self.settle_lineage()
 
     def forget_recipe(self) -> None:
         """A kept value lets go of a recipe that still waits, and so of what that recipe holds."""
         if self.tensor is not None:
+            for v in self.inputs:
+                v.parents -= 1
             self.function, self.args, self.kwargs, self.inputs, self.order, self.blocked = None, (), {}, (), (), ()
 
     def settle_lineage(self) -> None:
@@ -173,9 +186,19 @@ class Value:
             self.task, self.reads = task, 0
         self.reads += 1
         tensor, _ = self._take({}, task)
-        if self.reads >= self.readers:
+        if self.reads >= self.readers and not self._is_held():
             self.memo = None
         return tensor
+
+    def _is_held(self) -> bool:
+        """Whether a rebuilt tensor is held for the recipes that read it, until as many have.
+
+        [Note: held for recipes] A scan that is written as a loop reads slices of its inputs, one recipe a step: each
+        would rebuild the whole input. A residual stream of which autograd saves only casts is a chain of sums that
+        nobody reads but the next: each link would be rebuilt from the first, and the sums grow as the square.
+        """
+        parents = self.parents
+        return parents >= MANY or (parents > 1 and self.depth > 0 and not self.readers)
 
     def _take(self, made: dict[int, Tensor], task: int) -> tuple[Tensor, bool]:
         """The tensor, and whether it is owned: made just now, held by nobody else, free to be overwritten.
@@ -198,14 +221,18 @@ class Value:
             return tensor, False
         memo = self.memo
         if memo is not None and self.memo_stream == _stream(memo):
+            if self._is_held():
+                self.takes += 1
+                if self.takes >= self.parents + self.readers and self.reads >= self.readers:
+                    self.memo = None
             return memo, False
         if self.parents > 1 and id(self) in made:
             return made[id(self)], False
         tensor, owned = self._rebuild(made, task)
-        if self.readers and (self.reads < self.readers or self.task != task):
+        if self._is_held() or (self.readers and (self.reads < self.readers or self.task != task)):
             # [Note: a memo belongs to one stream] Backward of each op runs on the stream of its forward. What was
             # rebuilt on one stream is not ready on another, so another stream rebuilds it for itself.
-            self.memo, self.memo_stream = tensor, _stream(tensor)
+            self.memo, self.memo_stream, self.takes = tensor, _stream(tensor), 1
             _remember(self, task)
             return tensor, False
         if self.parents > 1:
@@ -217,6 +244,8 @@ class Value:
         function = self.function
         if function is None:
             raise LeangradError(f"the input of a recipe was never kept: {self.op}; this is a bug in leangrad")
+        if function in _fusable() and (fused := _fusable()[function](self, made, task)) is not None:
+            return fused
         args = list(self.args)
         owned = -1
         for i in self.order:
@@ -227,7 +256,15 @@ class Value:
                     owned = i
             else:
                 args[i] = [v._take(made, task)[0] if type(v) is Value else v for v in a]
-        tensor = self._overwrite(function, args, owned) if owned >= 0 else function(*args, **self.kwargs)
+        if self.part >= 0:
+            parts = function(*args, **self.kwargs)
+            tensor = parts[self.part]
+            if self.kin is not None:
+                self._hand_on(parts, task)
+        elif owned >= 0:
+            tensor = self._overwrite(function, args, owned)
+        else:
+            tensor = function(*args, **self.kwargs)
         if self.dtype is not None and tensor.dtype != self.dtype:
             tensor = tensor.to(self.dtype)
         layout = self.layout
@@ -240,15 +277,48 @@ class Value:
         # A view, or an input handed back (``x.to`` of its own dtype), is somebody else's memory too.
         return tensor, not tensor._is_view() and not any(tensor is a for a in args)
 
-    def _overwrite(self, function: Callable[..., Tensor], args: list[Any], owned: int) -> Tensor:
+    def _hand_on(self, parts: Sequence[Tensor], task: int) -> None:
+        """The other tensor that was made with this one: backward is about to ask for it, so it is held if it is small.
+
+        A dropout's mask is; the indices of a pooling, 8 bytes each, are not.
+        """
+        other = self.kin() if self.kin is not None else None
+        if other is None or other.tensor is not None or other.memo is not None or not other.readers:
+            return
+        tensor = parts[other.part]
+        if tensor.nbytes > parts[self.part].nbytes:
+            return
+        if (other.task != task or other.reads < other.readers) and not tensor._is_view() and other.is_laid_out(tensor):
+            other.memo, other.memo_stream = tensor, _stream(tensor)
+            _remember(other, task)
+
+    def is_laid_out(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` lies in memory as this value did."""
+        return self.layout is None or (tensor.shape == self.layout[0] and tensor.stride() == self.layout[1])
+
+    def _overwrite(self, function: Callable[..., Any], args: list[Any], owned: int) -> Tensor:
         """Write the result over an owned input where the op can and the result is of its kind; else make a new one."""
         inplace = IN_PLACE.get(function)
         if inplace is not None and len(args) <= 2:
             target, other = args[owned], args[1 - owned] if len(args) == 2 else None
             if _fits(target, other, self.dtype) and (owned == 0 or (function in COMMUTES and self.kwargs in PLAIN_SUM)):
                 return inplace(target, *([] if other is None else [other]), **self.kwargs)
-        return function(*args, **self.kwargs)
+        tensor: Tensor = function(*args, **self.kwargs)
+        return tensor
 
+
+@functools.cache
+def _fusable() -> dict[Any, Callable[[Value, dict[int, Tensor], int], tuple[Tensor, bool] | None]]:
+    """The functions that may be replayed together as one kernel, and what does it: none where Triton has no device."""
+    if not kernels.has_device():
+        return {}
+    from leangrad.ledger.fused import replay
+    from leangrad.ledger.lowering import LOWERINGS
+
+    return dict.fromkeys(LOWERINGS, replay)
+
+
+MANY = 4  # see [Note: held for recipes]
 
 _memos: dict[int, list[weakref.ref[Value]]] = {}  # by backward pass
 

@@ -40,7 +40,7 @@ for _op in UNARY.split():
         IN_PLACE[_function] = getattr(Tensor, _op + "_", None) or getattr(aten, _op + "_").default
 
 # Output 1 is a buffer that backward reads, as large as the output on a CPU.
-rule("LogSigmoidBackward0", "self", lambda x, n: aten.log_sigmoid_forward.default(x)[n], numbered=True)
+rule("LogSigmoidBackward0", "self", aten.log_sigmoid_forward.default, numbered=True)
 rule("GeluBackward0", "self", F.gelu, approximate="approximate")
 rule("LeakyReluBackward0", "self", F.leaky_relu, "negative_slope")
 rule("LeakyReluBackward1", "self", F.leaky_relu, "negative_slope")
@@ -62,7 +62,7 @@ rule("NanToNumBackward0", "self", torch.nan_to_num, "?nan", "?posinf", "?neginf"
 rule("LogitBackward0", "self", torch.logit, "eps")
 rule("PowBackward0", "self", torch.pow, "exponent")
 rule("PowBackward2", "exponent", lambda exponent, base: torch.pow(base, exponent), "self")
-rule("RsubBackward1", "self", lambda x, other, alpha: torch.rsub(x, other, alpha=alpha), "?other", "alpha")
+rule("RsubBackward1", "self", lambda x, other, alpha: torch.rsub(x, other, alpha=alpha), "?other", alpha="alpha")
 rule("MulBackward1", "self", torch.mul, "other")
 rule("DivBackward1", "self", torch.div, "other")
 rule("DivBackward3", "self", torch.div, "other", rounding_mode="rounding_mode")

@@ -20,16 +20,16 @@ def _vector_norm(x: Tensor, order: float, dim: list[int] | None, keepdim: bool, 
     return aten.linalg_vector_norm.default(x, order, dim, keepdim, dtype=named)  # type: ignore[no-any-return]
 
 
-def _var_mean(x: Tensor, dim: list[int] | None, correction: float | None, keepdim: bool, n: int) -> Tensor:
-    return torch.var_mean(x, dim, correction=correction, keepdim=keepdim)[n]
+def _var_mean(x: Tensor, dim: list[int] | None, correction: float | None, keepdim: bool) -> tuple[Tensor, ...]:
+    return torch.var_mean(x, dim, correction=correction, keepdim=keepdim)
 
 
-def _std_mean(x: Tensor, dim: list[int] | None, correction: float | None, keepdim: bool, n: int) -> Tensor:
-    return torch.std_mean(x, dim, correction=correction, keepdim=keepdim)[n]
+def _std_mean(x: Tensor, dim: list[int] | None, correction: float | None, keepdim: bool) -> tuple[Tensor, ...]:
+    return torch.std_mean(x, dim, correction=correction, keepdim=keepdim)
 
 
-def _aminmax(x: Tensor, dim: int | None, keepdim: bool, n: int) -> Tensor:
-    return torch.aminmax(x, dim=dim, keepdim=keepdim)[n]
+def _aminmax(x: Tensor, dim: int | None, keepdim: bool) -> tuple[Tensor, ...]:
+    return torch.aminmax(x, dim=dim, keepdim=keepdim)
 
 
 rule("SumBackward0", "self", lambda x, dtype: torch.sum(x, dtype=dtype), "@dtype")
@@ -112,27 +112,55 @@ rule("SafeSoftmaxBackward0", "self", aten._safe_softmax.default, "dim", dtype="@
 # ---------------------------------------------------------------------------------------------------------------- norms
 
 
-def _layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, shape: list[int], eps: float) -> Tensor:
-    return torch.native_layer_norm(x, shape, weight, bias, eps)[0]
+# The rules call these for their first output. The statistics, which autograd saves, come last among the arguments: a
+# fused kernel applies a norm from them (``fused.py``), the norm's own function needs none.
 
 
-def _rms_norm(x: Tensor, weight: Tensor | None, shape: list[int], eps: float | None) -> Tensor:
-    return aten._fused_rms_norm.default(x, shape, weight, eps)[0]  # type: ignore[no-any-return]
+def whole_layer_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, shape: list[int], eps: float
+) -> tuple[Tensor, ...]:
+    """The output, the mean and 1/deviation of each row."""
+    return torch.native_layer_norm(x, shape, weight, bias, eps)
+
+
+def whole_rms_norm(x: Tensor, weight: Tensor | None, shape: list[int], eps: float | None) -> tuple[Tensor, ...]:
+    """The output and 1/rms of each row."""
+    return aten._fused_rms_norm.default(x, shape, weight, eps)  # type: ignore[no-any-return]
+
+
+def whole_batch_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, ...]:
+    """The output, the mean and 1/deviation of each channel; no running statistics are touched."""
+    return torch.native_batch_norm(x, weight, bias, None, None, True, 0.0, eps)
+
+
+def whole_cudnn_batch_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, ...]:
+    """The same by cuDNN."""
+    return torch.cudnn_batch_norm(x, weight, bias, None, None, True, 0.0, eps)[:3]
+
+
+def _layer_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, shape: list[int], eps: float, *statistics: Tensor
+) -> Tensor:
+    return whole_layer_norm(x, weight, bias, shape, eps)[0]
+
+
+def _rms_norm(x: Tensor, weight: Tensor | None, shape: list[int], eps: float | None, *statistics: Tensor) -> Tensor:
+    return whole_rms_norm(x, weight, shape, eps)[0]
+
+
+def _batch_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *statistics: Tensor) -> Tensor:
+    # The statistics of the batch again, with no running statistics to touch: the same bits, and no state changes.
+    return whole_batch_norm(x, weight, bias, eps)[0]
+
+
+def _cudnn_batch_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, *statistics: Tensor) -> Tensor:
+    return whole_cudnn_batch_norm(x, weight, bias, eps)[0]
 
 
 def _group_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, n: int, c: int, hw: int, group: int, eps: float
 ) -> Tensor:
     return torch.native_group_norm(x, weight, bias, n, c, hw, group, eps)[0]
-
-
-def _batch_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    # The statistics of the batch again, with no running statistics to touch: the same bits, and no state changes.
-    return torch.native_batch_norm(x, weight, bias, None, None, True, 0.0, eps)[0]
-
-
-def _cudnn_batch_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    return torch.cudnn_batch_norm(x, weight, bias, None, None, True, 0.0, eps)[0]
 
 
 def _fixed_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, var: Tensor, eps: float) -> Tensor:
@@ -152,10 +180,12 @@ def _evaluating(node: Any) -> bool:
 
 
 _STATISTICS = ("?fixed_mean", "?fixed_var", "eps")  # copies: a later training step changes the originals unseen
-rule("NativeLayerNormBackward0", "input weight bias", _layer_norm, "normalized_shape", "?eps")
-rule("FusedRmsNormBackward0", "input weight", _rms_norm, "normalized_shape", "?eps")
+rule("NativeLayerNormBackward0", "input weight bias", _layer_norm, "normalized_shape", "?eps", "~result1", "~result2")
+rule("FusedRmsNormBackward0", "input weight", _rms_norm, "normalized_shape", "?eps", "~result1")
 rule("NativeGroupNormBackward0", "input weight bias", _group_norm, "N", "C", "HxW", "group", "eps")
-rule("NativeBatchNormBackward0", "input weight bias", _batch_norm, "eps", when=_training)
+rule("NativeBatchNormBackward0", "input weight bias", _batch_norm, "eps", "~result1", "~result2", when=_training)
 rule("NativeBatchNormBackward0", "input weight bias", _fixed_norm, *_STATISTICS, when=_evaluating)
-rule("CudnnBatchNormBackward0", "input weight bias", _cudnn_batch_norm, "epsilon", when=_training)
+rule(
+    "CudnnBatchNormBackward0", "input weight bias", _cudnn_batch_norm, "epsilon", "~result1", "~result2", when=_training
+)
 rule("WeightNormInterfaceBackward0", "v g", _weight_norm, "dim")

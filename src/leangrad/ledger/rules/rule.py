@@ -10,7 +10,8 @@ means ``F.leaky_relu(self, node._saved_negative_slope)``. Where a node forgets a
 norm) the constant is written ``?name`` and comes from the note that ``notes.py`` left on the node; where there is no
 note there is no recipe, and the tensor is kept. An input without an edge (it needs no gradient) is looked up by its
 name in the same way: ``other`` is what the node saved, ``?other`` is for nodes that save it only at times. ``@shape``
-and ``@dtype`` are those of the op's output.
+and ``@dtype`` are those of the op's output. ``~result1`` is a statistic that the node saved (a mean, a 1/deviation):
+the function does not need it, but a fused kernel applies a norm from it (``fused.py``).
 """
 
 from __future__ import annotations
@@ -18,8 +19,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
-
-from torch import Tensor
 
 from leangrad._torch import output_fact
 
@@ -30,12 +29,12 @@ class Rule:
 
     node: str
     operands: tuple[str, ...]  # one per edge; ``("*",)``: a list of tensors, one per edge
-    function: Callable[..., Tensor]
+    function: Callable[..., Any]
     constants: tuple[str, ...]
     keywords: tuple[tuple[str, str], ...]
-    # The output that this rule rebuilds; None: the only one, or ``function`` takes its number.
+    # The output that this rule rebuilds; None: the only one.
     output: int | None = None
-    numbered: bool = False  # ``function`` takes the number of the output as its last argument
+    numbered: bool = False  # ``function`` gives all outputs of the node, and the value is one of them
     # Two such nodes over one input with the same constants are the same tensor: kept or rebuilt once.
     twins: bool = False
     when: Callable[[Any], bool] | None = None  # the nodes that this rule is for
@@ -47,7 +46,7 @@ RULES: dict[str, list[Rule]] = {}
 def rule(
     node: str,
     operands: str,
-    function: Callable[..., Tensor],
+    function: Callable[..., Any],
     *constants: str,
     output: int | None = 0,
     numbered: bool = False,

@@ -36,15 +36,11 @@ rule("ViewAsComplexBackward0", "self", torch.view_as_complex)
 rule("ConjBackward0", "self", torch.conj)
 
 
-def _split(x: Tensor, sizes: int | list[int], dim: int, n: int) -> Tensor:
-    return x.split(sizes, dim)[n]  # type: ignore[no-any-return]
-
-
-rule("SplitBackward0", "self", _split, "split_size", "dim", numbered=True)
-rule("SplitWithSizesBackward0", "self", _split, "split_sizes", "dim", numbered=True)
-rule("UnsafeSplitBackward0", "self", _split, "split_size", "dim", numbered=True)
-rule("UnsafeSplitWithSizesBackward0", "self", _split, "split_sizes", "dim", numbered=True)
-rule("UnbindBackward0", "self", lambda x, dim, n: x.unbind(dim)[n], "dim", numbered=True)
+rule("SplitBackward0", "self", Tensor.split, "split_size", "dim", numbered=True)
+rule("SplitWithSizesBackward0", "self", Tensor.split, "split_sizes", "dim", numbered=True)
+rule("UnsafeSplitBackward0", "self", Tensor.split, "split_size", "dim", numbered=True)
+rule("UnsafeSplitWithSizesBackward0", "self", Tensor.split, "split_sizes", "dim", numbered=True)
+rule("UnbindBackward0", "self", Tensor.unbind, "dim", numbered=True)
 
 # ------------------------------------------------------------------------------------------------ joining and repeating
 

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
-from torch import Tensor
 
 from leangrad.ledger.rules.rule import rule
 
@@ -15,22 +11,13 @@ aten = torch.ops.aten
 # -------------------------------------------------------------------------------------------------------------- pooling
 
 
-def _max_pool(name: str) -> Callable[..., Tensor]:
-    """Output 0 of a max pooling is the values; output 1 the indices, 8 bytes each, which are rebuilt too."""
-    function = getattr(aten, name).default
-
-    def pool(x: Tensor, *settings: Any) -> Tensor:
-        return function(x, *settings[:-1])[settings[-1]]  # type: ignore[no-any-return]
-
-    return pool
-
-
+# Output 0 of a max pooling is the values; output 1 the indices, 8 bytes each, which are rebuilt too.
 _MAXIMUM = ("kernel_size", "stride", "padding", "dilation", "ceil_mode")
 _AVERAGE = ("kernel_size", "stride", "padding", "ceil_mode", "count_include_pad", "divisor_override")
-rule("MaxPool2DWithIndicesBackward0", "self", _max_pool("max_pool2d_with_indices"), *_MAXIMUM, numbered=True)
-rule("MaxPool3DWithIndicesBackward0", "self", _max_pool("max_pool3d_with_indices"), *_MAXIMUM, numbered=True)
-rule("AdaptiveMaxPool2DBackward0", "self", _max_pool("adaptive_max_pool2d"), "@shape[-2:]", numbered=True)
-rule("AdaptiveMaxPool3DBackward0", "self", _max_pool("adaptive_max_pool3d"), "@shape[-3:]", numbered=True)
+rule("MaxPool2DWithIndicesBackward0", "self", aten.max_pool2d_with_indices.default, *_MAXIMUM, numbered=True)
+rule("MaxPool3DWithIndicesBackward0", "self", aten.max_pool3d_with_indices.default, *_MAXIMUM, numbered=True)
+rule("AdaptiveMaxPool2DBackward0", "self", aten.adaptive_max_pool2d.default, "@shape[-2:]", numbered=True)
+rule("AdaptiveMaxPool3DBackward0", "self", aten.adaptive_max_pool3d.default, "@shape[-3:]", numbered=True)
 rule("AvgPool2DBackward0", "self", aten.avg_pool2d.default, *_AVERAGE)
 rule("AvgPool3DBackward0", "self", aten.avg_pool3d.default, *_AVERAGE)
 rule("AdaptiveAvgPool2DBackward0", "self", aten._adaptive_avg_pool2d.default, "@shape[-2:]")
@@ -64,4 +51,4 @@ rule("Col2ImBackward0", "self", aten.col2im.default, "@shape[-2:]", *_PATCH)
 
 # The mask of a fused dropout is drawn again from the generator's state before the op: see ``notes.py``. Where dropout
 # is written out as a product with random numbers, the numbers are drawn again, and the product has its own rule.
-rule("NativeDropoutBackward0", "input", lambda x, redraw, n: redraw(x)[n], "?redraw", output=None, numbered=True)
+rule("NativeDropoutBackward0", "input", lambda x, redraw: redraw(x), "?redraw", numbered=True)

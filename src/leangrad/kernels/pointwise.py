@@ -1,0 +1,273 @@
+"""A chain of pointwise ops as one Triton kernel, with the bits that ATen's own kernels give op by op.
+
+[Note: the same bits in one kernel]
+Why one kernel can give the very bits of many:
+
+- ATen computes a pointwise op in float32 (its "opmath") and rounds the result to the op's dtype. So does a step here.
+- float32 ``+ - *``, division, square root and fma are defined to the last bit by IEEE 754. Contraction of ``a * b + c``
+  to an fma is switched off; where nvcc contracts *inside* one of ATen's kernels, the fma is written out.
+- Rounding to bfloat16 and float16 is one machine instruction, given as such: what the compiler sees as a cast it may
+  narrow (``round(float(a) * float(b))`` becomes a bfloat16 product, which differs for denormals).
+- tanh, erf, exp and rsqrt are libdevice's, the library that nvcc links into ATen, in the form that keeps denormals.
+- Norms are applied from the statistics that autograd keeps: no sum is computed a second time.
+
+Nothing here is taken on trust: tests try every bfloat16, every float16 and every float32 input of the unary ops, and
+``ledger/fused.py`` compares each new program with ATen on real data, bit for bit, before it uses it.
+"""
+
+# mypy: disable-error-code="no-untyped-def,no-redef"
+
+from __future__ import annotations
+
+import hashlib
+import linecache
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from leangrad.kernels import INTERPRETED
+from leangrad.kernels.launch import Launch
+
+__all__ = ["OPS", "Input", "Kernel", "Program", "Step", "compiled", "source"]
+
+BLOCK, WARPS = 1024, 4  # elements per program: 8 per thread, one 16-byte load of a 16-bit map
+OPTIONS: dict[str, Any] = {} if INTERPRETED else {"enable_fp_fusion": False, "enable_reflect_ftz": False}
+ROUNDED = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+# ---- what the table is written in -----------------------------------------------------------------------------------
+
+if INTERPRETED:  # The interpreter has neither libdevice nor assembly: these stand in, to test the structure.
+
+    @triton.jit
+    def tanh(x):
+        """As near as tests of structure need it."""
+        return 1.0 - tl.div_rn(2.0, 1.0 + tl.exp(2.0 * x))
+
+    @triton.jit
+    def exp(x):
+        """As near as tests of structure need it."""
+        return tl.exp(x)
+
+    @triton.jit
+    def erf(x):
+        """As near as tests of structure need it."""
+        return tl.erf(x)
+
+    @triton.jit
+    def rsqrt(x):
+        """As near as tests of structure need it."""
+        return tl.rsqrt(x)
+
+    @triton.jit
+    def bfloat16(x):
+        """Round to nearest, ties to even; the interpreter's own cast cuts off."""
+        bits = x.to(tl.int32, bitcast=True)
+        rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
+        return tl.where(x == x, rounded, float("nan")).to(tl.bfloat16)
+
+    @triton.jit
+    def float16(x):
+        """Round to nearest, ties to even."""
+        return x.to(tl.float16)
+
+else:
+    from triton.language.extra.cuda.libdevice import erf, exp, rsqrt, tanh
+
+    @triton.jit
+    def bfloat16(x):
+        """Round to nearest, ties to even."""
+        return tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=2
+        )
+
+    @triton.jit
+    def float16(x):
+        """Round to nearest, ties to even."""
+        return tl.inline_asm_elementwise(
+            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=tl.float16, is_pure=True, pack=2
+        )
+
+
+@triton.jit
+def clamp(x, low, high):
+    """NaN stays NaN, and 0 is above −0."""
+    return tl.minimum(tl.maximum(x, low, propagate_nan=tl.PropagateNan.ALL), high, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def sigmoid(x):
+    """1 / (1 + exp(−x)). nvcc contracts the sum, without effect: exp ends in a product with a power of two."""
+    return tl.div_rn(1.0, 1.0 + exp(x * -1.0))
+
+
+@triton.jit
+def silu(x):
+    """x / (1 + exp(−x))."""
+    return tl.div_rn(x, 1.0 + exp(x * -1.0))
+
+
+@triton.jit
+def gelu(x):
+    """x·½·(1 + erf(x/√2))."""
+    return x * 0.5 * (1.0 + erf(x * 0.7071067811865476))
+
+
+@triton.jit
+def gelu_tanh(x):
+    """½x·(1 + tanh(√(2/π)·(x + 0.044715·x³)))."""
+    return 0.5 * x * (1.0 + tanh(0.7978845608028654 * tl.fma(x * x * x, 0.044715, x)))
+
+
+FUNCTIONS = {f.__name__: f for f in (bfloat16, float16, clamp, sigmoid, silu, gelu, gelu_tanh)}
+FUNCTIONS |= {"tl": tl, "tanh": tanh, "erf": erf, "exp": exp, "rsqrt": rsqrt}
+
+# ---- the table: one line per op, over float32 operands ---------------------------------------------------------------
+
+OPS = {
+    "cast": "{0}",
+    "add": "{0} + {1}",
+    "add_scaled": "tl.fma({1}, {2}, {0})",  # self + alpha·other, as nvcc contracts it
+    "sub": "{0} - {1}",
+    "mul": "{0} * {1}",
+    "div": "tl.div_rn({0}, {1})",
+    "neg": "{0} * -1.0",  # Triton's own minus is 0 − x, which makes +0 of +0
+    "relu": "tl.maximum({0}, 0.0, propagate_nan=tl.PropagateNan.ALL)",
+    "leaky_relu": "tl.where({0} > 0, {0}, {0} * {1})",
+    "clamp": "clamp({0}, {1}, {2})",
+    "clamp_min": "tl.maximum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)",
+    "clamp_max": "tl.minimum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)",
+    "hardswish": "{0} * clamp({0} + 3.0, 0.0, 6.0) * 0.16666666666666666",
+    "hardsigmoid": "clamp({0} + 3.0, 0.0, 6.0) * 0.16666666666666666",
+    "abs": "tl.abs({0})",
+    "reciprocal": "tl.div_rn(1.0, {0})",
+    "sqrt": "tl.sqrt_rn({0})",
+    "rsqrt": "rsqrt({0})",
+    "exp": "exp({0})",
+    "tanh": "tanh({0})",
+    "sigmoid": "sigmoid({0})",
+    "silu": "silu({0})",
+    "gelu": "gelu({0})",
+    "gelu_tanh": "gelu_tanh({0})",
+    "where": "tl.where({0}, {1}, {2})",
+    # x, mean, rstd, weight, bias
+    "layer_norm": "tl.fma({3}, {2} * ({0} - {1}), {4})",
+    "layer_norm_no_bias": "{3} * ({2} * ({0} - {1}))",
+    "layer_norm_bare": "{2} * ({0} - {1})",
+    "batch_norm": "tl.fma({3} * ({0} - {1}), {2}, {4})",
+    "batch_norm_scaled": "tl.fma({0} - {1}, {3} * {2}, {4})",
+    "batch_norm_folded": "tl.fma({0}, {3} * {2}, {4} - {1} * ({3} * {2}))",
+    # x, rstd, weight
+    "rms_norm": "{2} * ({1} * {0})",
+    "rms_norm_bare": "{1} * {0}",
+}
+
+# ---- programs -------------------------------------------------------------------------------------------------------
+
+Term = tuple[int, int, int]
+
+
+class Input(NamedTuple):
+    """A tensor that a program reads, and where it finds element i of the output there.
+
+    ``terms`` None: at i. Otherwise at the sum of ``(i // inner) % size * stride``; size 0: no remainder to be taken,
+    the term belongs to the outermost dimension; no terms: always the same element.
+    """
+
+    dtype: torch.dtype
+    terms: tuple[Term, ...] | None = None
+
+
+class Step(NamedTuple):
+    """One op. Operands count through the inputs, then the scalars, then the steps before this one."""
+
+    op: str
+    operands: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Program(NamedTuple):
+    """A chain of pointwise ops over one index.
+
+    >>> half, x = torch.bfloat16, Input(torch.float32)
+    >>> scaled = Program((x,), 1, (Step("mul", (0, 1), torch.float32), Step("cast", (2,), half)), (1,))
+    """
+
+    inputs: tuple[Input, ...]
+    scalars: int
+    steps: tuple[Step, ...]
+    outputs: tuple[int, ...]  # numbers of steps
+
+
+def source(program: Program, wide: bool) -> str:
+    """The kernel of ``program`` as Triton source; ``wide``: offsets need 64 bits."""
+    inputs = [f"x{k}" for k in range(len(program.inputs))]
+    scalars = [f"s{k}" for k in range(program.scalars)]
+    outputs = [f"y{k}" for k in program.outputs]
+    names = [f"v{k}" for k in range(len(inputs))] + scalars + [f"r{k}" for k in range(len(program.steps))]
+    lines = [
+        f"def fused({', '.join([*inputs, *outputs, *scalars])}, n, start, BLOCK: tl.constexpr):",
+        f"    j = tl.program_id(0){'.to(tl.int64)' if wide else ''} * BLOCK + tl.arange(0, BLOCK)",
+        "    inside = j < n",
+        "    i = start + j",
+    ]
+    for k, (dtype, terms) in enumerate(program.inputs):
+        cast = "" if dtype is torch.bool else ".to(tl.float32)"
+        lines.append(f"    v{k} = tl.load(x{k} + {_place(terms)}, mask=inside){cast}")
+    for k, (op, operands, dtype) in enumerate(program.steps):
+        value = OPS[op].format(*(names[o] for o in operands))
+        if dtype is torch.float32:
+            result = f"r{k}"
+            lines.append(f"    r{k} = {value}")
+        else:
+            result = f"h{k}"
+            lines += [f"    h{k} = {ROUNDED[dtype]}({value})", f"    r{k} = h{k}.to(tl.float32)"]
+        if k in program.outputs:
+            lines.append(f"    tl.store(y{k} + j, {result}, mask=inside)")
+    return "\n".join(lines) + "\n"
+
+
+def _place(terms: tuple[Term, ...] | None) -> str:
+    if terms is None:
+        return "i"
+    parts = []
+    for inner, size, stride in terms:
+        part = "i" if inner == 1 else f"(i // {inner})"
+        part = f"{part} % {size}" if size else part
+        parts.append(part if stride == 1 else f"({part}) * {stride}")
+    return "(" + " + ".join(parts or ["i * 0"]) + ")"
+
+
+class Kernel:
+    """One program, compiled; Triton keeps the machine code of each alignment and dtype under it."""
+
+    def __init__(self, program: Program, wide: bool) -> None:
+        self.program = program
+        # Triton reads a kernel's source through ``inspect``, which looks into ``linecache`` for files that are none.
+        text = source(program, wide)
+        name = f"<leangrad fused {hashlib.sha256(text.encode()).hexdigest()[:16]}>"
+        linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+        scope = {**FUNCTIONS, "__name__": __name__}
+        exec(compile(text, name, "exec"), scope)
+        self.jitted = triton.jit(scope["fused"])
+
+    def launch(self, inputs: list[Tensor], scalars: list[float], outputs: list[Tensor], n: int, start: int = 0) -> None:
+        """Write elements ``start`` to ``start + n`` of every output of the program, each to its own flat memory."""
+        self.jitted[(_blocks(n),)](*inputs, *outputs, *scalars, n, start, BLOCK=BLOCK, num_warps=WARPS, **OPTIONS)
+
+    def launcher(self, device: torch.device, n: int) -> Launch:
+        """The same for all ``n`` elements, again and again."""
+        return Launch(self.jitted, device, (_blocks(n),), (n, 0, BLOCK), WARPS, **OPTIONS)
+
+
+def _blocks(n: int) -> int:
+    return (n + BLOCK - 1) // BLOCK
+
+
+@cache
+def compiled(program: Program, wide: bool = False) -> Kernel:
+    """The kernel of ``program``, made once."""
+    return Kernel(program, wide)

@@ -1,0 +1,139 @@
+"""The pointwise ops under a value of the ledger, gathered for one program: see ``fused.py``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from leangrad.ledger.lowering import LOWERINGS, STATIC, WEIGHTS
+from leangrad.ledger.value import Value, _stream
+
+MAX_STEPS = 48
+NEVER = 1 << 20  # taken off the weight of a chain that no program serves
+TABLE = set(LOWERINGS)  # the functions that take part in chains; those that are not exact here drop out
+
+
+def may_chain(root: Value) -> bool:
+    """Whether a chain could be longer than ``root`` alone, at a glance."""
+    if root.function not in TABLE:
+        return False
+    if WEIGHTS[root.function] > 1:
+        return True
+    return any(v.tensor is None and v.function in TABLE for v in root.inputs)
+
+
+class Chain:
+    """The pointwise ops under a value, and what they read. Made for every rebuild, so it is written to be quick."""
+
+    __slots__ = (
+        "_at_hand",
+        "_codes",
+        "key",
+        "leaves",
+        "made",
+        "outputs",
+        "scalars",
+        "shape",
+        "task",
+        "uses",
+        "values",
+        "weight",
+    )
+
+    def __init__(self, root: Value, made: dict[int, Tensor], task: int) -> None:
+        self.made, self.task = made, task
+        self.shape = root.layout[0] if root.layout is not None else None
+        self.values: list[Value] = []  # in the order in which they are computed; the root is the last
+        self.uses: list[int] = []  # how often each is read in this chain
+        self.leaves: list[Value] = []
+        self.scalars: list[float] = []
+        self.outputs: list[int] = []  # numbers of values that are wanted; the root's is the last
+        self.key: list[Any] = []  # what makes two chains one program: a part for each value
+        self.weight = 0  # passes over memory that a replay op by op would take
+        self._codes: dict[int, int] = {}  # by id: the number of a value, or −1 − that of a leaf
+        self._at_hand: dict[int, bool] = {}
+        self._visit(root)
+        last = len(self.values) - 1
+        if len(self.outputs) > 1 or (self.outputs and self.outputs[0] != last):
+            self.outputs = [k for k in self.outputs if k != last and self._is_asked_for(k)]
+            self.outputs.append(last)
+        elif not self.outputs:
+            self.outputs.append(last)
+        self.key.append(tuple(self.outputs))
+
+    def refusal(self, reason: object) -> str:
+        """Why this chain is replayed op by op."""
+        return f"{', '.join(v.op for v in self.values)}: {reason}"
+
+    def _visit(self, value: Value) -> None:
+        codes, args, function = self._codes, value.args, value.function
+        for i in value.order:
+            operand = args[i]
+            if id(operand) not in codes:
+                if operand.tensor is None and operand.function in TABLE and self._is_inner(operand):
+                    self._visit(operand)
+                else:
+                    self.leaves.append(operand)
+                    codes[id(operand)] = -len(self.leaves)
+        part: list[Any] = [function, value.dtype, value.layout]
+        for a in args:
+            kind = type(a)
+            if kind is Value:
+                code = codes[id(a)]
+                part.append(code)
+                if code >= 0:
+                    self.uses[code] += 1
+            elif kind is float or kind is int or (kind is Tensor and a.dim() == 0 and a.is_cpu and not a.is_complex()):
+                if function in STATIC:
+                    part.append(float(a))
+                else:
+                    self.scalars.append(float(a))
+                    part.append(float)
+            else:
+                part.append(a)
+                if kind is Tensor or kind is complex:
+                    self.weight -= NEVER
+        if value.kwargs:
+            part.extend(value.kwargs.items())
+        number = codes[id(value)] = len(self.values)
+        self.values.append(value)
+        self.uses.append(0)
+        self.weight += WEIGHTS[function]
+        if value.readers or value.parents > 1:
+            self.outputs.append(number)
+        self.key.append(tuple(part))
+
+    def _is_asked_for(self, number: int) -> bool:
+        """Whether readers or other recipes are still to come for a value: as in ``Value._take``."""
+        v = self.values[number]
+        if v.readers and (v.reads < v.readers or v.task != self.task):
+            return True
+        return v._is_held() and self.uses[number] < v.parents
+
+    def _is_inner(self, v: Value) -> bool:
+        """Whether ``v``, an op of the table, is computed in this program.
+
+        One that other recipes read too is computed here only if everything under it is at hand. Otherwise it is made
+        once and held (``made``), or what lies under it would be rebuilt again and again.
+        """
+        if self.is_made(v) or len(self.values) >= MAX_STEPS:
+            return False
+        if (v.readers or v._is_held()) and v.layout is not None and v.layout[0] != self.shape:
+            return False
+        return v.parents <= 1 or self._has_at_hand(v)
+
+    def is_made(self, value: Value) -> bool:
+        """Whether ``value`` need not be rebuilt."""
+        memo = value.memo
+        if memo is not None and value.memo_stream == _stream(memo):
+            return True
+        return value.tensor is not None or id(value) in self.made
+
+    def _has_at_hand(self, value: Value) -> bool:
+        known = self._at_hand.get(id(value))
+        if known is None:
+            known = self._at_hand[id(value)] = self.is_made(value) or (
+                value.function in TABLE and all(self._has_at_hand(v) for v in value.inputs)
+            )
+        return known

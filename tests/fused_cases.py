@@ -1,0 +1,269 @@
+"""Fused chains against plain PyTorch; run by test_fused.py on a GPU, and as a script under `TRITON_INTERPRET=1`.
+
+The interpreter computes what IEEE 754 defines to the last bit, so these programs must have plain's bits and be used;
+with tanh, erf and exp a CPU's own library differs, so such programs must be found out and left alone.
+"""
+
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import leangrad
+from leangrad.kernels.pointwise import OPS, Input, Program, Step, compiled, source
+from leangrad.ledger import fused
+from leangrad.ledger.lowering import RefusedError, find_terms
+
+f32, bf16, f16 = torch.float32, torch.bfloat16, torch.float16
+STEPS = 3 + fused.PROOFS
+DEVICE = "cpu"
+PROGRAMS: dict[str, Callable[[Any], list[Tensor]]] = {}
+
+
+# ---- programs by hand ------------------------------------------------------------------------------------------------
+
+
+def check_layouts() -> None:
+    """Operands of every layout are found: dense, permuted, broadcast, sliced, expanded."""
+    full = torch.empty(4, 6, 5, 8)
+    outputs = [full, full.to(memory_format=torch.channels_last), full.permute(2, 0, 3, 1), full[:, :, :1]]
+    for out in outputs:
+        shape = out.shape
+        dense = torch.empty(shape).as_strided(shape, _dense_strides(out))
+        operands = [
+            torch.randn(shape),
+            torch.randn(shape).to(memory_format=torch.channels_last),
+            torch.randn(shape[-1]),
+            torch.randn(shape[1], 1, 1),
+            torch.randn(shape[0], 1, shape[2], 1),
+            torch.randn(*shape[2:]),
+            torch.randn(()),
+            torch.randn(1, 1, 1, 1),
+            torch.randn(shape[0], shape[1], shape[2], 2 * shape[3])[..., ::2],
+            torch.randn(shape[1], shape[0], shape[2], shape[3]).transpose(0, 1),
+        ]
+        for x in operands:
+            terms = find_terms(x.shape, x.stride(), shape, dense.stride())
+            result = torch.empty_strided(shape, dense.stride())
+            program = Program((Input(f32, terms),), 0, (Step("neg", (0,), f32),), (0,))
+            compiled(program).launch([x], [], [result], result.numel())
+            assert torch.equal(result, -x.expand(shape)), (shape, dense.stride(), x.shape, x.stride(), terms)
+
+
+def _dense_strides(x: Tensor) -> tuple[int, ...]:
+    return torch.empty_like(x, memory_format=torch.preserve_format).stride()
+
+
+def check_terms() -> None:
+    assert find_terms(torch.Size((4, 6)), (6, 1), torch.Size((4, 6)), (6, 1)) is None
+    assert find_terms(torch.Size(()), (), torch.Size((4, 6)), (6, 1)) == ()
+    channels = find_terms(torch.Size((6, 1)), (1, 1), torch.Size((2, 6, 3)), (18, 1, 6))
+    assert channels == ((1, 6, 1),)
+    rotary = find_terms(torch.Size((3, 8)), (8, 1), torch.Size((2, 5, 3, 8)), (120, 24, 8, 1))
+    assert rotary == ((1, 24, 1),)
+    try:
+        find_terms(torch.Size((4,)), (1,), torch.Size((2, 4)), (8, 1))
+    except RefusedError:
+        pass
+    else:
+        raise AssertionError("an output with holes was taken for dense")
+
+
+def check_rounding() -> None:
+    """Each step rounds to its dtype; several outputs; pieces that start in the middle."""
+    x, y = torch.randn(3000), torch.randn(3000).to(bf16)
+    steps = (Step("mul", (0, 2), bf16), Step("add", (3, 1), bf16), Step("div", (4, 0), f32), Step("cast", (5,), f16))
+    kernel = compiled(Program((Input(f32), Input(bf16)), 1, steps, (1, 3)))
+    a = (x * 0.3).to(bf16)
+    b = a + y
+    c = (b.float() / x).to(f16)
+    for start, n in ((0, 3000), (1024, 1500), (2999, 1)):
+        mine = torch.empty(n, dtype=bf16), torch.empty(n, dtype=f16)
+        kernel.launch([x, y], [0.3], list(mine), n, start)
+        assert torch.equal(mine[0], b[start : start + n])
+        assert torch.equal(mine[1], c[start : start + n])
+    assert source(kernel.program, True).count("int64") == 1
+
+
+# ---- programs from recipes -------------------------------------------------------------------------------------------
+
+
+def program(f: Callable[[Any], list[Tensor]]) -> Callable[[Any], list[Tensor]]:
+    PROGRAMS[f.__name__] = f
+    return f
+
+
+def leaf(*shape: int, seed: int = 0, dtype: torch.dtype = f32) -> Tensor:
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=draw).to(DEVICE, dtype).requires_grad_()
+
+
+def backward(y: Tensor, *leaves: Tensor) -> list[Tensor]:
+    draw = torch.Generator().manual_seed(7)
+    return list(torch.autograd.grad(y, leaves, torch.randn(y.shape, generator=draw).to(y)))
+
+
+def source_of(x: Tensor) -> Tensor:
+    """What a product gives: kept, and never computed twice."""
+    return F.linear(x, torch.eye(x.shape[-1], dtype=x.dtype, device=DEVICE) * 1.5)
+
+
+def summed(x: Tensor) -> Tensor:
+    """A product that keeps ``x``."""
+    return F.linear(x, torch.ones(4, x.shape[-1], dtype=x.dtype, device=DEVICE))
+
+
+@program
+def chain(region: Any) -> list[Tensor]:
+    x, w = leaf(8, 64), leaf(64, seed=1)
+    with region:
+        h = source_of(x)
+        y = F.relu(h * 0.3 + w) - h * w
+        z = summed(F.leaky_relu(-y * y, 0.2))
+    return backward(z, x, w)
+
+
+@program
+def several_outputs(region: Any) -> list[Tensor]:
+    """Inner values that readers are still to come for are outputs too."""
+    x = leaf(8, 64)
+    with region:
+        h = source_of(x)
+        a = h * 2.5 + 1
+        b = a.pow(3) - a
+        z = summed(b * a)
+    return backward(z, x)
+
+
+@program
+def halves(region: Any) -> list[Tensor]:
+    """Mixed dtypes promote as ATen promotes, and a tensor without dimensions has no say."""
+    x, s = leaf(8, 64, dtype=bf16), leaf(seed=3).detach()
+    with region:
+        h = source_of(x)
+        y = (h.float() * 1.7 + h) * s
+        y = y.to(bf16) - h
+        z = summed(y * y * h)
+    return backward(z, x)
+
+
+@program
+def broadcast(region: Any) -> list[Tensor]:
+    """Per-channel vectors over planes and channels_last, and a table over the last two dimensions."""
+    grads = []
+    for memory_format in (torch.contiguous_format, torch.channels_last):
+        x, w, t = leaf(2, 16, 4, 5), leaf(16, 1, 1, seed=1), leaf(4, 5, seed=2)
+        with region:
+            h = F.conv2d(x.contiguous(memory_format=memory_format), torch.eye(16, device=DEVICE)[:, :, None, None])
+            y = F.relu(h * w + t, inplace=True)
+            z = F.conv2d(y * y, torch.ones(1, 16, 1, 1, device=DEVICE))
+        grads += backward(z, x, w, t)
+    return grads
+
+
+@program
+def a_value_of_two_recipes(region: Any) -> list[Tensor]:
+    x = leaf(8, 64)
+    with region:
+        h = source_of(x)
+        total = h
+        for _ in range(4):
+            total = F.relu(total + h) + torch.softmax(total, -1)
+        z = summed(total * total)
+    return backward(z, x)
+
+
+@program
+def changing_scalars(region: Any) -> list[Tensor]:
+    """A Python number that is another one in each step is an argument, not a part of the program."""
+    x = leaf(8, 64)
+    number = torch.rand(()).item()
+    with region:
+        h = source_of(x)
+        z = summed((h * number + 1) * (h - number))
+    return backward(z, x)
+
+
+@program
+def conditions(region: Any) -> list[Tensor]:
+    x = leaf(8, 64)
+    with region:
+        h = source_of(x)
+        y = torch.where(h.detach() > 0.3, h * 2, 1 - h)
+        z = summed(F.hardtanh(y * y, 0.0, 6.0) * h)
+    return backward(z, x)
+
+
+def check_recipes(device: str) -> None:
+    global DEVICE
+    DEVICE = device
+    for name, run in PROGRAMS.items():
+        before = fused.report()
+        plain = _steps(run, nullcontext)
+        region = leangrad.saving(min_bytes=0)
+        mine = _steps(run, lambda region=region: region)
+        for step, (a, b) in enumerate(zip(mine, plain, strict=True)):
+            for t, u in zip(a, b, strict=True):
+                assert torch.equal(t, u), (name, step)
+        after = fused.report()
+        assert after["launches"] > before["launches"], (name, after)
+        new = after["refused"][len(before["refused"]) :]
+        assert not new, (name, new)
+
+
+def _steps(run: Callable[[Any], list[Tensor]], region: Callable[[], Any]) -> list[list[Tensor]]:
+    results = []
+    for step in range(STEPS):
+        torch.manual_seed(step)
+        results.append(run(region()))
+    return results
+
+
+def check_an_op_of_other_bits() -> None:
+    """An op that is not exact here is found out by itself, and the rest of its chain is fused without it."""
+    before = fused.report()
+    train(nn.Sequential(nn.Linear(64, 64), nn.GELU("tanh"), nn.LeakyReLU(0.1), nn.ReLU(), nn.Linear(64, 8)))
+    after = fused.report()
+    assert after["inexact"] == ["GeluBackward0"], after
+    assert after["launches"] > before["launches"], after
+    assert "GeluBackward0" in fused.summarize()
+
+
+def check_a_norm_of_other_bits() -> None:
+    """A formula that differs in the last bit is found out, and the chain of that norm stays as it was."""
+    before = fused.report()
+    right, OPS["layer_norm"] = OPS["layer_norm"], "{3} * ({2} * ({0} - {1})) + {4}"
+    train(nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.ReLU(), nn.Linear(64, 8)))
+    OPS["layer_norm"] = right
+    after = fused.report()
+    assert after["launches"] == before["launches"], after
+    assert after["refused"] == [*before["refused"], "NativeLayerNormBackward0, ReluBackward0: other bits"], after
+
+
+def train(net: nn.Module) -> None:
+    """Some steps, each with plain's bits."""
+    region = leangrad.saving(min_bytes=0)
+    for _ in range(STEPS):
+        x = torch.randn(8, 64)
+        grads = []
+        for where in (nullcontext(), region):
+            with where:
+                y = net(x)
+            grads.append(backward(y, *net.parameters()))
+        assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    fused.MIN_BYTES = 0  # the interpreter is slow
+    check_terms()
+    check_layouts()
+    check_rounding()
+    check_recipes("cpu")
+    check_an_op_of_other_bits()
+    check_a_norm_of_other_bits()
+    print("all chains agree", file=sys.stdout)
