@@ -19,6 +19,7 @@ from torch import Tensor
 
 from leangrad import _torch, kernels
 from leangrad.errors import ChangedError, LeangradError
+from leangrad.ledger.overwriting import overwrite
 
 Layout = tuple[torch.Size, tuple[int, ...]]
 
@@ -262,7 +263,7 @@ class Value:
             if self.kin is not None:
                 self._hand_on(parts, task)
         elif owned >= 0:
-            tensor = self._overwrite(function, args, owned)
+            tensor = overwrite(function, args, self.kwargs, owned, self.dtype)
         else:
             tensor = function(*args, **self.kwargs)
         if self.dtype is not None and tensor.dtype != self.dtype:
@@ -295,16 +296,6 @@ class Value:
     def is_laid_out(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` lies in memory as this value did."""
         return self.layout is None or (tensor.shape == self.layout[0] and tensor.stride() == self.layout[1])
-
-    def _overwrite(self, function: Callable[..., Any], args: list[Any], owned: int) -> Tensor:
-        """Write the result over an owned input where the op can and the result is of its kind; else make a new one."""
-        inplace = IN_PLACE.get(function)
-        if inplace is not None and len(args) <= 2:
-            target, other = args[owned], args[1 - owned] if len(args) == 2 else None
-            if _fits(target, other, self.dtype) and (owned == 0 or (function in COMMUTES and self.kwargs in PLAIN_SUM)):
-                return inplace(target, *([] if other is None else [other]), **self.kwargs)
-        tensor: Tensor = function(*args, **self.kwargs)
-        return tensor
 
 
 @functools.cache
@@ -347,23 +338,6 @@ def changed(what: str, tensor: Tensor, version: int) -> str:
         f"{tensor.dtype} {list(tensor.shape)}, is at version {tensor._version}; expected version {version}. To mend "
         "it, run backward before the change, use the out-of-place form of the op that made it, or change a clone."
     )
-
-
-# Functions of one or two tensors, and the form that writes over the first. The rules fill it.
-IN_PLACE: dict[Any, Callable[..., Tensor]] = {}
-COMMUTES: set[Any] = set()  # those of two that may write over either
-PLAIN_SUM: tuple[dict[str, Any], ...] = ({}, {"alpha": 1})  # keywords under which a sum commutes
-
-
-def _fits(target: Tensor, other: Any, dtype: torch.dtype | None) -> bool:
-    """Whether a pointwise result of both is laid out like ``target``, in its dtype."""
-    if other is None:
-        return True
-    if torch.result_type(target, other) != target.dtype or (dtype is not None and dtype != target.dtype):
-        return False
-    if not isinstance(other, Tensor) or other.dim() == 0:
-        return True
-    return other.shape == target.shape and other.stride() == target.stride()
 
 
 def _stream(tensor: Tensor) -> int:

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from leangrad.ledger.overwriting import COMMUTES, IN_PLACE
 from leangrad.ledger.rules.rule import rule
-from leangrad.ledger.value import COMMUTES, IN_PLACE
 
 aten = torch.ops.aten
 

@@ -1,0 +1,41 @@
+"""Results that are written over an input which nobody else sees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Functions of one or two tensors, and the form that writes over the first. The rules fill it.
+IN_PLACE: dict[Any, Callable[..., Tensor]] = {}
+COMMUTES: set[Any] = set()  # those of two that may write over either
+PLAIN_SUM: tuple[dict[str, Any], ...] = ({}, {"alpha": 1})  # keywords under which a sum commutes
+
+
+def overwrite(
+    function: Callable[..., Any], args: list[Any], kwargs: dict[str, Any], owned: int, dtype: torch.dtype | None
+) -> Tensor:
+    """``function(*args, **kwargs)``, over the owned one of its inputs where it can be; else in new memory.
+
+    dtype: of the result, where the function alone would not tell.
+    """
+    inplace = IN_PLACE.get(function)
+    if inplace is not None and len(args) <= 2:
+        target, other = args[owned], args[1 - owned] if len(args) == 2 else None
+        if _fits(target, other, dtype) and (owned == 0 or (function in COMMUTES and kwargs in PLAIN_SUM)):
+            return inplace(target, *([] if other is None else [other]), **kwargs)
+    tensor: Tensor = function(*args, **kwargs)
+    return tensor
+
+
+def _fits(target: Tensor, other: Any, dtype: torch.dtype | None) -> bool:
+    """Whether a pointwise result of both is laid out like ``target``, in its dtype."""
+    if other is None:
+        return True
+    if torch.result_type(target, other) != target.dtype or (dtype is not None and dtype != target.dtype):
+        return False
+    if not isinstance(other, Tensor) or other.dim() == 0:
+        return True
+    return other.shape == target.shape and other.stride() == target.stride()
