@@ -3,9 +3,11 @@
     python -m benchmarks.models --device cuda            # all four, full size
     python -m benchmarks.models --case vit_l --scale 8   # one, with an eighth of the batch
 
-A row holds, for plain and lean: the median step in milliseconds, the peak of allocated bytes above what stands before
-the step (parameters and optimizer state), and the bytes alive between forward and backward; the floor, found at an
-eighth of the batch and scaled; and how lean's gradients compare with plain's, beside plain's with themselves.
+A row holds, for plain and lean: the median step in milliseconds, waited for and in a row as training runs them; the
+time of its kernels alone; the peak of allocated bytes above what stands before the step (parameters and optimizer
+state), and the bytes alive between forward and backward; the floor, found at an eighth of the batch and scaled; and how
+lean's gradients compare with plain's, beside plain's with themselves. ``nothing`` is plain under a function override
+and saved-tensor hooks that do nothing: what any such tool costs the host before it does its work.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import argparse
 import gc
 import os
 import statistics
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -22,12 +25,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 import leangrad
 from benchmarks.environment import write_rows
-from leangrad.ledger import no_regions
+from benchmarks.overhead import PassThrough
+from leangrad.ledger import fused, no_regions
 
-STEPS = 12
+STEPS = 9
 
 
 @dataclass(frozen=True)
@@ -110,27 +115,33 @@ def run(case: Case, scale: int) -> dict[str, Any]:
         with torch.autocast("cuda", torch.bfloat16) if case.autocast else nullcontext():
             return case.loss(model, batch)
 
-    def step() -> None:
-        optimizer.zero_grad(set_to_none=True)
-        forward().backward()
-        optimizer.step()
-
     row: dict[str, Any] = {"case": case.name, "batch": batch[0].shape[0], "floor_hand_gib": case.floor_gib}
-    step()  # the optimizer's state stands from here on
-    row["plain"] = _measured(step, forward, optimizer)
+    forward().backward()
+    optimizer.step()  # its state stands from here on
+    row["plain"] = _measured(forward, optimizer)
     leangrad.lean(model)
     first, again = _with_plain(model, forward), _with_plain(model, forward)
     lean_first, lean_learned = _gradients(model, forward), _gradients(model, forward)
-    row["lean"] = _measured(step, forward, optimizer)
+    row["lean"] = _measured(forward, optimizer)
+    late, lean_late = _with_plain(model, forward), _gradients(model, forward)
     row["plain_noise"] = _compare(first, again)
+    row["lean_fused_against_plain"] = _compare(late, lean_late)
     row["lean_against_plain"] = _compare(first, lean_first)
     row["lean_learned_against_plain"] = _compare(first, lean_learned)
+    row["fused"] = {k: v for k, v in fused.report().items() if k != "refused"}
     leangrad.plain(model)
-    row["plain_after"] = _measured(step, forward, optimizer)
-    plain_ms = min(row["plain"]["ms"], row["plain_after"]["ms"])
-    row["time_ratio"] = row["lean"]["ms"] / plain_ms
+    row["nothing"] = _measured(lambda: _under_nothing(forward), optimizer)
+    row["plain_after"] = _measured(forward, optimizer)
+    row["waited_ratio"] = row["lean"]["ms"] / min(row["plain"]["ms"], row["plain_after"]["ms"])
+    row["time_ratio"] = row["lean"]["ms_in_a_row"] / min(row["plain"]["ms_in_a_row"], row["plain_after"]["ms_in_a_row"])
+    row["kernel_ratio"] = row["lean"]["kernel_ms"] / row["plain"]["kernel_ms"]
     row["peak_ratio"] = row["lean"]["peak_gib"] / row["plain"]["peak_gib"]
     return row
+
+
+def _under_nothing(forward: Callable[[], Tensor]) -> Tensor:
+    with PassThrough(), saved_tensors_hooks(lambda t: t.detach(), lambda t: t):
+        return forward()
 
 
 def _with_plain(model: nn.Module, forward: Callable[[], Tensor]) -> list[Tensor]:
@@ -158,10 +169,13 @@ def _compare(a: list[Tensor], b: list[Tensor]) -> dict[str, Any]:
     return {"bitwise": all(torch.equal(x, y) for x, y in zip(a, b, strict=True)), "largest": worst}
 
 
-def _measured(
-    step: Callable[[], None], forward: Callable[[], Tensor], optimizer: torch.optim.Optimizer
-) -> dict[str, float]:
-    for _ in range(3):
+def _measured(forward: Callable[[], Tensor], optimizer: torch.optim.Optimizer) -> dict[str, float]:
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        forward().backward()
+        optimizer.step()
+
+    for _ in range(5):
         step()
     optimizer.zero_grad(set_to_none=True)
     gc.collect()
@@ -184,8 +198,23 @@ def _measured(
         torch.cuda.synchronize()
         times.append(start.elapsed_time(end))
     peak = torch.cuda.max_memory_allocated() - before
+    began = time.perf_counter()
+    for _ in range(STEPS):
+        step()
+    torch.cuda.synchronize()
+    in_a_row = (time.perf_counter() - began) / STEPS
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        step()
+        torch.cuda.synchronize()
+    kernels = sum(event.self_device_time_total for event in profile.key_averages())
     optimizer.zero_grad(set_to_none=True)
-    return {"ms": statistics.median(times), "peak_gib": peak / 2**30, "kept_gib": kept / 2**30}
+    return {
+        "ms": statistics.median(times),
+        "ms_in_a_row": in_a_row * 1e3,
+        "kernel_ms": kernels / 1e3,
+        "peak_gib": peak / 2**30,
+        "kept_gib": kept / 2**30,
+    }
 
 
 def scaled_floor(case: Case, scale: int = 8) -> float:
