@@ -4,8 +4,8 @@
 
 Peak and kept bytes are exact (`leangrad.measure`). Time is the median of interleaved steps in one process, lean over
 plain; beside it the time of the replayed ops alone, over plain's step: no ledger that keeps so little can take less
-than one plus that. Under bfloat16 autocast products are computed in float32 and rounded (`tests/zoo/bfloat16.py`), since most CPUs
-have no bfloat16 units: bytes and bits are then told, and time is not.
+than one plus that. Under bfloat16 autocast products are computed in float32 and rounded (`tests/zoo/bfloat16.py`),
+since most CPUs have no bfloat16 units: bytes and bits are then told, and time is not.
 """
 
 from __future__ import annotations
