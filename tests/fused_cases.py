@@ -178,6 +178,19 @@ def a_value_of_two_recipes(region: Any) -> list[Tensor]:
 
 
 @program
+def views(region: Any) -> list[Tensor]:
+    """A view that keeps the order of elements in memory is no work, above and below operands that are broadcast."""
+    x, w = leaf(2, 4, 64), leaf(64, seed=1)
+    with region:
+        h = source_of(x)
+        y = h * w + 1.5
+        z = summed(F.relu(y.view(8, 64) * w - 1) * 2)
+        t = summed(F.relu((h * w - 0.5).transpose(0, 1) * w.view(1, 1, 64) + 1))
+        u = summed(F.leaky_relu((h * 3).permute(1, 0, 2) - w, 0.2) * h.transpose(0, 1))
+    return backward(z.view(4, 2, 4) + t + u, x, w)
+
+
+@program
 def changing_scalars(region: Any) -> list[Tensor]:
     """A Python number that is another one in each step is an argument, not a part of the program."""
     x = leaf(8, 64)

@@ -6,21 +6,36 @@ from typing import Any
 
 from torch import Tensor
 
-from leangrad.ledger.lowering import LOWERINGS, STATIC, WEIGHTS
+from leangrad.ledger.lowering import LOWERINGS, STATIC, VIEWS, WEIGHTS
+from leangrad.ledger.rules import RULES
 from leangrad.ledger.value import Value, _stream
 
 MAX_STEPS = 48
 NEVER = 1 << 20  # taken off the weight of a chain that no program serves
+FREE = {  # views that end a chain, and cost nothing
+    RULES[f"{op}Backward0"][0].function
+    for op in ("Alias", "Expand", "Select", "Slice", "Split", "SplitWithSizes", "Squeeze", "T", "Unbind", "Unsqueeze")
+}
 TABLE = set(LOWERINGS)  # the functions that take part in chains; those that are not exact here drop out
 
 
 def may_chain(root: Value) -> bool:
     """Whether a chain could be longer than ``root`` alone, at a glance."""
-    if root.function not in TABLE:
+    if root.function not in TABLE or root.function in VIEWS:
         return False
     if WEIGHTS[root.function] > 1:
         return True
     return any(v.tensor is None and v.function in TABLE for v in root.inputs)
+
+
+def elements(value: Value) -> int:
+    """How many elements a value has; 0 where only its op knows."""
+    tensor = value.tensor if value.tensor is not None else value.memo
+    if tensor is not None:
+        return tensor.numel()
+    if value.layout is not None:
+        return value.layout[0].numel()
+    return max(map(elements, value.inputs), default=0) if value.function in TABLE else 0
 
 
 class Chain:
@@ -34,7 +49,7 @@ class Chain:
         "made",
         "outputs",
         "scalars",
-        "shape",
+        "size",
         "task",
         "uses",
         "values",
@@ -43,7 +58,7 @@ class Chain:
 
     def __init__(self, root: Value, made: dict[int, Tensor], task: int) -> None:
         self.made, self.task = made, task
-        self.shape = root.layout[0] if root.layout is not None else None
+        self.size = elements(root)
         self.values: list[Value] = []  # in the order in which they are computed; the root is the last
         self.uses: list[int] = []  # how often each is read in this chain
         self.leaves: list[Value] = []
@@ -119,8 +134,12 @@ class Chain:
         """
         if self.is_made(v) or len(self.values) >= MAX_STEPS:
             return False
-        if (v.readers or v._is_held()) and v.layout is not None and v.layout[0] != self.shape:
-            return False
+        if v.function in VIEWS:  # of what is computed here; any other view is taken as it is
+            base = v.inputs[0]
+            if base.tensor is not None or base.function not in TABLE or not self._is_inner(base):
+                return False
+        if (v.readers or v._is_held()) and v.layout is not None and v.layout[0].numel() != self.size:
+            return False  # it may be asked for, and would have to be an output
         return v.parents <= 1 or self._has_at_hand(v)
 
     def is_made(self, value: Value) -> bool:
@@ -133,7 +152,7 @@ class Chain:
     def _has_at_hand(self, value: Value) -> bool:
         known = self._at_hand.get(id(value))
         if known is None:
-            known = self._at_hand[id(value)] = self.is_made(value) or (
-                value.function in TABLE and all(self._has_at_hand(v) for v in value.inputs)
-            )
+            cheap = value.function in TABLE or value.function in FREE
+            known = self.is_made(value) or (cheap and all(self._has_at_hand(v) for v in value.inputs))
+            self._at_hand[id(value)] = known
         return known

@@ -28,7 +28,7 @@ from leangrad.kernels.launch import stream_for
 from leangrad.kernels.pointwise import BLOCK, Kernel, Program, compiled
 from leangrad.ledger.chain import TABLE, Chain, may_chain
 from leangrad.ledger.exact import is_exact, same_bits
-from leangrad.ledger.lowering import LOWERINGS, NORMS, VARIANTS, Builder, RefusedError, Slot, numbers_of
+from leangrad.ledger.lowering import LOWERINGS, NORMS, VARIANTS, VIEWS, Builder, RefusedError, Slot, numbers_of
 from leangrad.ledger.rules import RULES
 from leangrad.ledger.value import Value, _remember, _stream
 
@@ -85,19 +85,13 @@ class Plan:
             slots.append(_lower(builder, value, operands))
             if not is_exact(value, operands, chain.scalars, builder):
                 raise InexactError(value)
-        for k in chain.outputs:
-            layout = chain.values[k].layout
-            if slots[k].shape != shape or (layout is not None and not _alike(layout[1], stride, shape)):
-                raise RefusedError("outputs of different layouts")
+        program = builder.program(tuple(slots[k].number for k in chain.outputs))
+        layouts = [_output_layout(chain.values[k], slots[k], builder) for k in chain.outputs]
         self.n = shape.numel()
         self.leaves = [k for k, _ in builder.inputs]
         self.scalars = builder.scalars  # and not the builder, which holds the leaves
-        self.stride = stride
         self.uses = [chain.uses[k] for k in chain.outputs]
-        self.outputs = [
-            (*(chain.values[k].layout or (shape, stride)), slots[k].dtype or torch.float32) for k in chain.outputs
-        ]
-        program = builder.program(tuple(slots[k].number for k in chain.outputs))
+        self.outputs = [(*layouts[j], slots[k].dtype or torch.float32) for j, k in enumerate(chain.outputs)]
         wide = max(self.n, *(_reach(leaves[k]) for k in self.leaves)) >= 2**31 - BLOCK
         self.kernel: Kernel = _compiled(chain, program, wide)
         self.device = leaves[0].device
@@ -136,8 +130,8 @@ class Plan:
         """Whether the program gives the bits of ``expected``, tried in pieces; NaN is NaN."""
         inputs, numbers = [leaves[k] for k in self.leaves], numbers_of(self.scalars, scalars)
         flat = []
-        for t, (shape, _, dtype) in zip(expected, self.outputs, strict=True):
-            if t is None or t.shape != shape or t.dtype != dtype or not _alike(t.stride(), self.stride, shape):
+        for t, (shape, stride, dtype) in zip(expected, self.outputs, strict=True):
+            if t is None or t.shape != shape or t.dtype != dtype or not _alike(t.stride(), stride, shape):
                 return False
             flat.append(t.as_strided((self.n,), (1,)))
         for start in range(0, self.n, PIECE):
@@ -265,6 +259,8 @@ def _layout(chain: Chain, leaves: list[Tensor]) -> tuple[torch.Size, tuple[int, 
         raise RefusedError("not on one device that Triton serves")
     layout = chain.values[-1].layout
     if layout is None:
+        if any(v.function in VIEWS for v in chain.values):
+            raise RefusedError("a layout that only ATen knows")
         shape = max((t.shape for t in leaves), key=torch.Size.numel)
         strides = {t.stride() for t in leaves if t.shape == shape}
         if len(strides) != 1:
@@ -273,6 +269,18 @@ def _layout(chain: Chain, leaves: list[Tensor]) -> tuple[torch.Size, tuple[int, 
     if layout[0].numel() * 2 < MIN_BYTES:
         raise RefusedError("too small")
     return layout
+
+
+def _output_layout(value: Value, slot: Slot, b: Builder) -> tuple[torch.Size, tuple[int, ...]]:
+    """How an output lies in memory: as it did when it was saved, which must be as the program lays it."""
+    layout = b.layouts[slot.number]
+    if layout is None or slot.shape != layout[0]:
+        raise RefusedError("an output that is broadcast")
+    if value.layout is None:
+        return layout
+    if value.layout[0] != layout[0] or not _alike(value.layout[1], layout[1], layout[0]):
+        raise RefusedError("outputs of different layouts")
+    return value.layout
 
 
 def _alike(a: tuple[int, ...], b: tuple[int, ...], shape: torch.Size) -> bool:

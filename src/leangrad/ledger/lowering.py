@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from leangrad.kernels.pointwise import Input, Program, Step, Term
+from leangrad.ledger.region import _see as see
 from leangrad.ledger.rules import RULES
 from leangrad.ledger.rules.reductions import (
     whole_batch_norm,
@@ -22,6 +23,8 @@ from leangrad.ledger.rules.reductions import (
     whole_layer_norm,
     whole_rms_norm,
 )
+
+Layout = tuple[torch.Size, tuple[int, ...]]
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 VARIANTS = ("batch_norm", "batch_norm_scaled", "batch_norm_folded")  # cuDNN has a kernel for each
@@ -45,17 +48,24 @@ class Slot(NamedTuple):
 class Builder:
     """The steps so far, and what they read.
 
-    ``leaves`` are the tensors at hand; ``full`` is the layout that all outputs share; ``variant`` chooses among the
-    formulas of an op for which a library has several kernels.
+    ``leaves`` are the tensors at hand; ``full`` is the layout of the result; ``variant`` chooses among the formulas of
+    an op for which a library has several kernels.
+
+    [Note: views inside a chain] All results of a chain are dense and share one order of elements in memory. A view that
+    keeps that order (another shape for the same contiguous memory, a transposition) is no work at all: only operands
+    that are broadcast have to be found by the shape on their side of it. So each step has a layout of its own, which is
+    known from the result downwards, and operands are placed at the end, in ``program``.
     """
 
-    def __init__(self, leaves: list[Tensor], full: tuple[torch.Size, tuple[int, ...]], variant: int = 0) -> None:
+    def __init__(self, leaves: list[Tensor], full: Layout, variant: int = 0) -> None:
         self.leaves = leaves
         self.full = full
         self.variant = variant
         self.inputs: list[tuple[int, Input]] = []  # the number of the leaf, and how it is read
         self.scalars: list[tuple[int, bool]] = []  # the number of the recipe's scalar, and whether it is inverted
-        self.steps: list[tuple[str, list[tuple[str, int]], torch.dtype]] = []
+        self.layouts: list[Layout | None] = []  # of the steps
+        self._steps: list[tuple[str, tuple[Slot, ...], torch.dtype]] = []
+        self._backs: dict[int, Callable[[Layout], Layout]] = {}  # the layout before a view from that behind it
 
     def leaf(self, number: int) -> Slot:
         """A tensor at hand."""
@@ -69,29 +79,53 @@ class Builder:
         if dtype not in FLOATS:
             raise RefusedError(f"a result in {dtype}")
         shape = torch.broadcast_shapes(*(s.shape for s in operands))
-        self.steps.append((op, [self._place(s) for s in operands], dtype))
-        return Slot("step", len(self.steps) - 1, dtype, shape)
+        self._steps.append((op, operands, dtype))
+        return Slot("step", len(self._steps) - 1, dtype, shape)
 
-    def _place(self, slot: Slot) -> tuple[str, int]:
-        """The operand among the inputs, scalars or steps of the program."""
+    def view(self, slot: Slot, shape: torch.Size, back: Callable[[Layout], Layout]) -> Slot:
+        """See the elements of ``slot`` in another shape, in the same order in memory."""
+        if shape.numel() != slot.shape.numel():
+            raise RefusedError("a view of a part")
+        self._backs[len(self._steps)] = back
+        return Slot("step", self.step("cast", slot.dtype, slot).number, slot.dtype, shape)
+
+    def program(self, outputs: tuple[int, ...]) -> Program:
+        """What was built; ``outputs`` are numbers of steps, the last one is the result."""
+        self.layouts = [None] * len(self._steps)
+        self.layouts[outputs[-1]] = self.full
+        placed: list[list[tuple[str, int]]] = []
+        for k in reversed(range(len(self._steps))):
+            layout = self.layouts[k]
+            if layout is None:
+                raise RefusedError("a result that nobody reads")
+            below = self._backs[k](layout) if k in self._backs else layout
+            placed.append([self._place(slot, below) for slot in self._steps[k][1]])
+        base = {"input": 0, "scalar": len(self.inputs), "step": len(self.inputs) + len(self.scalars)}
+        steps = tuple(
+            Step(op, tuple(base[kind] + n for kind, n in operands), dtype)
+            for (op, _, dtype), operands in zip(self._steps, reversed(placed), strict=True)
+        )
+        return Program(tuple(i for _, i in self.inputs), len(self.scalars), steps, outputs)
+
+    def _place(self, slot: Slot, layout: Layout) -> tuple[str, int]:
+        """The operand among the inputs, scalars or steps of the program, for a step of this layout."""
         if slot.kind == "step":
+            if self.layouts[slot.number] not in (None, layout):
+                raise RefusedError("a value that is seen in two ways")
+            self.layouts[slot.number] = layout
             return "step", slot.number
         if slot.kind == "leaf":
             assert slot.dtype is not None
-            read = slot.number, Input(slot.dtype, find_terms(slot.shape, slot.stride, *self.full))
-            if read not in self.inputs:
-                self.inputs.append(read)
-            return "input", self.inputs.index(read)
-        number = slot.number, slot.kind == "inverse"
-        if number not in self.scalars:
-            self.scalars.append(number)
-        return "scalar", self.scalars.index(number)
+            return "input", _index(
+                self.inputs, (slot.number, Input(slot.dtype, find_terms(slot.shape, slot.stride, *layout)))
+            )
+        return "scalar", _index(self.scalars, (slot.number, slot.kind == "inverse"))
 
-    def program(self, outputs: tuple[int, ...]) -> Program:
-        """What was built; ``outputs`` are numbers of steps."""
-        base = {"input": 0, "scalar": len(self.inputs), "step": len(self.inputs) + len(self.scalars)}
-        steps = tuple(Step(op, tuple(base[kind] + n for kind, n in operands), d) for op, operands, d in self.steps)
-        return Program(tuple(i for _, i in self.inputs), len(self.scalars), steps, outputs)
+
+def _index(entries: list[Any], entry: Any) -> int:
+    if entry not in entries:
+        entries.append(entry)
+    return entries.index(entry)
 
 
 def numbers_of(wanted: list[tuple[int, bool]], scalars: list[float]) -> list[float]:
@@ -144,6 +178,7 @@ def find_terms(
 Lowering = Callable[..., Slot]
 LOWERINGS: dict[Any, Lowering] = {}  # by the function of a recipe
 STATIC: set[Any] = set()  # functions whose numbers are part of the program
+VIEWS: set[Any] = set()  # functions that are no work: see [Note: views inside a chain]
 WEIGHTS: dict[Any, int] = {}  # passes over memory that a replay of the op takes
 NORMS: dict[Any, Norm] = {}  # functions that are applied from saved statistics
 
@@ -241,6 +276,57 @@ def _clamp(b: Builder, x: Slot, low: Slot | None, high: Slot | None) -> Slot:
     return b.step("clamp", x.dtype, x, low, high)
 
 
+def _view(b: Builder, x: Slot, shape: tuple[int, ...]) -> Slot:
+    def back(layout: Layout) -> Layout:
+        if not _is_contiguous(layout):
+            raise RefusedError("a view of memory that is not contiguous")
+        return x.shape, _strides(x.shape)
+
+    return b.view(x, torch.Size(shape), back)
+
+
+def _seen(b: Builder, x: Slot, shape: torch.Size, stride: tuple[int, ...], offset: float) -> Slot:
+    """All of a contiguous tensor through other strides: a shape, a transposition, or both."""
+
+    def back(layout: Layout) -> Layout:
+        if offset or any(n > 1 and s != t for n, s, t in zip(shape, stride, layout[1], strict=True)):
+            raise RefusedError("a view of a part")
+        return x.shape, _strides(x.shape)
+
+    return b.view(x, shape, back)
+
+
+def _permuted(b: Builder, x: Slot, dims: tuple[int, ...]) -> Slot:
+    dims = tuple(d % len(x.shape) for d in dims)
+
+    def back(layout: Layout) -> Layout:
+        stride = [0] * len(dims)
+        for behind, d in enumerate(dims):
+            stride[d] = layout[1][behind]
+        return x.shape, tuple(stride)
+
+    return b.view(x, torch.Size(x.shape[d] for d in dims), back)
+
+
+def _transposed(b: Builder, x: Slot, dim0: float, dim1: float) -> Slot:
+    dims = list(range(len(x.shape)))
+    dims[int(dim0)], dims[int(dim1)] = dims[int(dim1)], dims[int(dim0)]
+    return _permuted(b, x, tuple(dims))
+
+
+def _strides(shape: torch.Size) -> tuple[int, ...]:
+    """Of contiguous memory."""
+    strides = [1] if shape else []
+    for n in reversed(shape[1:]):
+        strides.append(strides[-1] * n)
+    return tuple(reversed(strides))
+
+
+def _is_contiguous(layout: Layout) -> bool:
+    shape, stride = layout
+    return all(n == 1 or s == t for n, s, t in zip(shape, stride, _strides(shape), strict=True))
+
+
 def _layer_norm(
     b: Builder, x: Slot, weight: Slot | None, bias: Slot | None, shape: Any, eps: Any, mean: Slot, rstd: Slot
 ) -> Slot:
@@ -307,3 +393,10 @@ lower("NativeLayerNormBackward0", _layer_norm, norm=Norm(whole_layer_norm, 2, by
 lower("FusedRmsNormBackward0", _rms_norm, norm=Norm(whole_rms_norm, 1, by_rows=True))
 lower("NativeBatchNormBackward0", _batch_norm("batch_norm"), norm=Norm(whole_batch_norm, 2, by_rows=False), weight=2)
 lower("CudnnBatchNormBackward0", _batch_norm(*VARIANTS), norm=Norm(whole_cudnn_batch_norm, 2, by_rows=False), weight=2)
+
+lower("ViewBackward0 UnsafeViewBackward0", _view, static=True, weight=0)
+lower("TransposeBackward0", _transposed, static=True, weight=0)
+lower("PermuteBackward0", _permuted, static=True, weight=0)
+LOWERINGS[see], WEIGHTS[see] = _seen, 0
+STATIC.add(see)
+VIEWS |= {function for function, weight in WEIGHTS.items() if weight == 0}
