@@ -77,6 +77,18 @@ class Chain:
             self.outputs.append(last)
         self.key.append(tuple(self.outputs))
 
+    def take(self, taken: dict[int, tuple[Tensor, bool]]) -> bool:
+        """Take the leaves that are not ``taken`` yet; False if the chain is another one now.
+
+        To rebuild a leaf, values of this very chain may have been rebuilt, and are held: they are leaves from then on.
+        """
+        for v in self.leaves:
+            if id(v) not in taken:
+                taken[id(v)] = v._take(self.made, self.task)
+                if v.tensor is None and any(map(self.is_made, self.values)):
+                    return False
+        return True
+
     def refusal(self, reason: object) -> str:
         """Why this chain is replayed op by op."""
         return f"{', '.join(v.op for v in self.values)}: {reason}"
@@ -120,17 +132,18 @@ class Chain:
         self.key.append(tuple(part))
 
     def _is_asked_for(self, number: int) -> bool:
-        """Whether readers or other recipes are still to come for a value: as in ``Value._take``."""
+        """Whether somebody is still to come for a value: as in ``Value._take``."""
         v = self.values[number]
-        if v.readers and (v.reads < v.readers or v.task != self.task):
-            return True
-        return v._is_held() and self.uses[number] < v.parents
+        return self._is_to_come(v) or (v._is_held() and self.uses[number] < v.parents)
+
+    def _is_to_come(self, v: Value) -> bool:
+        return v.readers > 0 and (v.reads < v.readers or v.task != self.task)
 
     def _is_inner(self, v: Value) -> bool:
         """Whether ``v``, an op of the table, is computed in this program.
 
-        One that other recipes read too is computed here only if everything under it is at hand. Otherwise it is made
-        once and held (``made``), or what lies under it would be rebuilt again and again.
+        One that other recipes read too is computed here only if it is an output, or if everything under it is at hand.
+        Otherwise it is made once and held (``made``), or what lies under it would be rebuilt again and again.
         """
         if self.is_made(v) or len(self.values) >= MAX_STEPS:
             return False
@@ -140,7 +153,7 @@ class Chain:
                 return False
         if (v.readers or v._is_held()) and v.layout is not None and v.layout[0].numel() != self.size:
             return False  # it may be asked for, and would have to be an output
-        return v.parents <= 1 or self._has_at_hand(v)
+        return v.parents <= 1 or self._is_to_come(v) or self._has_at_hand(v)
 
     def is_made(self, value: Value) -> bool:
         """Whether ``value`` need not be rebuilt."""

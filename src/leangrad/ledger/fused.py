@@ -155,11 +155,9 @@ def replay(root: Value, made: dict[int, Tensor], task: int) -> tuple[Tensor, boo
     kind = (*chain.key, *[_kind(v.tensor) if v.tensor is not None else v.layout for v in chain.leaves])
     if kind in _refused:
         return None
-    taken = {id(v): v._take(made, task) for v in chain.leaves}
-    if any(v.tensor is None for v in chain.leaves) and any(chain.is_made(v) for v in chain.values):
-        # To rebuild a leaf, values of this very chain were rebuilt and are held: they are leaves now.
+    taken: dict[int, tuple[Tensor, bool]] = {}
+    while not chain.take(taken):
         chain = Chain(root, made, task)
-        taken |= {id(v): v._take(made, task) for v in chain.leaves if id(v) not in taken}
     leaves = [taken[id(v)][0] for v in chain.leaves]
     if leaves[0].is_cuda and leaves[0].device.index != torch.cuda.current_device():
         return None  # Triton launches on the current device
@@ -190,7 +188,7 @@ def _prove(chain: Chain, leaves: list[Tensor], kind: Key, key: Key) -> tuple[Ten
         except torch.OutOfMemoryError:
             return None  # another time
         except Exception as reason:  # RefusedError, or whatever Triton raises: the chain works without it
-            _refused[kind] = chain.refusal(reason)
+            _refuse(kind, chain.refusal(reason))
             return None
         v = chain.values[-1]
         with off():
@@ -203,19 +201,24 @@ def _prove(chain: Chain, leaves: list[Tensor], kind: Key, key: Key) -> tuple[Ten
                     _enter(key, plan)
                     return rebuilt
                 plan.proof.missing, plan.proof.failed = PROOFS, True
-            _refused[kind] = chain.refusal("other bits")
+            _refuse(kind, chain.refusal("other bits"))
         except torch.OutOfMemoryError:
             pass  # another time
         except Exception as reason:
-            _refused[kind] = chain.refusal(reason)
+            _refuse(kind, chain.refusal(reason))
         return rebuilt
 
 
 def _enter(key: Key, plan: Plan) -> None:
-    if len(_plans) + len(_refused) >= MAX_PLANS:  # a program whose shapes never come again
+    if len(_plans) >= MAX_PLANS:  # shapes that never come again
         _plans.clear()
-        _refused.clear()
     _plans[key] = plan
+
+
+def _refuse(kind: Key, why: str) -> None:
+    if len(_refused) >= MAX_PLANS:
+        _refused.clear()
+    _refused[kind] = why
 
 
 def _candidates(chain: Chain, leaves: list[Tensor]) -> list[Plan]:
