@@ -68,6 +68,22 @@ def test_streams_and_a_captured_graph_on_a_gpu() -> None:
 
 
 @pytest.mark.gpu
+def test_maps_that_are_not_aligned_on_a_gpu() -> None:
+    """A kernel that was compiled for aligned maps must not get others, and the other way round."""
+    from leangrad.nn.abn import ABN
+
+    x = torch.randn(64, 32, device="cuda").bfloat16()
+    layer = ABN(32, activation="relu", track_running_stats=False).cuda()
+    expected = layer(x)
+    for offset in (1, 0, 3, 8):
+        memory = torch.empty(x.numel() + offset, dtype=x.dtype, device="cuda")
+        moved = memory[offset:].view_as(x).copy_(x)
+        assert torch.equal(layer(moved), expected)
+    layer.weight = torch.nn.Parameter(torch.ones(33, device="cuda")[1:])
+    assert torch.equal(layer(x), expected)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_large_map_on_a_gpu(channels_last: bool) -> None:
     """More than 2³¹ elements: offsets need 64 bits."""

@@ -5,11 +5,14 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from leangrad.measure import measure
 from leangrad.nn.scan import _Kind, _plain, rg_lru, selective_scan
 from leangrad.ops import scan as ops
+from tests.fuzz import fuzz_settings
 
 INPUTS = {"mamba": ("u", "dt", "A", "B", "C", "D", "state"), "rg_lru": ("x", "r", "i", "lam", "state")}
 FUNCTIONS = {"mamba": selective_scan, "rg_lru": rg_lru, "rg_lru rms": lambda *xs, **o: rg_lru(*xs, rms=True, **o)}
@@ -174,6 +177,32 @@ def test_large_batches_are_worked_on_in_groups(monkeypatch):
     assert len(ops._row_groups(ops.Scan("zoh", *inputs[:2], inputs[2].t()))) == 3
     for one, other in zip(outputs_and_grads(selective_scan, inputs, grads), expected, strict=True):
         torch.testing.assert_close(one, other)
+
+
+@pytest.mark.fuzz
+@fuzz_settings(30, 2000)
+@given(
+    st.sampled_from(sorted(FUNCTIONS)),
+    st.tuples(st.integers(0, 3), st.integers(1, 20), st.integers(1, 5), st.integers(1, 4)),
+    st.sampled_from([1, 2, 4, 8, 16, None]),
+    st.sets(st.integers(0, 6)),
+    st.floats(-4, 4),
+    st.integers(0, 1 << 16),
+)
+def test_random_shapes_and_rates(form, shape, chunk, frozen, magnitude, seed):
+    """Any sizes, any inputs that need no gradient, and dt·A over many magnitudes, against the loop."""
+    torch.manual_seed(seed)
+    inputs, grads = make(form, *shape), random_grads(form, *shape)
+    if form == "mamba":
+        inputs[2] = (inputs[2].detach() * 10**magnitude).requires_grad_()
+    for i in frozen & set(range(len(inputs) - 1)):
+        inputs[i].requires_grad_(False)
+    found = outputs_and_grads(lambda *xs: FUNCTIONS[form](*xs, chunk=chunk), inputs, grads)
+    expected = outputs_and_grads(lambda *xs: loop(form, *xs), inputs, grads)
+    for one, other in zip(found, expected, strict=True):
+        # The loop's own ∂w/∂A cancels where dt·A is small: hence relative to the largest value.
+        tolerance = 1e-9 * max(1.0, other.abs().max().item()) if other.numel() else 0
+        torch.testing.assert_close(one, other, rtol=0, atol=tolerance)
 
 
 # Extreme values
@@ -367,7 +396,7 @@ def test_under_func_transforms():
 
 
 def test_under_compile():
-    inputs, grads = make("mamba", dtype=torch.float32), random_grads("mamba")
+    inputs, grads = make("mamba", T=5, dtype=torch.float32), random_grads("mamba", T=5)
     compiled = torch.compile(selective_scan, backend="aot_eager", fullgraph=True)
     for one, other in zip(
         outputs_and_grads(compiled, inputs, grads), outputs_and_grads(selective_scan, inputs, grads), strict=True
@@ -401,7 +430,7 @@ def test_kept_bytes_of_rg_lru():
 
 def test_peak_bytes_do_not_grow_with_the_states():
     """Backward holds six buffers of one chunk, the gradients, and little else."""
-    batch, T, width, N = 1, 1024, 32, 16
+    batch, T, width, N = 1, 512, 32, 16
     inputs = make("mamba", batch, T, width, N, torch.float32)
     g = torch.randn(batch, T, width)
     found = measure(lambda: torch.autograd.grad(selective_scan(*inputs)[0], inputs, g), timed_runs=0)
@@ -409,7 +438,7 @@ def test_peak_bytes_do_not_grow_with_the_states():
     gradients_bytes = sum(x.numel() * 4 for x in inputs)
     boundaries_bytes = (T // chunk + 1) * state_bytes
     assert found.peak_bytes < boundaries_bytes + 7 * chunk * state_bytes + gradients_bytes + 3 * map_bytes
-    assert found.peak_bytes < T * state_bytes / 2
+    assert found.peak_bytes < T * state_bytes
 
 
 # Bad input

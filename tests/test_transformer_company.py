@@ -203,6 +203,13 @@ def test_replaced_children_run_plain():
     block.norm1 = nn.Identity()
     assert not is_node(block(x))
     same(results(block, block, x, g), results(block.plain, block, x, g))
+    for norm in (nn.RMSNorm(WIDTH), nn.LayerNorm((7, WIDTH))):  # with an eps that depends on the dtype; over more
+        block.norm1 = norm.double()
+        assert not is_node(block(x))
+        same(results(block, block, x, g), results(block.plain, block, x, g))
+    block.norm1 = nn.LayerNorm(WIDTH, elementwise_affine=False)
+    assert is_node(block(x))
+    same(results(block, block, x, g), results(block.plain, block, x, g))
     block = make()
     original = block.ffn.up.forward
     block.ffn.up.forward = lambda x: 2 * original(x)

@@ -161,7 +161,8 @@ def replay(root: Value, made: dict[int, Tensor], task: int) -> tuple[Tensor, boo
     leaves = [taken[id(v)][0] for v in chain.leaves]
     if leaves[0].is_cuda and leaves[0].device.index != torch.cuda.current_device():
         return None  # Triton launches on the current device
-    key = (*chain.key, *[_kind(t) for t in leaves])
+    whole = all(v.tensor is not None for v in chain.leaves)
+    key = kind if whole else (*chain.key, *[_kind(t) for t in leaves])
     plan = _plans.get(key)
     if plan is None or plan.proof.missing:
         return _prove(chain, leaves, kind, key)

@@ -88,11 +88,10 @@ class Block:
     norms: tuple[tuple[str, float], tuple[str, float]]  # the kind and eps of both
     activation: Activation
     dropout: float
-    observe: Callable[[Tensor], None] | None = None  # is shown what the attention adds
     replay: Replay | None = None  # where there is dropout
 
-    def __call__(self, tape: Tape, *variables: Var | None) -> Var:
-        """Four products and an attention."""
+    def __call__(self, tape: Tape, *variables: Var | None, observe: Callable[[Tensor], None] | None = None) -> Var:
+        """Four products and an attention; `observe` is shown what the attention adds."""
         v = _Vars(*variables)  # type: ignore[arg-type]
         (kind1, eps1), (kind2, eps2) = self.norms
         norm1 = Normed(NORMS[kind1], eps1, v.norm1_weight, v.norm1_bias, v.scale1, v.shift1)
@@ -107,7 +106,7 @@ class Block:
             v.out_bias,
             residual=v.x,
             dropout=self.dropout,
-            observe=self.observe,
+            observe=observe,
             addend_may_do=True,
         )
         h = project(tape, r, v.up_weight, v.up_bias, prepare=norm2)
@@ -171,15 +170,16 @@ class Replay:
     """The random state of now, for a context in which the same numbers are drawn once more."""
 
     def __init__(self, device: torch.device):
-        self._cuda = [device] if device.type == "cuda" else []
-        self._state = torch.get_rng_state(), [torch.cuda.get_rng_state(one) for one in self._cuda]
+        self._device = device
+        self._state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Inside it the generators stand where they stood; outside of it they are left alone."""
-        cpu_state, cuda_states = self._state
-        with torch.random.fork_rng(devices=self._cuda):
-            torch.set_rng_state(cpu_state)
-            for device, state in zip(self._cuda, cuda_states, strict=True):
-                torch.cuda.set_rng_state(state, device)
+        """Inside it the generator of the device stands where it stood; outside of it no draw is disturbed."""
+        is_cuda = self._device.type == "cuda"
+        with torch.random.fork_rng(devices=[self._device] if is_cuda else []):
+            if is_cuda:
+                torch.cuda.set_rng_state(self._state, self._device)
+            else:
+                torch.set_rng_state(self._state)
             yield

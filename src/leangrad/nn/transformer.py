@@ -191,10 +191,10 @@ class ResidualBlock(nn.Module):
         inputs = (rows, *parameters, mask, *self._rotary(x, dtype), *film)  # in the order of `Inputs`
         norms = (_kind_and_eps(self.norm1), _kind_and_eps(self.norm2))
         replay = Replay(x.device) if dropout or heads.dropout else None
-        observe = None if self.context is None else partial(_update, self.context, given)
-        block = Block(heads, norms, self.ffn.record, dropout, observe, replay)
+        block = Block(heads, norms, self.ffn.record, dropout, replay)
+        program = block if self.context is None else partial(block, observe=partial(_update, self.context, given))
         with torch.autocast(device_type, enabled=False) if autocast else nullcontext():
-            return run(block, block.plain, *inputs).view(x.shape)
+            return run(program, block.plain, *inputs).view(x.shape)
 
     def _pays(self, x: Tensor) -> bool:
         """Whether the hidden layer of this input is large enough."""
@@ -232,7 +232,7 @@ class ResidualBlock(nn.Module):
             return False
         linears = (attention.qkv, attention.out, ffn.up, ffn.down)
         norms = (self.norm1, self.norm2)
-        if any(type(m) is not nn.Linear for m in linears) or any(type(m) not in _NORM_KINDS for m in norms):
+        if any(type(m) is not nn.Linear for m in linears) or not all(_is_known_norm(m, self.width) for m in norms):
             return False
         return not any(has_hooks(m) or _has_own_forward(m) for m in (attention, ffn, *linears, *norms))
 
@@ -312,6 +312,10 @@ def _make_norm(kind: str, width: int, eps: float, bias: bool, place: dict[str, A
     if kind == "rms":
         return nn.RMSNorm(width, eps, **place)
     raise ValueError(f"norm: expected 'layer' or 'rms', got {kind!r}")
+
+
+def _is_known_norm(norm: nn.Module, width: int) -> bool:
+    return type(norm) in _NORM_KINDS and norm.normalized_shape == (width,) and norm.eps is not None
 
 
 def _kind_and_eps(norm: nn.Module) -> tuple[str, float]:

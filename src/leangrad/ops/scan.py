@@ -104,9 +104,10 @@ def forward(scan: Scan, start: Tensor | None, chunk: int) -> tuple[Tensor, Tenso
     else:
         bounds[0].copy_(start)
     z = torch.empty_like(scan.u, memory_format=torch.contiguous_format)
-    if z.numel() and _kernels_serve(scan):
+    if _kernels_serve(scan):
         maps, columns, vectors = _for_kernels(scan)
-        _kernels().forward(maps, vectors[0], columns, vectors[1], bounds, z, form=scan.form, chunk=chunk)
+        with torch.cuda.device_of(z):
+            _kernels().forward(maps, vectors[0], columns, vectors[1], bounds, z, form=scan.form, chunk=chunk)
     else:
         for rows in _row_groups(scan):
             _forward_rows(scan, rows, bounds, z, chunk)
@@ -124,17 +125,16 @@ def backward(
     >>> backward(scan, bounds, one, None, 2).u.flatten().tolist()
     [0.875, 0.75, 0.5]
     """
-    if scan.u.numel() and _kernels_serve(scan):
+    if _kernels_serve(scan):
         maps, columns, vectors = _for_kernels(scan)
-        du, dgate, ddt, dA, dB, dC, dD, start = _kernels().backward(
-            maps, vectors[0], columns, vectors[1], bounds, dz.contiguous(), end, form=scan.form, chunk=chunk
-        )
+        with torch.cuda.device_of(bounds):
+            du, dgate, ddt, dA, dB, dC, dD, start = _kernels().backward(
+                maps, vectors[0], columns, vectors[1], bounds, dz.contiguous(), end, form=scan.form, chunk=chunk
+            )
         return Gradients(du, ddt, dA, dB, dC, dD, dgate, start)
     into = _empty_gradients(scan, bounds, end, needs_dA)
     for rows in _row_groups(scan):
         _backward_rows(scan, rows, bounds, dz, chunk, into)
-    if into.D is not None:
-        torch.sum((dz * scan.u).to(into.D.dtype), (0, 1), out=into.D)
     return into
 
 
@@ -168,7 +168,10 @@ class _Block(NamedTuple):
     C: Tensor | None
 
 
-def _blocks(scan: Scan, rows: slice, chunk: int, dtype: torch.dtype, reverse: bool = False) -> Iterator[Any]:
+_Numbered = tuple[int, slice, _Block]
+
+
+def _blocks(scan: Scan, rows: slice, chunk: int, dtype: torch.dtype, reverse: bool = False) -> Iterator[_Numbered]:
     """(index, times, block) of every chunk."""
     T = scan.u.shape[1]
     indices = range(-(-T // chunk))
@@ -277,7 +280,7 @@ def _recur_back(decays: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
 def _over_states(weights: Tensor | None, states: Tensor, scratch: Tensor) -> Tensor:
     """Σ_n weights·states: (L, R, N) and (L, R, N, D) to (L, R, D)."""
     if weights is None:
-        return states.sum(2) if states.shape[2] > 1 else states[:, :, 0]
+        return states.sum(2)
     # Not `bmm`, which on some CPUs makes one call for each of its small matrices.
     return torch.mul(states, weights.unsqueeze(-1), out=scratch).sum(2)
 
@@ -289,12 +292,13 @@ def _over_channels(states: Tensor, weights: Tensor, scratch: Tensor) -> Tensor:
 
 def _empty_gradients(scan: Scan, bounds: Tensor, end: Tensor | None, needs_dA: bool) -> Gradients:
     """Buffers for all gradients; `start` begins as the gradient of the last state and is carried back to the first."""
-    dtype = bounds.dtype
-    u, dt = torch.empty_like(scan.u).zero_(), torch.empty_like(scan.dt).zero_()
-    A = torch.zeros_like(scan.A, dtype=dtype) if needs_dA else None
-    B, C = (None if x is None else torch.zeros_like(x) for x in (scan.B, scan.C))
-    D = None if scan.D is None else torch.zeros_like(scan.D, dtype=dtype)
-    gate = None if scan.gate is None else torch.empty_like(scan.gate).zero_()
+    u, dt, B, C, gate = (
+        None if x is None else torch.empty_like(x) for x in (scan.u, scan.dt, scan.B, scan.C, scan.gate)
+    )
+    assert u is not None
+    assert dt is not None
+    A = torch.zeros_like(scan.A, dtype=bounds.dtype) if needs_dA else None
+    D = None if scan.D is None else torch.zeros_like(scan.D, dtype=bounds.dtype)
     start = torch.zeros_like(bounds[0])
     return Gradients(u, dt, A, B, C, D, gate, start if end is None else start.copy_(end))
 
@@ -329,8 +333,9 @@ def _backward_rows(scan: Scan, rows: slice, bounds: Tensor, dz: Tensor, chunk: i
             into.B[rows, times] = _over_channels(gw, block.v, scratch=spare[:L]).transpose(0, 1)
         dv = _over_states(block.B, gw, scratch=spare[:L])
         du = dv if scan.gate is None else dv * _cut(scan.gate, rows, times, dtype)
-        if scan.D is not None:
+        if scan.D is not None and into.D is not None:
             du = torch.addcmul(du, dy[:, :, 0], scan.D.to(dtype))
+            into.D.add_((dy * block.u).sum((0, 1, 2)))
         into.u[rows, times] = du.transpose(0, 1)
         if into.gate is not None:
             into.gate[rows, times] = (dv * block.u[:, :, 0]).transpose(0, 1)
@@ -377,7 +382,9 @@ def _backward_rates(form: str, rates: _Rates, block: _Block, c: _Chunk, dA: Tens
 
 
 def _kernels_serve(scan: Scan) -> bool:
-    return all(serves(x) for x in scan if isinstance(x, Tensor))
+    """Where there is something to do, in dtypes that kernels know, and the batch fits a grid."""
+    batch_fits = scan.u.shape[0] < 1 << 16
+    return scan.u.numel() > 0 and batch_fits and all(serves(x) for x in scan if isinstance(x, Tensor))
 
 
 def _for_kernels(scan: Scan) -> tuple[Any, Any, Any]:
