@@ -149,7 +149,7 @@ def replay(root: Value, made: dict[int, Tensor], task: int) -> tuple[Tensor, boo
         return None
     if getattr(_local, "off", False) or not may_chain(root) or _torch.dispatch_modes_active():
         return None
-    chain = Chain(root, made, task)
+    chain = first = Chain(root, made, task)
     if chain.weight < 2 or not chain.leaves:
         return None
     kind = (*chain.key, *[_kind(v.tensor) if v.tensor is not None else v.layout for v in chain.leaves])
@@ -161,8 +161,8 @@ def replay(root: Value, made: dict[int, Tensor], task: int) -> tuple[Tensor, boo
     leaves = [taken[id(v)][0] for v in chain.leaves]
     if leaves[0].is_cuda and leaves[0].device.index != torch.cuda.current_device():
         return None  # Triton launches on the current device
-    whole = all(v.tensor is not None for v in chain.leaves)
-    key = kind if whole else (*chain.key, *[_kind(t) for t in leaves])
+    is_known = chain is first and all(v.tensor is not None for v in chain.leaves)
+    key = kind if is_known else (*chain.key, *[_kind(t) for t in leaves])
     plan = _plans.get(key)
     if plan is None or plan.proof.missing:
         return _prove(chain, leaves, kind, key)
