@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import leangrad
 from leangrad.kernels.pointwise import OPS, Input, Program, Step, compiled, source
 from leangrad.ledger import fused
-from leangrad.ledger.lowering import RefusedError, find_terms
+from leangrad.ledger.builder import RefusedError, find_terms
 
 f32, bf16, f16 = torch.float32, torch.bfloat16, torch.float16
 STEPS = 3 + fused.PROOFS

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from leangrad.kernels import INTERPRETED
 from leangrad.kernels.pointwise import compiled
-from leangrad.ledger.lowering import LOWERINGS, NORMS, VIEWS, Builder, Norm, Slot, numbers_of
+from leangrad.ledger.builder import Builder, Slot, numbers_of
+from leangrad.ledger.lowering import LOWERINGS, NORMS, VIEWS, Norm
 from leangrad.ledger.value import Value
 
 SAMPLES = 1 << 12 if INTERPRETED else 1 << 20  # for a pointwise op

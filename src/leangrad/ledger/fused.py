@@ -26,9 +26,10 @@ from torch import Tensor
 from leangrad import _torch, kernels
 from leangrad.kernels.launch import stream_for
 from leangrad.kernels.pointwise import BLOCK, Kernel, Program, compiled
+from leangrad.ledger.builder import Builder, RefusedError, Slot, numbers_of
 from leangrad.ledger.chain import TABLE, Chain, may_chain
 from leangrad.ledger.exact import is_exact, same_bits
-from leangrad.ledger.lowering import LOWERINGS, NORMS, VARIANTS, VIEWS, Builder, RefusedError, Slot, numbers_of
+from leangrad.ledger.lowering import LOWERINGS, NORMS, VARIANTS, VIEWS
 from leangrad.ledger.rules import RULES
 from leangrad.ledger.value import Value, _remember, _stream
 

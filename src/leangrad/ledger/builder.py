@@ -1,0 +1,174 @@
+"""From the ops of a chain to a pointwise program: operands, layouts, and where each element is found."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from leangrad.kernels.pointwise import Input, Program, Step, Term
+
+Layout = tuple[torch.Size, tuple[int, ...]]
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+MAX_TERMS = 4  # that it may take to find an element of an input
+
+
+class RefusedError(Exception):
+    """This chain cannot be one program; the argument says why."""
+
+
+class Slot(NamedTuple):
+    """An operand: a tensor at hand ("leaf"), a number ("scalar", or its "inverse"; no dtype), a result ("step")."""
+
+    kind: str
+    number: int  # among those of its kind
+    dtype: torch.dtype | None = None
+    shape: torch.Size = torch.Size()
+    stride: tuple[int, ...] = ()  # of a leaf
+
+
+class Builder:
+    """The steps so far, and what they read.
+
+    ``leaves`` are the tensors at hand; ``full`` is the layout of the result; ``variant`` chooses among the formulas of
+    an op for which a library has several kernels.
+
+    [Note: views inside a chain] All results of a chain are dense and share one order of elements in memory. A view that
+    keeps that order (another shape for the same contiguous memory, a transposition) is no work at all: only operands
+    that are broadcast have to be found by the shape on their side of it. So each step has a layout of its own, which is
+    known from the result downwards, and operands are placed at the end, in ``program``.
+    """
+
+    def __init__(self, leaves: list[Tensor], full: Layout, variant: int = 0) -> None:
+        self.leaves = leaves
+        self.full = full
+        self.variant = variant
+        self.inputs: list[tuple[int, Input]] = []  # the number of the leaf, and how it is read
+        self.scalars: list[tuple[int, bool]] = []  # the number of the recipe's scalar, and whether it is inverted
+        self.layouts: list[Layout | None] = []  # of the steps
+        self._steps: list[tuple[str, tuple[Slot, ...], torch.dtype]] = []
+        self._backs: dict[int, Callable[[Layout], Layout]] = {}  # the layout before a view from that behind it
+
+    def leaf(self, number: int) -> Slot:
+        """A tensor at hand."""
+        tensor = self.leaves[number]
+        if tensor.dtype not in FLOATS and tensor.dtype is not torch.bool:
+            raise RefusedError(f"{tensor.dtype}")
+        return Slot("leaf", number, tensor.dtype, tensor.shape, tensor.stride())
+
+    def step(self, op: str, dtype: torch.dtype | None, *operands: Slot) -> Slot:
+        """Compute ``op`` and round to ``dtype``."""
+        if dtype not in FLOATS:
+            raise RefusedError(f"a result in {dtype}")
+        shape = torch.broadcast_shapes(*(s.shape for s in operands))
+        self._steps.append((op, operands, dtype))
+        return Slot("step", len(self._steps) - 1, dtype, shape)
+
+    def view(self, slot: Slot, shape: torch.Size, back: Callable[[Layout], Layout]) -> Slot:
+        """See the elements of ``slot`` in another shape, in the same order in memory."""
+        if shape.numel() != slot.shape.numel():
+            raise RefusedError("a view of a part")
+        self._backs[len(self._steps)] = back
+        return Slot("step", self.step("cast", slot.dtype, slot).number, slot.dtype, shape)
+
+    def program(self, outputs: tuple[int, ...]) -> Program:
+        """What was built; ``outputs`` are numbers of steps, the last one is the result."""
+        self.layouts = [None] * len(self._steps)
+        self.layouts[outputs[-1]] = self.full
+        placed: list[list[tuple[str, int]]] = []
+        for k in reversed(range(len(self._steps))):
+            layout = self.layouts[k]
+            if layout is None:
+                raise RefusedError("a result that nobody reads")
+            below = self._backs[k](layout) if k in self._backs else layout
+            placed.append([self._place(slot, below) for slot in self._steps[k][1]])
+        base = {"input": 0, "scalar": len(self.inputs), "step": len(self.inputs) + len(self.scalars)}
+        steps = tuple(
+            Step(op, tuple(base[kind] + n for kind, n in operands), dtype)
+            for (op, _, dtype), operands in zip(self._steps, reversed(placed), strict=True)
+        )
+        return Program(tuple(i for _, i in self.inputs), len(self.scalars), steps, outputs)
+
+    def _place(self, slot: Slot, layout: Layout) -> tuple[str, int]:
+        """The operand among the inputs, scalars or steps of the program, for a step of this layout."""
+        if slot.kind == "step":
+            if self.layouts[slot.number] not in (None, layout):
+                raise RefusedError("a value that is seen in two ways")
+            self.layouts[slot.number] = layout
+            return "step", slot.number
+        if slot.kind == "leaf":
+            assert slot.dtype is not None
+            return "input", _index(
+                self.inputs, (slot.number, Input(slot.dtype, find_terms(slot.shape, slot.stride, *layout)))
+            )
+        return "scalar", _index(self.scalars, (slot.number, slot.kind == "inverse"))
+
+
+def _index(entries: list[Any], entry: Any) -> int:
+    if entry not in entries:
+        entries.append(entry)
+    return entries.index(entry)
+
+
+def numbers_of(wanted: list[tuple[int, bool]], scalars: list[float]) -> list[float]:
+    """The scalars of a program, which ``Builder.scalars`` says, from those of the recipe."""
+    return [_inverse(scalars[k]) if inverted else scalars[k] for k, inverted in wanted]
+
+
+def _inverse(number: float) -> float:
+    """1 / number in float32, as ATen computes it on the host: rounding to double in between does no harm."""
+    rounded = ctypes.c_float(number).value
+    return 1.0 / rounded if rounded else math.copysign(math.inf, rounded)
+
+
+def find_terms(
+    shape: torch.Size, stride: tuple[int, ...], full_shape: torch.Size, full_stride: tuple[int, ...]
+) -> tuple[Term, ...] | None:
+    """Where a tensor, broadcast to ``full_shape``, has the element that lies at i in dense memory of ``full_stride``.
+
+    >>> find_terms(torch.Size((3,)), (1,), torch.Size((5, 3)), (3, 1))
+    ((1, 3, 1),)
+    >>> find_terms(torch.Size((5, 1)), (1, 1), torch.Size((5, 3)), (3, 1))
+    ((3, 0, 1),)
+    >>> find_terms(torch.Size((5, 3)), (3, 1), torch.Size((5, 3)), (3, 1))
+    """
+    skipped = len(full_shape) - len(shape)
+    dims = [
+        (full_stride[d], n, 0 if d < skipped or shape[d - skipped] == 1 else stride[d - skipped])
+        for d, n in enumerate(full_shape)
+        if n > 1
+    ]
+    terms: list[Term] = []
+    inner = 1
+    for place, size, step in sorted(dims):
+        if place != inner:
+            raise RefusedError("a result that is not dense")
+        if terms and step and terms[-1][0] * terms[-1][1] == inner and terms[-1][2] * terms[-1][1] == step:
+            terms[-1] = terms[-1][0], terms[-1][1] * size, terms[-1][2]
+        elif step:
+            terms.append((inner, size, step))
+        inner *= size
+    if terms == [(1, inner, 1)] or inner == 1:
+        return None
+    if len(terms) > MAX_TERMS:
+        raise RefusedError("an operand whose elements are too scattered")
+    return tuple((i, 0 if i * n == inner else n, s) for i, n, s in terms)
+
+
+def contiguous_strides(shape: torch.Size) -> tuple[int, ...]:
+    """The strides of contiguous memory."""
+    strides = [1] if shape else []
+    for n in reversed(shape[1:]):
+        strides.append(strides[-1] * n)
+    return tuple(reversed(strides))
+
+
+def is_contiguous(layout: Layout) -> bool:
+    """Whether elements lie in the order of their indices, without holes."""
+    shape, stride = layout
+    return all(n == 1 or s == t for n, s, t in zip(shape, stride, contiguous_strides(shape), strict=True))
