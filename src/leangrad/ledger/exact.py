@@ -17,7 +17,7 @@ from torch import Tensor
 
 from leangrad.kernels import INTERPRETED
 from leangrad.kernels.pointwise import compiled
-from leangrad.ledger.builder import Builder, Slot, numbers_of
+from leangrad.ledger.builder import Builder, Layout, RefusedError, Slot, numbers_of
 from leangrad.ledger.lowering import LOWERINGS, NORMS, VIEWS, Norm
 from leangrad.ledger.value import Value
 
@@ -46,7 +46,7 @@ def is_exact(value: Value, operands: list[Any], numbers: list[float], of: Builde
     kinds = [(a.kind == "scalar", a.dtype, bool(a.shape)) if type(a) is Slot else a for a in operands]
     key = (value.function, value.dtype, of.leaves[0].device, *kinds, *value.kwargs.items())
     if norm is not None and not norm.by_rows:
-        key = (*key, of.full, of.variant)
+        key = (*key, *_layout_of(operands[0], of), of.variant)
     if key not in _known:
         _known[key] = all(_Trial(value, operands, numbers, of, seed).agrees() for seed in range(_rounds(norm, of)))
     return _known[key]
@@ -56,6 +56,15 @@ def _rounds(norm: Norm | None, of: Builder) -> int:
     if norm is None or norm.by_rows:
         return 1
     return min(ROUNDS, max(1, NORM_SAMPLES // of.full[0].numel()))
+
+
+def _layout_of(x: Slot, of: Builder) -> Layout:
+    """The layout of a map that is normalized: its own, or that of the chain's result."""
+    if x.kind == "leaf":
+        return x.shape, x.stride
+    if x.shape != of.full[0]:
+        raise RefusedError("a norm behind a view")
+    return of.full
 
 
 class _Trial:
@@ -119,7 +128,7 @@ class _Trial:
         """The input of a norm: enough rows, or a map like that of the chain."""
         assert self.norm is not None
         if not self.norm.by_rows:
-            shape, stride = self.of.full
+            shape, stride = _layout_of(operands[0], self.of)
             return torch.empty_strided(shape, stride, dtype=dtype, device=self.generator.device).copy_(
                 self._normal(dtype, shape).mul_(3).add_(1)
             )
