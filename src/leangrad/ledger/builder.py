@@ -29,14 +29,14 @@ class Slot(NamedTuple):
     number: int  # among those of its kind
     dtype: torch.dtype | None = None
     shape: torch.Size = torch.Size()
-    stride: tuple[int, ...] = ()  # of a leaf
+    stride: tuple[int, ...] = ()  # of a leaf; of a step where it can be told
 
 
 class Builder:
     """The steps so far, and what they read.
 
-    ``leaves`` are the tensors at hand; ``full`` is the layout of the result; ``variant`` chooses among the formulas of
-    an op for which a library has several kernels.
+    ``leaves`` are the tensors at hand; ``variant`` chooses among the formulas of an op for which a library has several
+    kernels.
 
     [Note: views inside a chain] All results of a chain are dense and share one order of elements in memory. A view that
     keeps that order (another shape for the same contiguous memory, a transposition) is no work at all: only operands
@@ -44,9 +44,8 @@ class Builder:
     known from the result downwards, and operands are placed at the end, in ``program``.
     """
 
-    def __init__(self, leaves: list[Tensor], full: Layout, variant: int = 0) -> None:
+    def __init__(self, leaves: list[Tensor], variant: int = 0) -> None:
         self.leaves = leaves
-        self.full = full
         self.variant = variant
         self.inputs: list[tuple[int, Input]] = []  # the number of the leaf, and how it is read
         self.scalars: list[tuple[int, bool]] = []  # the number of the recipe's scalar, and whether it is inverted
@@ -66,20 +65,21 @@ class Builder:
         if dtype not in FLOATS:
             raise RefusedError(f"a result in {dtype}")
         shape = torch.broadcast_shapes(*(s.shape for s in operands))
+        strides = {s.stride for s in operands if s.shape == shape}
         self._steps.append((op, operands, dtype))
-        return Slot("step", len(self._steps) - 1, dtype, shape)
+        return Slot("step", len(self._steps) - 1, dtype, shape, strides.pop() if len(strides) == 1 else ())
 
-    def view(self, slot: Slot, shape: torch.Size, back: Callable[[Layout], Layout]) -> Slot:
+    def view(self, slot: Slot, seen: Layout, back: Callable[[Layout], Layout]) -> Slot:
         """See the elements of ``slot`` in another shape, in the same order in memory."""
-        if shape.numel() != slot.shape.numel():
+        if seen[0].numel() != slot.shape.numel():
             raise RefusedError("a view of a part")
         self._backs[len(self._steps)] = back
-        return Slot("step", self.step("cast", slot.dtype, slot).number, slot.dtype, shape)
+        return Slot("step", self.step("cast", slot.dtype, slot).number, slot.dtype, *seen)
 
-    def program(self, outputs: tuple[int, ...]) -> Program:
+    def program(self, outputs: tuple[int, ...], result: Layout) -> Program:
         """What was built; ``outputs`` are numbers of steps, the last one is the result."""
         self.layouts = [None] * len(self._steps)
-        self.layouts[outputs[-1]] = self.full
+        self.layouts[outputs[-1]] = result
         placed: list[list[tuple[str, int]]] = []
         for k in reversed(range(len(self._steps))):
             layout = self.layouts[k]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import Any
 
 from torch import Tensor
@@ -44,6 +45,7 @@ class Chain:
     __slots__ = (
         "_at_hand",
         "_codes",
+        "ends",
         "key",
         "leaves",
         "made",
@@ -56,8 +58,9 @@ class Chain:
         "weight",
     )
 
-    def __init__(self, root: Value, made: dict[int, Tensor], task: int) -> None:
+    def __init__(self, root: Value, made: dict[int, Tensor], task: int, ends: Set[int] = frozenset()) -> None:
         self.made, self.task = made, task
+        self.ends = ends  # ids of values that have to be leaves
         self.size = elements(root)
         self.values: list[Value] = []  # in the order in which they are computed; the root is the last
         self.uses: list[int] = []  # how often each is read in this chain
@@ -145,7 +148,7 @@ class Chain:
         One that other recipes read too is computed here only if it is an output, or if everything under it is at hand.
         Otherwise it is made once and held (``made``), or what lies under it would be rebuilt again and again.
         """
-        if self.is_made(v) or len(self.values) >= MAX_STEPS:
+        if self.is_made(v) or len(self.values) >= MAX_STEPS or id(v) in self.ends:
             return False
         if v.function in VIEWS:  # of what is computed here; any other view is taken as it is
             base = v.inputs[0]

@@ -26,10 +26,10 @@ from torch import Tensor
 from leangrad import _torch, kernels
 from leangrad.kernels.launch import stream_for
 from leangrad.kernels.pointwise import BLOCK, Kernel, Program, compiled
-from leangrad.ledger.builder import Builder, RefusedError, Slot, numbers_of
+from leangrad.ledger.builder import Builder, Layout, RefusedError, Slot, numbers_of
 from leangrad.ledger.chain import TABLE, Chain, may_chain
 from leangrad.ledger.exact import is_exact, same_bits
-from leangrad.ledger.lowering import LOWERINGS, NORMS, VARIANTS, VIEWS
+from leangrad.ledger.lowering import LOWERINGS, NORMS, VARIANTS
 from leangrad.ledger.rules import RULES
 from leangrad.ledger.value import Value, _remember, _stream
 
@@ -46,6 +46,10 @@ class InexactError(Exception):
     """An op has other bits here than ATen's; the argument is its value."""
 
 
+class CutError(Exception):
+    """A value, whose number is the argument, lies in memory in another order: the chain has to end there."""
+
+
 class Proof:
     """How often a program has yet to be compared."""
 
@@ -57,6 +61,7 @@ class Proof:
 _plans: dict[Key, Plan] = {}
 _proofs: dict[Any, Proof] = {}
 _refused: dict[Key, str] = {}  # why a chain is replayed op by op
+_cuts: dict[Key, int] = {}  # the number of the value at which a chain has to end
 _variety: defaultdict[tuple[str, ...], set[Program]] = defaultdict(set)  # the programs for each row of ops
 _lock = threading.RLock()  # one thread at a time makes and proves programs
 _local = threading.local()  # ``off``: this thread replays op by op
@@ -77,8 +82,9 @@ class Plan:
     """A program for one kind of chain over tensors of one kind of layout."""
 
     def __init__(self, chain: Chain, leaves: list[Tensor], variant: int = 0) -> None:
-        shape, stride = _layout(chain, leaves)
-        builder = Builder(leaves, (shape, stride), variant)
+        if not any(kernels.serves(t) for t in leaves) or any(t.device != leaves[0].device for t in leaves):
+            raise RefusedError("not on one device that Triton serves")
+        builder = Builder(leaves, variant)
         slots: list[Slot] = []
         scalars = iter(range(len(chain.scalars)))
         for value, (_, _, _, *parts) in zip(chain.values, chain.key, strict=False):
@@ -86,8 +92,9 @@ class Plan:
             slots.append(_lower(builder, value, operands))
             if not is_exact(value, operands, chain.scalars, builder):
                 raise InexactError(value)
-        program = builder.program(tuple(slots[k].number for k in chain.outputs))
-        layouts = [_output_layout(chain.values[k], slots[k], builder) for k in chain.outputs]
+        shape, stride = _layout(chain.values[-1], slots[-1])
+        program = builder.program(tuple(slots[k].number for k in chain.outputs), (shape, stride))
+        layouts = [_output_layout(k, chain.values[k], slots[k], builder) for k in chain.outputs]
         self.n = shape.numel()
         self.leaves = [k for k, _ in builder.inputs]
         self.scalars = builder.scalars  # and not the builder, which holds the leaves
@@ -153,12 +160,15 @@ def replay(root: Value, made: dict[int, Tensor], task: int) -> tuple[Tensor, boo
     chain = first = Chain(root, made, task)
     if chain.weight < 2 or not chain.leaves:
         return None
-    kind = (*chain.key, *[_kind(v.tensor) if v.tensor is not None else v.layout for v in chain.leaves])
-    if kind in _refused:
+    kind = _kind_of(chain)
+    while kind in _cuts:
+        chain = first = Chain(root, made, task, {id(chain.values[_cuts[kind]]), *chain.ends})
+        kind = _kind_of(chain)
+    if chain.weight < 2 or kind in _refused:
         return None
     taken: dict[int, tuple[Tensor, bool]] = {}
     while not chain.take(taken):
-        chain = Chain(root, made, task)
+        chain = Chain(root, made, task, chain.ends)
     leaves = [taken[id(v)][0] for v in chain.leaves]
     if leaves[0].is_cuda and leaves[0].device.index != torch.cuda.current_device():
         return None  # Triton launches on the current device
@@ -186,6 +196,12 @@ def _prove(chain: Chain, leaves: list[Tensor], kind: Key, key: Key) -> tuple[Ten
             plans = [_plans[key]] if key in _plans else _candidates(chain, leaves)
         except InexactError as error:
             TABLE.discard(error.args[0].function)  # without that op it will be another chain
+            return None
+        except CutError as error:
+            if _kind_of(chain) == kind:
+                _cut(kind, error.args[0])
+            else:  # the chain was gathered again, and would not be known by this kind
+                _refuse(kind, chain.refusal("outputs of different layouts"))
             return None
         except torch.OutOfMemoryError:
             return None  # another time
@@ -215,6 +231,12 @@ def _enter(key: Key, plan: Plan) -> None:
     if len(_plans) >= MAX_PLANS:  # shapes that never come again
         _plans.clear()
     _plans[key] = plan
+
+
+def _cut(kind: Key, number: int) -> None:
+    if len(_cuts) >= MAX_PLANS:
+        _cuts.clear()
+    _cuts[kind] = number
 
 
 def _refuse(kind: Key, why: str) -> None:
@@ -258,25 +280,17 @@ def _lower(b: Builder, value: Value, operands: list[Any]) -> Slot:
     return slot if value.dtype is None or value.dtype == slot.dtype else b.step("cast", value.dtype, slot)
 
 
-def _layout(chain: Chain, leaves: list[Tensor]) -> tuple[torch.Size, tuple[int, ...]]:
-    """The layout of the root: noted, or that of all inputs of its size."""
-    if not any(kernels.serves(t) for t in leaves) or any(t.device != leaves[0].device for t in leaves):
-        raise RefusedError("not on one device that Triton serves")
-    layout = chain.values[-1].layout
-    if layout is None:
-        if any(v.function in VIEWS for v in chain.values):
-            raise RefusedError("a layout that only ATen knows")
-        shape = max((t.shape for t in leaves), key=torch.Size.numel)
-        strides = {t.stride() for t in leaves if t.shape == shape}
-        if len(strides) != 1:
-            raise RefusedError("a layout that only ATen knows")
-        layout = shape, strides.pop()
+def _layout(root: Value, slot: Slot) -> Layout:
+    """The layout of the root: as it was when it was saved, else what can be told from its operands."""
+    layout = root.layout or (slot.shape, slot.stride)
+    if layout[0] != slot.shape or len(layout[1]) != len(layout[0]):
+        raise RefusedError("a layout that only ATen knows")
     if layout[0].numel() * 2 < MIN_BYTES:
         raise RefusedError("too small")
     return layout
 
 
-def _output_layout(value: Value, slot: Slot, b: Builder) -> tuple[torch.Size, tuple[int, ...]]:
+def _output_layout(number: int, value: Value, slot: Slot, b: Builder) -> Layout:
     """How an output lies in memory: as it did when it was saved, which must be as the program lays it."""
     layout = b.layouts[slot.number]
     if layout is None or slot.shape != layout[0]:
@@ -284,7 +298,7 @@ def _output_layout(value: Value, slot: Slot, b: Builder) -> tuple[torch.Size, tu
     if value.layout is None:
         return layout
     if value.layout[0] != layout[0] or not _alike(value.layout[1], layout[1], layout[0]):
-        raise RefusedError("outputs of different layouts")
+        raise CutError(number)
     return value.layout
 
 
@@ -304,6 +318,11 @@ def _compiled(chain: Chain, program: Program, wide: bool) -> Kernel:
 
 def _reach(tensor: Tensor) -> int:
     return sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _kind_of(chain: Chain) -> Key:
+    """What is known of a chain before its leaves are taken."""
+    return (*chain.key, *[_kind(v.tensor) if v.tensor is not None else v.layout for v in chain.leaves])
 
 
 def _kind(tensor: Tensor) -> Key:

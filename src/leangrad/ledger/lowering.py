@@ -131,7 +131,8 @@ def _view(b: Builder, x: Slot, shape: tuple[int, ...]) -> Slot:
             raise RefusedError("a view of memory that is not contiguous")
         return x.shape, contiguous_strides(x.shape)
 
-    return b.view(x, torch.Size(shape), back)
+    seen = torch.Size(shape)
+    return b.view(x, (seen, contiguous_strides(seen)), back)
 
 
 def _seen(b: Builder, x: Slot, shape: torch.Size, stride: tuple[int, ...], offset: float) -> Slot:
@@ -142,7 +143,7 @@ def _seen(b: Builder, x: Slot, shape: torch.Size, stride: tuple[int, ...], offse
             raise RefusedError("a view of a part")
         return x.shape, contiguous_strides(x.shape)
 
-    return b.view(x, shape, back)
+    return b.view(x, (shape, stride), back)
 
 
 def _permuted(b: Builder, x: Slot, dims: tuple[int, ...]) -> Slot:
@@ -154,7 +155,7 @@ def _permuted(b: Builder, x: Slot, dims: tuple[int, ...]) -> Slot:
             stride[d] = layout[1][behind]
         return x.shape, tuple(stride)
 
-    return b.view(x, torch.Size(x.shape[d] for d in dims), back)
+    return b.view(x, (torch.Size(x.shape[d] for d in dims), tuple(x.stride[d] for d in dims) if x.stride else ()), back)
 
 
 def _transposed(b: Builder, x: Slot, dim0: float, dim1: float) -> Slot:
@@ -167,18 +168,22 @@ def _layer_norm(
     b: Builder, x: Slot, weight: Slot | None, bias: Slot | None, shape: Any, eps: Any, mean: Slot, rstd: Slot
 ) -> Slot:
     if weight is None and bias is None:
-        return b.step("layer_norm_bare", x.dtype, x, mean, rstd)
+        return _by_rows(b, "layer_norm_bare", x, mean, rstd)
     if weight is None:
         raise RefusedError("a norm with a bias alone")
     if bias is None:
-        return b.step("layer_norm_no_bias", x.dtype, x, mean, rstd, weight)
-    return b.step("layer_norm", x.dtype, x, mean, rstd, weight, bias)
+        return _by_rows(b, "layer_norm_no_bias", x, mean, rstd, weight)
+    return _by_rows(b, "layer_norm", x, mean, rstd, weight, bias)
 
 
 def _rms_norm(b: Builder, x: Slot, weight: Slot | None, shape: Any, eps: Any, rstd: Slot) -> Slot:
-    if weight is None:
-        return b.step("rms_norm_bare", x.dtype, x, rstd)
-    return b.step("rms_norm", x.dtype, x, rstd, weight)
+    return _by_rows(b, "rms_norm_bare", x, rstd) if weight is None else _by_rows(b, "rms_norm", x, rstd, weight)
+
+
+def _by_rows(b: Builder, op: str, x: Slot, *others: Slot) -> Slot:
+    """A norm over the last dimensions: ATen gives it contiguous."""
+    slot = b.step(op, x.dtype, x, *others)
+    return Slot("step", slot.number, slot.dtype, slot.shape, contiguous_strides(slot.shape))
 
 
 def _batch_norm(*formulas: str) -> Lowering:
