@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+import torch.distributed.fsdp
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -337,6 +338,24 @@ def test_distributed_data_parallel(tmp_path):
     for _ in range(2):
         other(x).backward(g)
     same(gradients(block), gradients(other))
+
+
+def test_sharded_parameters(tmp_path):
+    """FSDP gathers them for forward and for backward; the node reads them in both, as autograd's own ops do."""
+    block, other = make("llama"), make("llama")
+    other.load_state_dict(block.state_dict())
+    x, g = batch(requires_grad=False)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        torch.distributed.fsdp.fully_shard(block, reshard_after_forward=True)
+        for _ in range(2):
+            y = block(x)
+            assert is_node(y)
+            y.backward(g)
+            other(x).backward(g)
+        same([p.grad.full_tensor() for p in block.parameters()], gradients(other))
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_threads():
