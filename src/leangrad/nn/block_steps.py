@@ -93,11 +93,14 @@ def keep_addend(tape: Tape, x: Var) -> None:
     Under autocast the residual stream is float32 and what is added to it is half as large. The sum is made again in
     backward, with the same bits.
     """
-    if x.rebuilt is not None and x.needs_grad and x.readers:
-        addend = x.rebuilt[1]
+    if x.rebuilt is None:
+        return
+    if x.readers:
+        addend, x.tensor = x.rebuilt[1], None
         addend.readers = 1
         tape._kept.append(addend)
-        x.tensor = None
+    else:
+        x.rebuilt = None
 
 
 def _read(tape: Tape, x: Var) -> tuple[Tensor, Lease | None]:
