@@ -36,7 +36,7 @@ class Size:
     steps: int = 800
 
 
-SMALL = Size(width=32, heads=2, blocks=1, batch=128, steps=150)
+SMALL = Size(width=32, heads=2, blocks=1, batch=256, steps=300)
 
 
 class Network(nn.Module):

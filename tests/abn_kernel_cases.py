@@ -129,6 +129,32 @@ def check_layer(layout: str, name: str, dtype: torch.dtype, device: str, kind: t
         close("running statistics", a, b, torch.float32)
 
 
+def check_odd_parameters(device: str) -> None:
+    """Kernels get what they can read: strided weights, another dtype of a buffer and a wrong size go the plain way."""
+    x, dz, _ = case("rows", torch.float32, device)
+    x.requires_grad_()
+    layer = ABN(3, activation="relu").to(device)
+    strided = torch.linspace(0.5, 2.0, 6, device=device)[::2]
+    want = torch.autograd.grad(torch.func.functional_call(layer, {"weight": strided.clone()}, (x,)), x, dz)[0]
+    found = torch.autograd.grad(torch.func.functional_call(layer, {"weight": strided}, (x,)), x, dz)[0]
+    close("dx with a strided weight", found, want, torch.float32)
+    layer.num_batches_tracked = layer.num_batches_tracked.int()
+    layer.running_mean = layer.running_mean.double()
+    before = layer.num_batches_tracked.item()
+    close("dx with odd buffers", torch.autograd.grad(layer(x), x, dz)[0], reference(x, dz), torch.float32)
+    assert layer.num_batches_tracked.item() == before + 1
+    try:
+        torch.func.functional_call(layer, {"weight": torch.ones(2, device=device)}, (x,))
+    except RuntimeError:
+        return
+    raise AssertionError("a weight of the wrong size was taken")
+
+
+def reference(x: Tensor, dz: Tensor) -> Tensor:
+    y = torch.nn.functional.batch_norm(x.double(), None, None, training=True)
+    return torch.autograd.grad(y.relu(), x, dz.double())[0]
+
+
 def check_one_question(device: str) -> None:
     """However many layers invert, the device is asked once in a step; and again once parameters could have changed."""
     asked: list[int] = []
@@ -191,6 +217,7 @@ def check_all(device: str) -> None:
     check_passes("many tiles", ops.Activation("leaky_relu", 0.3), torch.float32, device, inverted=True, added=False)
     check_passes("wide rows", ops.Activation("silu"), torch.float32, device, inverted=False, added=True)
     check_module(device)
+    check_odd_parameters(device)
     check_one_question(device)
     check_hidden_write(device)
     for name in ops.Activation.NAMES:

@@ -388,6 +388,18 @@ def test_autocast(activation):
     same(found, results[1][1:])
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("activation", ["relu", "gelu", "swiglu"])
+def test_autocast_around_backward_alone_has_no_say(activation, device):
+    mlp = MLP([8] * 5, activation, device=device)
+    x, g = torch.randn(4, 8, device=device, requires_grad=True), torch.randn(4, 8, device=device)
+    expected = grads_of(mlp, x, g)
+    y = mlp(x)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        found = torch.autograd.grad(y, [x, *mlp.parameters()], g)
+    same(found, expected[1:])
+
+
 def test_hooks_and_replaced_children_run_plain():
     mlp, plain = pair()
     x = torch.randn(4, 5)

@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -13,7 +14,7 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 LOSSES = {
     "char_lm": 2.6,  # 4.0
     "copy_task": 0.5,  # 2.1
-    "diffusion_2d": 0.97,  # 1.0
+    "diffusion_2d": 0.92,  # 1.0
 }
 
 
@@ -34,7 +35,7 @@ def test_the_small_run_learns(name, tmp_path):
     assert "100%" in done.stderr  # the progress bar
     for picture in tmp_path.iterdir():
         assert picture.suffix == ".svg"
-        assert picture.read_text().count("<circle") == 500
+        assert len(list(ElementTree.parse(picture).iter("{http://www.w3.org/2000/svg}circle"))) == 500
 
 
 def test_every_example_is_run():

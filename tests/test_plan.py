@@ -88,3 +88,16 @@ def test_what_is_alive_is_at_least_what_is_read(record: Record) -> None:
         everything = sum(item.nbytes for item in record.items)
         assert 3 * largest <= outcome.peak_bytes <= everything + 2 * largest
         assert outcome.kept_bytes <= everything
+
+
+def test_what_the_loss_reads_at_once_is_kept_in_the_stead_of_its_source() -> None:
+    """Log-probabilities from logits half their size: rebuilding them takes both, at the highest moment."""
+    logits, log_probabilities, weights = Item(100), Item(200, sources=(0,)), Item(50)
+    record = Record((logits, log_probabilities, weights), (1, 2))
+    assert play(record, frozenset()).peak_bytes == play(record, frozenset({1})).peak_bytes + 100
+    assert best_cut(record) == frozenset({1})
+
+
+def test_what_the_loss_reads_at_once_is_rebuilt_if_its_source_is_kept_anyway() -> None:
+    logits, log_probabilities = Item(100), Item(200, sources=(0,))
+    assert best_cut(Record((logits, log_probabilities), (1, 0))) == frozenset()

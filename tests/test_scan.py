@@ -179,6 +179,20 @@ def test_large_batches_are_worked_on_in_groups(monkeypatch):
         torch.testing.assert_close(one, other)
 
 
+@pytest.mark.parametrize("form", FUNCTIONS)
+def test_nothing_stale_is_read(form):
+    """In deterministic mode torch fills fresh memory with NaN."""
+    inputs, grads = make(form), random_grads(form)
+    expected = outputs_and_grads(FUNCTIONS[form], inputs, grads)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.empty(3).isnan().all()
+        found = outputs_and_grads(FUNCTIONS[form], inputs, grads)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
 @pytest.mark.fuzz
 @fuzz_settings(30, 2000)
 @given(

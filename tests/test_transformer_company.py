@@ -1,4 +1,4 @@
-"""TransformerBlock among others: autocast, hooks, compile, transforms, checkpointing, lean(), packed gradients, DDP."""
+"""TransformerBlock among others: hooks, compile, transforms, checkpointing, lean(), packed gradients, DDP."""
 
 import copy
 import io
@@ -6,11 +6,11 @@ import threading
 
 import pytest
 import torch
+import torch.distributed.fsdp
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import leangrad
-from leangrad.lease import release_scratch
 from leangrad.measure import measure
 from leangrad.nn import AttentionContext, TransformerBlock
 from tests.test_transformer import (
@@ -114,63 +114,6 @@ def make_alike(block):
     other = make()
     other.load_state_dict({k: v for k, v in block.state_dict().items() if not k.startswith("context")})
     return other
-
-
-# Autocast
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dropout", [0.0, 0.2])
-@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
-def test_autocast(kind, dropout):
-    """The residual stream stays in float32; products and attention are in bfloat16."""
-    block = make(kind, torch.float32, dropout=dropout)
-    x, g = batch(torch.float32)
-
-    def cast(forward):
-        def run(x):
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                return forward(x)
-
-        return run
-
-    found, expected = results(cast(block), block, x, g), results(cast(block.plain), block, x, g)
-    assert is_node(found[0])
-    assert found[0].dtype == torch.float32
-    assert torch.equal(found[0], expected[0])
-    for one, other in zip(found, expected, strict=True):
-        assert one.dtype == other.dtype
-        assert (one - other).abs().max() <= 2e-2 * other.abs().max()
-    if KINDS[kind].get("norm") != "rms":
-        same(found, expected)
-
-
-@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
-def test_kept_bytes_under_autocast():
-    """All in bfloat16 but the logsumexp: what attention adds is kept in place of the float32 sum. And cast weights."""
-    block, x, g = TransformerBlock(64, 4), torch.randn(8, 64, 64), torch.randn(8, 64, 64)
-
-    def step():
-        block.zero_grad()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            y = block(x)
-        y.backward(g)
-
-    release_scratch()
-    step()
-    found = measure(step, timed_runs=0).kept_bytes - x.numel() * 4  # the output
-    weights = sum(p.numel() for m in (block.attention, block.ffn) for p in m.parameters())
-    assert found == 9 * x.numel() * 2 + 8 * 64 * 4 * 4 + 2 * weights
-
-
-@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
-def test_autocast_of_a_low_precision_input_runs_plain():
-    block = make("gpt", torch.float32)
-    x = torch.randn(2, 3, WIDTH).bfloat16().requires_grad_()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        y = block(x)
-        assert not is_node(y)
-        same([y], [block.plain(x)])
 
 
 # Who must see torch's own ops
@@ -337,6 +280,24 @@ def test_distributed_data_parallel(tmp_path):
     for _ in range(2):
         other(x).backward(g)
     same(gradients(block), gradients(other))
+
+
+def test_sharded_parameters(tmp_path):
+    """FSDP gathers them for forward and for backward; the node reads them in both, as autograd's own ops do."""
+    block, other = make("llama"), make("llama")
+    other.load_state_dict(block.state_dict())
+    x, g = batch(requires_grad=False)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        torch.distributed.fsdp.fully_shard(block, reshard_after_forward=True)
+        for _ in range(2):
+            y = block(x)
+            assert is_node(y)
+            y.backward(g)
+            other(x).backward(g)
+        same([p.grad.full_tensor() for p in block.parameters()], gradients(other))
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_threads():

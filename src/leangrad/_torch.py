@@ -516,3 +516,11 @@ def norm_tensors(norm: torch.nn.Module) -> tuple[Tensor | None, ...]:
     except (AttributeError, KeyError):  # parametrized, or a torch that keeps them elsewhere
         names = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
         return tuple(getattr(norm, name) for name in names)
+
+
+_any_autocast: Callable[[], bool] | None = getattr(torch._C, "_is_any_autocast_enabled", None)
+
+
+def autocast_may_be_on() -> bool:
+    """Whether autocast is on for some kind of device; True where torch does not tell."""
+    return True if _any_autocast is None else _any_autocast()

@@ -7,12 +7,13 @@ hooks, threads.
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from leangrad._torch import graph_is_kept, saved_tensor_hooks_active, transforms_active
+from leangrad._torch import autocast_may_be_on, graph_is_kept, saved_tensor_hooks_active, transforms_active
 from leangrad.ops.chain import Chain, Writer
 from leangrad.own import owned, take
 from leangrad.tape import Tape, Var
@@ -116,7 +117,9 @@ class _Node(torch.autograd.Function):
                 recording.take_back(kept)
             if isinstance(recording, Chain):
                 recording.writer = _writer_of(ctx, tensors)
-            gradients = recording.backward(grad, tensors, output, ours=ours, spent=not (again or handed))
+            # Autocast that is on around `.backward()` has no say in what forward computed in other dtypes.
+            with torch.autocast(grad.device.type, enabled=False) if autocast_may_be_on() else nullcontext():
+                gradients = recording.backward(grad, tensors, output, ours=ours, spent=not (again or handed))
             if handed:
                 recording.take_back(None)
         return (None, None, *gradients)

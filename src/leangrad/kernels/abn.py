@@ -133,6 +133,11 @@ class Layer:
             for act, residual in ((k.act, masked), ("identity", False))
         ]
         self._normalize = self._tiled(passes.normalize_kernel, k.act, k.added)
+        # What results look like: `empty_like` is cheaper than to say it all each time.
+        self._like = [
+            torch.empty(size, dtype=dtype or torch.float32, device=k.device)
+            for size, dtype in (((4, k.size[1]), None), (k.size[1], k.weight), (k.size[1], k.bias))
+        ]
         self._input = [self._tiled(passes.input_kernel, k.act, k.inverted, masked, means) for means in (False, True)]
 
     def _shared(self, kernel: Any, g: Grid, shape: Shape, *flags: Any, merges: bool = False) -> Launch:
@@ -171,7 +176,7 @@ class Layer:
         With `check` (lower, ratio, upper), γ̂ is returned as NaN where the channel does not invert.
         """
         g, stream = self.first, stream_for(self.kind.device)
-        table, vectors = scratch(self.kind.device, stream, 2 * g.splits * g.C), self._empty(4, g.C)
+        table, vectors = scratch(self.kind.device, stream, 2 * g.splits * g.C), torch.empty_like(self._like[0])
         self._stats(stream, (x, table))
         running_mean, running_var = (vectors, vectors) if running is None else running
         self._forward[check is not None](
@@ -218,8 +223,7 @@ class Layer:
     ) -> tuple[Tensor, Tensor]:
         """Both passes in two launches: dy into `dy_out` if that is given, dx into `out`; returns dγ̂ and dβ."""
         k, stream = self.kind, stream_for(self.kind.device)
-        dweight = torch.empty(self.second.C, dtype=k.weight or torch.float32, device=k.device)
-        dbias = torch.empty(self.second.C, dtype=k.bias or torch.float32, device=k.device)
+        dweight, dbias = torch.empty_like(self._like[1]), torch.empty_like(self._like[2])
         table = self._table(stream, kept, dz, residual, dy_out, vectors)
         if dy_out is not None:
             dz, residual = dy_out, None

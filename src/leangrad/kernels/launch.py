@@ -82,20 +82,17 @@ class Launch:
         self.kernel, self.device, self.constants = kernel, device, constants
         self.options = {"num_warps": warps, **options}
         self.grid = (*grid, 1, 1)[:3]
-        self.compiled: Any = None
+        self.compiled: tuple[Any, ...] | None = None  # how to start it, its function, its metadata
 
     def __call__(self, stream: int | None, tensors: tuple[Tensor, ...], floats: tuple[float, ...] = ()) -> None:
         """Run on `stream`, which is what `stream_for` said."""
         pointers = [t.data_ptr() for t in tensors]
         aligned = reduce(operator.or_, pointers) % ALIGNMENT == 0
-        compiled = self.compiled
-        if compiled is None or stream is None or not aligned:
+        if self.compiled is None or stream is None or not aligned:
             self._through_triton(tensors, floats, aligned)
             return
-        compiled.run(
-            *self.grid, stream, compiled.function, compiled.packed_metadata, None, None, None,
-            *pointers, *floats, *self.constants,
-        )  # fmt: skip
+        run, function, metadata = self.compiled
+        run(*self.grid, stream, function, metadata, None, None, None, *pointers, *floats, *self.constants)
 
     def _through_triton(self, tensors: tuple[Tensor, ...], floats: tuple[float, ...], aligned: bool) -> None:
         arguments = (*tensors, *floats, *self.constants)
@@ -105,4 +102,4 @@ class Launch:
         with torch.cuda.device(self.device):
             compiled = self.kernel[self.grid](*arguments, **self.options)
         if aligned and NEEDED.issubset(dir(compiled)):
-            self.compiled = compiled
+            self.compiled = (compiled.run, compiled.function, compiled.packed_metadata)

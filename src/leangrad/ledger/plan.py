@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 MAX_DEPTH = 12  # the deepest constant cut that is tried
 SLACKS = (0, 1, 2, 3, 4, 6, 8, 12, 16)  # in units of the largest tensor
+FIRST_READS = 3  # of backward: those of the loss
 NEAR = 1.002  # peaks within this factor of the lowest count as equal
 LEAN = 1.02  # among those, kept bytes within this factor of the fewest count as equal: then the least rebuilding wins
 
@@ -54,7 +55,22 @@ def best_cut(record: Record) -> frozenset[int]:
     near = [(o, cut) for cut, o in tried.items() if o.peak_bytes <= lowest * NEAR]
     fewest = min(o.kept_bytes for o, _ in near)
     lean = [(o.rebuilt_bytes, cut) for o, cut in near if o.kept_bytes <= fewest * LEAN]
-    return min(lean, key=lambda pair: pair[0])[1]
+    return _lowered(record, min(lean, key=lambda pair: pair[0])[1])
+
+
+def _lowered(record: Record, cut: frozenset[int]) -> frozenset[int]:
+    """Keep what backward reads at once in the stead of its source, if rebuilding it only adds to the peak.
+
+    The log-probabilities under a loss are read while all is still alive: rebuilt, they take their own bytes and those of
+    the logits, which nobody else needs.
+    """
+    best = play(record, cut)
+    for n in dict.fromkeys(record.reads[:FIRST_READS]):
+        outcome = play(record, cut | {n})
+        frees_source = outcome.kept_bytes < best.kept_bytes + record.items[n].nbytes
+        if frees_source and outcome.peak_bytes * NEAR < best.peak_bytes:
+            cut, best = cut | {n}, outcome
+    return cut
 
 
 def _candidates(record: Record) -> Iterable[frozenset[int]]:

@@ -197,8 +197,8 @@ class Recorder:
             self.signatures, self._decisions, self._kept, self._places, strict=True
         ):
             if not self.bare[place]:
-                choice = cut is not None and self.items[n].choice
-                made.append((op, nbytes, n in cut if choice else kept))  # type: ignore[operator]
+                chosen = cut is not None and n in cut
+                made.append((op, nbytes, chosen or (kept and (cut is None or not self.items[n].choice))))
         return made
 
 

@@ -117,28 +117,30 @@ def _backward(ctx: Any, dz: Tensor, mine: bool) -> tuple[Tensor | None, ...]:
     call: Call = ctx.call
     vectors, kept_map, residual, channels, spare = _saved(ctx)
     need_x, need_weight, need_bias, need_residual = ctx.needs_input_grad[:4]
-    kept = ops.Kept(kept_map, call.invert, residual, channels, spare)
-    act = call.activation
     if dz.stride() != kept_map.stride() or dz.dtype != kept_map.dtype:
         dz, mine = torch.empty_like(kept_map).copy_(dz), True
     if call.function is not None:
-        dz, mine = _through_function(call.function, kept, dz, vectors), True
-        kept = ops.Kept(kept_map, False)
+        dz, mine = _through_function(call.function, kept_map, residual, dz, vectors), True
+        residual = None
     dx: Tensor | None
     dweight: Tensor | None
     dbias: Tensor | None
+    linear = call.activation.name == "identity"
+    in_kernels = ctx.layer is not None and need_x and channels is None
     dy = None
     if need_residual:
         # dy is the residual's gradient: a buffer of its own, from which dx is then computed.
-        dy = dz if act.name == "identity" or mine else torch.empty_like(dz)
-    elif need_x and not call.invert and act.name != "identity" and not serves(dz):
+        dy = dz if linear or mine else torch.empty_like(dz)
+    elif need_x and not call.invert and not linear and not in_kernels and not serves(dz):
         # The eager second pass is faster from dy than from dz; a kernel would only write one map more.
         dy = dz if mine else torch.empty_like(dz)
-    if ctx.layer is not None and need_x and channels is None:
+    if in_kernels:
         dx = dz if mine and not need_residual else torch.empty_like(dz)
-        dy_out = None if act.name == "identity" else dy
-        dweight, dbias = ctx.layer.backward(kept_map, dz, kept.residual, vectors, dy_out=dy_out, out=dx)
+        dweight, dbias = ctx.layer.backward(
+            kept_map, dz, residual, vectors, dy_out=None if linear else dy, out=dx
+        )  # fmt: skip
     else:
+        kept = ops.Kept(kept_map, call.invert, residual, channels, spare)
         dx, dweight, dbias = _in_steps(ctx, kept, dz, vectors, dy, mine)
     if ctx.sign is not None and dweight is not None:
         dweight = dweight * ctx.sign
@@ -187,10 +189,12 @@ def _in_steps(
     return dx, dweight, dbias
 
 
-def _through_function(function: Callable[[Tensor], Tensor], kept: ops.Kept, dz: Tensor, vectors: Tensor) -> Tensor:
+def _through_function(
+    function: Callable[[Tensor], Tensor], x: Tensor, residual: Tensor | None, dz: Tensor, vectors: Tensor
+) -> Tensor:
     """dy of an activation that is only known as a function: rebuilds y and differentiates there."""
-    y = torch.empty_like(kept.map)
-    ops.normalize(kept.map, vectors, ops.Activation("identity"), residual=kept.residual, out=y)
+    y = torch.empty_like(x)
+    ops.normalize(x, vectors, ops.Activation("identity"), residual=residual, out=y)
     with torch.enable_grad():
         z = function(y.requires_grad_())
     if _leaves(z.grad_fn) > 1:

@@ -141,10 +141,21 @@ def _ask(layers: dict[Any, Limits]) -> None:
     """One question to the device for all layers, and one wait; another one for each layer that has such channels."""
     weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
     counts = [1] * len(layers)
-    if all(t is not None and serves(t) and t.dtype == torch.float32 and t.is_contiguous() for t in weights + biases):
+    if all(
+        _is_plain(t, layer, weights[0].device)
+        for both in (weights, biases)
+        for t, layer in zip(both, layers, strict=True)
+    ):
         counts = _kernels().unfit_counts(weights, biases, tuple(layers.values()), weights[0].device)
     for (layer, limits), weight, bias, count in zip(layers.items(), weights, biases, counts, strict=True):
         channels = _unfit(weight.detach(), bias, *limits).nonzero().squeeze(1) if count else None
         if channels is not None and channels.numel() == 0:
             channels = None
         _answers[layer] = Answer(weight, bias, _versions(weight, bias), limits, _passes, channels)
+
+
+def _is_plain(t: Tensor | None, layer: Any, device: torch.device) -> bool:
+    """Whether the kernel can read this weight or bias by its address."""
+    if t is None or not serves(t) or t.dtype != torch.float32 or not t.is_contiguous():
+        return False
+    return _is_there(t, layer.num_features, device)

@@ -118,6 +118,7 @@ class Block:
             prepare=Activated(self.activation),
             residual=r,
             dropout=self.dropout,
+            shape=torch.Size((self.heads.batch, self.heads.length, v.x.shape[1])),
         )
         keep_addend(tape, r)
         return y
@@ -149,7 +150,8 @@ class Block:
         n2 = _normalize(kind2, r, i.norm2_weight, i.norm2_bias, eps2)
         h = F.linear(_film(n2, i.scale2, i.shift2).to(i.up_weight.dtype), i.up_weight, i.up_bias)
         f = self.activation.forward(h, self.activation.parameter, None)
-        return r + F.dropout(F.linear(f, i.down_weight, i.down_bias), self.dropout)
+        y = r + F.dropout(F.linear(f, i.down_weight, i.down_bias), self.dropout)
+        return y.view(self.heads.batch, self.heads.length, -1)
 
 
 def _normalize(kind: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:

@@ -38,25 +38,34 @@ def project(
     dropout: float = 0.0,
     observe: Callable[[Tensor], None] | None = None,
     addend_may_do: bool = False,
+    shape: torch.Size | None = None,
 ) -> Var:
     """Residual + dropout(prepare(x) Wᵀ + b), for x of (N, in); `observe` is shown the product before the dropout.
 
-    Keeps x, and one byte an element of the output where there is dropout. For `addend_may_do` see `keep_addend`.
+    Keeps x, and one byte an element of the output where there is dropout. For `addend_may_do` see `keep_addend`. With
+    a `shape` the output, which is then a sum, has that shape, and is no view: its caller may change it in place.
     """
     given = x.value
     lease = None
     if prepare is not None:
         lease, _ = prepare.forward(tape, given, weight.dtype)
         given = lease.tensor
-    y = linear(given, weight.value, None if bias is None else bias.value)
+    into = None if shape is None or residual is None else residual.value.new_empty(shape)
+    rows = None if into is None else into.view(x.shape[0], -1)
+    is_sum_over_y = residual is not None and residual.dtype == weight.dtype  # autocast makes y smaller
+    y = linear(given, weight.value, None if bias is None else bias.value, rows if is_sum_over_y else None)
     if lease is not None:
         tape.pool.release(lease)
     if observe is not None:
         observe(y)
     y, mask = _drop(y, dropout) if dropout else (y, None)
     addend = y
-    if residual is not None:  # torch promotes as plain code does where autocast has made y smaller
-        y = y.add_(residual.value) if y.dtype == residual.dtype else residual.value + y
+    if residual is not None:
+        if is_sum_over_y and (rows is None or y is rows):
+            y.add_(residual.value)
+        else:
+            y = torch.add(residual.value, y, out=rows)
+        y = y if into is None else into
     needs_grad = (prepare is not None and prepare.needs_grad) or any(map(_needs, (x, weight, bias, residual)))
     reads = (x,) if weight.needs_grad or (prepare is not None and (x.needs_grad or prepare.needs_grad)) else ()
     noise = None if mask is None or not needs_grad else _keep(tape, mask)
@@ -84,11 +93,14 @@ def keep_addend(tape: Tape, x: Var) -> None:
     Under autocast the residual stream is float32 and what is added to it is half as large. The sum is made again in
     backward, with the same bits.
     """
-    if x.rebuilt is not None and x.needs_grad and x.readers:
-        addend = x.rebuilt[1]
+    if x.rebuilt is None:
+        return
+    if x.readers:
+        addend, x.tensor = x.rebuilt[1], None
         addend.readers = 1
         tape._kept.append(addend)
-        x.tensor = None
+    else:
+        x.rebuilt = None
 
 
 def _read(tape: Tape, x: Var) -> tuple[Tensor, Lease | None]:
@@ -114,6 +126,8 @@ def _project_backward(
     dropout: float,
 ) -> None:
     w = weight.value
+    if g.tensor.dim() != 2:
+        g = _by_rows(tape, g, x.shape[0])
     if residual is not None and residual.needs_grad:
         tape.receive(residual, g.lend())
     if mask is not None or g.tensor.dtype != w.dtype:
@@ -145,6 +159,15 @@ def _project_backward(
         tape.pool.release(summed)
     if reads_x:
         tape.done(x, again)
+
+
+def _by_rows(tape: Tape, g: Lease, rows: int) -> Lease:
+    """The gradient of (B, T, D) as (B·T, D)."""
+    flat = g.tensor.reshape(rows, -1)
+    if flat.data_ptr() == g.tensor.data_ptr():
+        return g.viewed_as(flat)
+    tape.pool.release(g)
+    return Lease(flat)
 
 
 def _gradient_of_product(tape: Tape, g: Lease, w: Tensor, mask: Tensor | None, p: float) -> Lease:

@@ -168,7 +168,7 @@ class MambaBlock(nn.Module):
         u, gate = in_proj(x).chunk(2, -1)
         u = F.silu(conv(u))
         dt, B, C = x_proj(u).split([rank, states, states], -1)
-        z = selective_scan(u, F.softplus(dt_proj(dt)), torch.exp(A_log), B, C, D)
+        z, _ = selective_scan(u, F.softplus(dt_proj(dt)), torch.exp(A_log), B, C, D)
         out_proj(z * F.silu(gate))
 
     Args:

@@ -194,7 +194,7 @@ class ResidualBlock(nn.Module):
         block = Block(heads, norms, self.ffn.record, dropout, replay)
         program = block if self.context is None else partial(block, observe=partial(_update, self.context, given))
         with torch.autocast(device_type, enabled=False) if autocast else nullcontext():
-            return run(program, block.plain, *inputs).view(x.shape)
+            return run(program, block.plain, *inputs)
 
     def _pays(self, x: Tensor) -> bool:
         """Whether the hidden layer of this input is large enough."""

@@ -148,17 +148,18 @@ def fused_layer(
     """The kernels of a whole layer with statistics of the batch (`leangrad.kernels.abn.Layer`); None if they cannot."""
     if not serves(x):
         return None
-    place = x.get_device()
-    key: list[Any] = [x.shape, x.stride(), x.dtype, place, act.name, act.param, inverted, added, absolute]
+    shape, place = x.shape, x.get_device()
+    key: list[Any] = [shape, x.stride(), x.dtype, place, act.name, act.param, inverted, added, absolute]
+    # Kernels see addresses only: what lies there is checked here, each time.
     for t in (weight, bias, *(running or (None, None)), counter):
         if t is None:
             key.append(None)
-        elif t.is_contiguous() and t.get_device() == place:
+        elif t.is_contiguous() and t.get_device() == place and t.numel() == (1 if t is counter else shape[1]):
             key.append(t.dtype)
         else:
             return None
     layer = _fused.get(tuple(key))
-    if layer is None and key[-3] == key[-2]:  # both running statistics of one dtype
+    if layer is None and key[-3] == key[-2] and key[-1] in (None, torch.int64):
         if len(_fused) >= 1 << 12:  # somebody's maps have a new size in every step
             _fused.clear()
         layer = _layer(x, act, inverted, added, absolute, *key[-5:-2], counter is not None)

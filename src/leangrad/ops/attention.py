@@ -83,7 +83,7 @@ def record_attention(
 
 
 def _edge(tensor: Tensor) -> GradientEdge:
-    """`get_gradient_edge` for what is no leaf, at a fifth of its cost."""
+    """`get_gradient_edge`, at a fifth of its cost: the output's node keeps the sources alive, so no token has to."""
     assert tensor.grad_fn is not None
     return GradientEdge(tensor.grad_fn, tensor.output_nr)
 
