@@ -29,7 +29,7 @@ class Gpt(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = self.up(self.norm(x))
         h = 0.5 * h * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (h + 0.044715 * torch.pow(h, 3.0))))
-        return x + F.dropout(self.down(h), 0.1)
+        return x + F.dropout(self.down(h.view(-1, 512)).view_as(x), 0.1)  # the cast comes after the view
 
 
 class Vit(nn.Module):
@@ -39,7 +39,7 @@ class Vit(nn.Module):
         self.mix, self.up, self.down = nn.Linear(128, 128), nn.Linear(128, 512), nn.Linear(512, 128)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.mix(self.norm1(x))
+        x = x + self.mix(self.norm1(x).transpose(0, 1)).transpose(0, 1)  # as attention with batch_first has it
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
