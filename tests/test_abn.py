@@ -175,6 +175,21 @@ def test_any_other_activation(function: Callable[[Tensor], Tensor]) -> None:
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_inference_is_plain(name: str) -> None:
+    """Bit for bit, with and without a residual, and nobody's tensor is overwritten."""
+    x, r = torch.randn(3, 4, 5, 5), torch.randn(3, 4, 5, 5)
+    layer = make(InPlaceABN, 4, torch.float32, activation=name, activation_param=0.2).eval()
+    before = x.clone(), r.clone()
+    with torch.no_grad():
+        for residual in (None, r, r.double(), r[:, :, :1]):
+            assert torch.equal(layer(x, residual), plain(layer, x, ACTIVATIONS[name], residual))
+        wide = ABN(4, activation=torch.tanh).eval()
+        assert torch.equal(wide(x, r), torch.tanh(F.batch_norm(x, torch.zeros(4), torch.ones(4)) + r))
+    assert torch.equal(x, before[0])
+    assert torch.equal(r, before[1])
+
+
 def test_cumulative_average() -> None:
     ours, theirs = ABN(3, momentum=None), nn.BatchNorm2d(3, momentum=None)
     for _ in range(4):
