@@ -524,3 +524,11 @@ _any_autocast: Callable[[], bool] | None = getattr(torch._C, "_is_any_autocast_e
 def autocast_may_be_on() -> bool:
     """Whether autocast is on for some kind of device; True where torch does not tell."""
     return True if _any_autocast is None else _any_autocast()
+
+
+def registries(module: torch.nn.Module) -> list[dict[str, Any]] | None:
+    """The dictionaries that a module keeps its parameters and its children in; None where torch has none."""
+    try:
+        return [module._parameters, module._modules]
+    except AttributeError:
+        return None

@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from leangrad.errors import ChangedError, LeangradError
 
 from . import ranges
-from .layout import check_packable, has_plain_weight, lay_out, reasons_for_adding
+from .layout import Structure, check_packable, has_plain_weight, lay_out, reasons_for_adding
 from .modules import teach, unteach
 from .passes import are_finite, narrow, norms_of, scale, whole
 from .reduction import Reduction
@@ -40,6 +40,7 @@ class PackedGradients:
         named = [(name, p) for name, p in self._model.named_parameters() if p.requires_grad]
         check_packable(self._model, named, self._dtype)
         SLOTS.drop_dead()
+        self._structure = Structure(self._model)
         self._modules = [module for module in self._model.modules() if has_plain_weight(module) and teach(module)]
         why_added = reasons_for_adding(self._model, self._modules)
         self._pairs: list[tuple[nn.Parameter, Slot]] = []
@@ -234,6 +235,8 @@ class PackedGradients:
         return Report(tuple(rows), len(self.ranges), sum(range_.bytes for range_ in self.ranges), standing)
 
     def _check_parameters(self) -> None:
+        if self._structure.is_unchanged():
+            return
         known = {id(p) for p in itertools.chain((p for p, _ in self._pairs), (p for _, p in self._outside))}
         for name, parameter in self._model.named_parameters():
             if id(parameter) in known:
