@@ -453,8 +453,10 @@ def backward_elsewhere() -> bool:
     enter = getattr(torch.autograd.graph, "_engine_run_backward", None)
     if enter is None:
         return True
-    for ident, frame in sys._current_frames().items():
-        caller: FrameType | None = frame if ident != threading.get_ident() else None
+    frames = sys._current_frames()
+    del frames[threading.get_ident()]  # held by itself, ours would keep alive all that its callers hold
+    for frame in frames.values():
+        caller: FrameType | None = frame
         while caller is not None:
             if caller.f_code is enter.__code__:
                 return True
