@@ -213,7 +213,6 @@ def test_peak_and_allocations(activation, depth):
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu"])
 def test_the_kernel_for_one_pass_has_torchs_bits(activation, dtype):
@@ -228,7 +227,6 @@ def test_the_kernel_for_one_pass_has_torchs_bits(activation, dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")
 @pytest.mark.parametrize("ours", [True, False])
 @pytest.mark.parametrize(
     "names", [("gelu",) * 7 + (None,), ("silu", "relu", "gelu_tanh", "swiglu", "gelu", None), MIXED]
@@ -241,7 +239,6 @@ def test_on_a_gpu(names, ours):
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")
 @pytest.mark.parametrize("one_pass", [True, False])
 @pytest.mark.parametrize(("activation", "maps"), [("relu", 0), ("gelu", 6)])
 def test_peak_on_a_gpu(activation, maps, one_pass, monkeypatch):

@@ -623,7 +623,6 @@ def test_errors_name_the_argument_and_the_choice():
 
 
 # Torch's own, at the first product in the thread that runs backward.
-@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("activation", ACTIVATIONS)

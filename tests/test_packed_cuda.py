@@ -9,11 +9,7 @@ from torch import Tensor, nn
 from leangrad.packed import pack_gradients
 from leangrad.packed.products import writes_wider
 
-pytestmark = [
-    pytest.mark.gpu,
-    # The first product of a process in a thread of autograd's; torch then does what it says.
-    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS:UserWarning"),
-]
+pytestmark = pytest.mark.gpu
 
 
 def network(dtype: torch.dtype) -> nn.Module:

@@ -152,7 +152,6 @@ def test_random_loops(first_seed: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS:UserWarning")
 def test_random_loops_on_a_gpu() -> None:
     run_loops(range(10), "cuda")
 

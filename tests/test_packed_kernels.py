@@ -10,9 +10,6 @@ import torch
 
 pytest.importorskip("triton")
 
-# The first product of a process in a thread of autograd's; torch then does what it says.
-pytestmark = pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS:UserWarning")
-
 
 @pytest.mark.slow
 def test_kernels_under_the_interpreter() -> None:

@@ -6,11 +6,7 @@ from torch import nn
 
 from leangrad.nn import DiffusionBlock, TransformerBlock, transformer
 
-pytestmark = [
-    pytest.mark.gpu,
-    # Said once in a process, if the first product of all is one of a backward.
-    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS, but there was no current CUDA context"),
-]
+pytestmark = pytest.mark.gpu
 
 LLAMA = {"norm": "rms", "activation": "swiglu", "kv_heads": 2, "rotary": True, "bias": False}
 KINDS = {
