@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-
 # torch warns at the first product of a process that is computed in the thread of backward, whoever asks for it.
 FIRST_PRODUCT = pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS, but there was no current CUDA context")
 
