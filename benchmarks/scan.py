@@ -14,6 +14,7 @@ import argparse
 import json
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -158,8 +159,10 @@ def kernels(device: str, rounds: int) -> list[dict[str, Any]]:
         with profile(activities=[ProfilerActivity.CUDA]) as found:
             step()
             torch.cuda.synchronize()
-        times = {e.key: round(e.self_device_time_total) for e in found.key_averages() if e.self_device_time_total > 0}
-        largest = dict(sorted(times.items(), key=lambda item: -item[1])[:8])
+        times: Counter[str] = Counter()
+        for event in found.key_averages():
+            times[event.key.split("<")[0].removeprefix("void ")] += round(event.self_device_time_total)
+        largest = dict(times.most_common(8))
         rows.append(
             {"case": case, "wall_ms": 1e3 * wall, "kernels_ms": sum(times.values()) / 1e3, "kernels_us": largest}
         )

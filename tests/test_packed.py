@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from leangrad import _torch
 from leangrad.errors import ChangedError, LeangradError
 from leangrad.packed import PackedGradients, pack_gradients
 
@@ -549,6 +550,41 @@ def test_parameters_that_change_after_packing() -> None:
 
     mine[3] = nn.Linear(10, 3)
     with pytest.raises(ChangedError, match="repack"):
+        packed.norm()
+
+
+@pytest.mark.parametrize("has_registries", [True, False])
+def test_changes_of_the_model_are_seen(has_registries: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not has_registries:
+        monkeypatch.setattr(_torch, "registries", lambda module: None)
+
+    def thaw(model: nn.Sequential) -> None:
+        model[0].requires_grad_(True)
+
+    def add_a_parameter(model: nn.Sequential) -> None:
+        model[3].extra = nn.Parameter(torch.ones(2))
+
+    def add_a_module(model: nn.Sequential) -> None:
+        model[2].extra = nn.Linear(2, 2)
+
+    def replace_a_parameter(model: nn.Sequential) -> None:
+        model[3].bias = nn.Parameter(torch.ones(3))
+
+    def remove_a_module(model: nn.Sequential) -> None:
+        del model[3]
+
+    for change in (thaw, add_a_parameter, add_a_module, replace_a_parameter, remove_a_module):
+        model = mlp()
+        model[0].requires_grad_(False)
+        packed = pack_gradients(model)
+        packed.norm()
+        model[1].bias.requires_grad_(False)  # to freeze needs no repacking
+        model[2].register_buffer("buffer", torch.ones(1))
+        packed.norm()
+        change(model)
+        with pytest.raises(ChangedError, match="repack"):
+            packed.norm()
+        packed.repack()
         packed.norm()
 
 

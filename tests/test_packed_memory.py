@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from leangrad.nn import MLP
 from leangrad.packed import pack_gradients
+from leangrad.packed.gradients import cast_groups
+from leangrad.packed.ranges import Range
 
 WIDTH, ROWS = 256, 8
 WEIGHT_BYTES = WIDTH * WIDTH * 4
@@ -147,6 +149,23 @@ def test_passes_over_the_buffer_allocate_next_to_nothing() -> None:
     backward_of(mine, torch.randn(ROWS, WIDTH))()
     for call in (packed.norm, lambda: packed.clip_norm_(1.0), lambda: packed.scale_(0.5), packed.all_finite):
         assert peak_bytes(memory_events(call)) < WEIGHT_BYTES // 64
+
+
+def test_on_a_gpu_ranges_are_cast_together_but_an_eighth_at_most_at_a_time() -> None:
+    def ranges(count: int, numel: int, device: str = "cuda") -> list[Range]:
+        made = [Range(torch.device(device), torch.float32, torch.bfloat16) for _ in range(count)]
+        for range_ in made:
+            range_.numel = numel
+        return made
+
+    mega = 1 << 20
+    assert [len(group) for group in cast_groups(ranges(66, 8 * mega))] == [8] * 8 + [2]
+    assert [len(group) for group in cast_groups(ranges(8, 64 * mega))] == [1] * 8
+    assert [len(group) for group in cast_groups(ranges(1, 2048 * mega))] == [1]
+    assert [len(group) for group in cast_groups(ranges(1000, 16 * mega))] == [8] * 125  # CAST_BYTES
+    assert [len(group) for group in cast_groups(ranges(20, mega, "cpu"))] == [1] * 20
+    assert [len(group) for group in cast_groups(ranges(16, mega) + ranges(2, mega, "cpu"))] == [2] * 8 + [1, 1]
+    assert cast_groups([]) == []
 
 
 @pytest.mark.parametrize("clips", [True, False])

@@ -2,6 +2,7 @@
 
 import copy
 import threading
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -140,6 +141,12 @@ def test_another_threads_backward_is_seen() -> None:
             assert go_on.wait(10)
             return g
 
+    def look_and_forget() -> weakref.ref[Tensor]:
+        """What the caller holds must not outlive it: looking at frames makes cycles easily."""
+        held = torch.ones(3)
+        _torch.backward_elsewhere()
+        return weakref.ref(held)
+
     inside, go_on = threading.Event(), threading.Event()
     x = torch.ones(2, requires_grad=True)
     thread = threading.Thread(target=lambda: Look.apply(x).sum().backward())
@@ -147,6 +154,7 @@ def test_another_threads_backward_is_seen() -> None:
     thread.start()
     assert inside.wait(10)
     seen.append(_torch.backward_elsewhere())
+    assert look_and_forget()() is None
     go_on.set()
     thread.join()
     seen.append(_torch.backward_elsewhere())

@@ -167,6 +167,20 @@ def test_a_value_that_is_returned_as_a_gradient_is_left_alone():
     assert torch.equal(x, before)
 
 
+def test_empty_and_kept_inputs():
+    """What forward keeps may be its input, or empty; nothing of either is overwritten."""
+
+    def program(tape, x):
+        h = tape.step(lambda x: (x * 2, x), lambda turn: [turn.grad * 2 + 0 * turn.kept[0]], scale(tape, x, 3))
+        return tape.activate(h, "relu")
+
+    for rows in (0, 3):
+        x, g = leaf(rows, 4), torch.randn(rows, 4, dtype=torch.float64)
+        (expected,) = torch.autograd.grad((6 * x).relu(), x, g)
+        (found,) = torch.autograd.grad(run(program, None, x), x, g)
+        assert torch.equal(found, expected)
+
+
 def test_no_map_is_allocated_by_steps_that_use_their_room():
     """After warm-up the gradients of a chain of norms take turns in the memory that is there."""
     rows, width, depth = 2048, 64, 6
@@ -194,6 +208,8 @@ def test_no_map_is_allocated_by_steps_that_use_their_room():
 
 
 def test_errors_name_what_is_wrong():
+    with pytest.raises(ValueError, match="forward: what it returns beside its output lies in the output"):
+        Tape().step(lambda: (y := torch.ones(3), y.view(-1)), lambda turn: [])
     tape = Tape()
     x = tape.watch(torch.zeros(3))
     y = tape.step(lambda x, b: (x * 2,), lambda turn: [turn.grad], x, None)

@@ -453,8 +453,10 @@ def backward_elsewhere() -> bool:
     enter = getattr(torch.autograd.graph, "_engine_run_backward", None)
     if enter is None:
         return True
-    for ident, frame in sys._current_frames().items():
-        caller: FrameType | None = frame if ident != threading.get_ident() else None
+    frames = sys._current_frames()
+    del frames[threading.get_ident()]  # held by itself, ours would keep alive all that its callers hold
+    for frame in frames.values():
+        caller: FrameType | None = frame
         while caller is not None:
             if caller.f_code is enter.__code__:
                 return True
@@ -524,3 +526,11 @@ _any_autocast: Callable[[], bool] | None = getattr(torch._C, "_is_any_autocast_e
 def autocast_may_be_on() -> bool:
     """Whether autocast is on for some kind of device; True where torch does not tell."""
     return True if _any_autocast is None else _any_autocast()
+
+
+def registries(module: torch.nn.Module) -> list[dict[str, Any]] | None:
+    """The dictionaries that a module keeps its parameters and its children in; None where torch has none."""
+    try:
+        return [module._parameters, module._modules]
+    except AttributeError:
+        return None

@@ -118,8 +118,12 @@ class _Node(torch.autograd.Function):
             if isinstance(recording, Chain):
                 recording.writer = _writer_of(ctx, tensors)
             # Autocast that is on around `.backward()` has no say in what forward computed in other dtypes.
-            with torch.autocast(grad.device.type, enabled=False) if autocast_may_be_on() else nullcontext():
-                gradients = recording.backward(grad, tensors, output, ours=ours, spent=not (again or handed))
+            try:
+                with torch.autocast(grad.device.type, enabled=False) if autocast_may_be_on() else nullcontext():
+                    gradients = recording.backward(grad, tensors, output, ours=ours, spent=not (again or handed))
+            finally:
+                if isinstance(recording, Chain):
+                    recording.writer = None  # it knows this node, which may keep the recording
             if handed:
                 recording.take_back(None)
         return (None, None, *gradients)

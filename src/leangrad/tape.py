@@ -28,7 +28,7 @@ from leangrad.errors import ConsumedError
 from leangrad.lease import Lease, Pool, borrowed
 from leangrad.ops.activation import Activation, resolve
 from leangrad.steps import activate_backward, add_backward, linear_backward, mul_backward, reshape_backward
-from leangrad.turn import Backward, Forward, fix_shared, step_backward
+from leangrad.turn import Backward, Forward, fix_shared, share_memory, step_backward
 
 __all__ = ["Tape", "Var"]
 
@@ -188,6 +188,8 @@ class Tape:
         """
         found = [(None, None) if x is None else self.read(x) for x in inputs]
         y, *rest = forward(*(value for value, _ in found))
+        if any(share_memory(y, t) for t in rest):
+            raise ValueError("forward: what it returns beside its output lies in the output; use `reads_output=True`")
         needs_grad, reads = any(x is not None and x.needs_grad for x in inputs), frozenset(reads)
         kept = tuple(Var(t, t, False) for t in rest) if needs_grad else ()
         out = self._push(

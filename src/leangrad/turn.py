@@ -56,9 +56,14 @@ Forward = Callable[..., tuple[Tensor, ...]]
 Backward = Callable[[Turn], Sequence[Tensor | None]]
 
 
+def share_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether one can be changed through the other."""
+    return _address(a) == _address(b) != 0  # what is empty lies nowhere
+
+
 def fix_shared(x: Var, value: Tensor, made: tuple[Var, ...]) -> bool:
     """Mark x, and what forward made of it, as never to be overwritten where they share memory; say whether they do."""
-    sharing = [var for var in made if var.tensor is not None and _address(var.tensor) == _address(value)]
+    sharing = [var for var in made if var.tensor is not None and share_memory(var.tensor, value)]
     for var in (x, *sharing):
         var.fixed = var.fixed or bool(sharing)
     return bool(sharing)

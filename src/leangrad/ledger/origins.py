@@ -26,7 +26,8 @@ NOTE = "leangrad.note"  # constants that the node forgets: {name: constant or Op
 LIVE = "leangrad.live"
 OPAQUE = "leangrad.opaque"  # the output was changed behind autograd's back: it cannot be replayed
 
-AccumulateGrad: Any = type((torch.ones((), requires_grad=True) * 1).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
+with torch.enable_grad():  # leangrad may be imported anywhere
+    AccumulateGrad: Any = type((torch.ones((), requires_grad=True) * 1).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
 LISTED = ("*",)
 NOTHING: dict[str, Any] = {}
 UNSIGNED = (float, bool, str, type(None))  # constants that are what they are

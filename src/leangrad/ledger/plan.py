@@ -61,8 +61,8 @@ def best_cut(record: Record) -> frozenset[int]:
 def _lowered(record: Record, cut: frozenset[int]) -> frozenset[int]:
     """Keep what backward reads at once in the stead of its source, if rebuilding it only adds to the peak.
 
-    The log-probabilities under a loss are read while all is still alive: rebuilt, they take their own bytes and those of
-    the logits, which nobody else needs.
+    The log-probabilities under a loss are read while all is still alive: rebuilt, they take their own bytes and those
+    of the logits, which nobody else needs.
     """
     best = play(record, cut)
     for n in dict.fromkeys(record.reads[:FIRST_READS]):

@@ -122,14 +122,17 @@ class Value:
         self.function, self.args, self.kwargs = function, args, kwargs
         inputs: list[Value] = []
         order: list[int] = []
-        blocked = False
+        blocked = deep = False
         for i, a in enumerate(args):
             if type(a) is Value:
                 inputs.append(a)
                 order.append(i)
                 a.parents += 1
-                if a.tensor is None and (a.function is None or a.blocked):
-                    blocked = True
+                if a.tensor is None:
+                    if a.function is None or a.blocked:
+                        blocked = True
+                    if a.depth:
+                        deep = True
             elif type(a) is tuple and a and type(a[0]) is not int:
                 inside = [v for v in a if type(v) is Value]
                 if inside:
@@ -139,7 +142,7 @@ class Value:
                     for v in inside:
                         v.parents += 1
         self.inputs = tuple(inputs)
-        if len(order) > 1:
+        if deep and len(order) > 1:
             # The deepest first: a long chain is then rebuilt from its far end with no temporaries waiting on the way.
             order.sort(key=lambda i: -args[i].depth if type(args[i]) is Value else 0)
         self.order = tuple(order)

@@ -2,6 +2,7 @@
 
 from leangrad.nn.abn import ABN, InPlaceABN, InPlaceABNSync
 from leangrad.nn.context import AttentionContext
+from leangrad.nn.convert import convert_abn
 from leangrad.nn.dense import MLP, Activate, Dense
 from leangrad.nn.diffusion import DiffusionBlock
 from leangrad.nn.ssm import RGLRU, MambaBlock, RGLRUBlock
@@ -20,4 +21,5 @@ __all__ = [
     "MambaBlock",
     "RGLRUBlock",
     "TransformerBlock",
+    "convert_abn",
 ]

@@ -15,7 +15,8 @@ from leangrad._torch import forward_mode_active, is_view, keeps_output, norm_ten
 from leangrad.kernels import serves
 from leangrad.nn.abn_autograd import ABNFunction, Call
 from leangrad.nn.abn_spare import limits_of, spare_channels
-from leangrad.ops.abn import Activation, is_rows
+from leangrad.ops.abn import is_rows
+from leangrad.ops.abn_activation import Activation, activate_
 
 __all__ = ["ABN", "InPlaceABN", "InPlaceABNSync"]
 
@@ -92,6 +93,8 @@ class ABN(nn.Module):
         call = self._call(use_batch, mean, var, counter)
         if _must_be_plain(x) or (x.numel() == 0 and call.group is None):
             return self._activate(self._plain(x, call), residual)
+        if not use_batch and not torch.is_grad_enabled():
+            return self._infer(self._plain(x, call), residual)
         if is_rows(x) is None:
             x = x.contiguous()
         if residual is not None and residual.dtype != x.dtype:  # the sum has the wider dtype: add it in plain PyTorch
@@ -151,6 +154,12 @@ class ABN(nn.Module):
         if call.counter is not None:
             call.counter.add_(1)
         return F.batch_norm(x, mean, var, weight, self.bias, call.training, call.momentum, self.eps)
+
+    def _infer(self, y: Tensor, residual: Tensor | None) -> Tensor:
+        """What follows the norm where nothing is kept: in plain PyTorch too, over its result."""
+        if residual is not None:
+            y = y.add_(residual) if residual.dtype == y.dtype else y + residual
+        return activate_(y, self._known) if self._function is None else self._function(y)
 
     def _activate(self, y: Tensor, residual: Tensor | None) -> Tensor:
         """The activation in plain PyTorch."""

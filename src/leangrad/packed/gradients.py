@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from leangrad.errors import ChangedError, LeangradError
 
 from . import ranges
-from .layout import check_packable, has_plain_weight, lay_out, reasons_for_adding
+from .layout import Structure, check_packable, has_plain_weight, lay_out, reasons_for_adding
 from .modules import teach, unteach
 from .passes import are_finite, narrow, norms_of, scale, whole
 from .reduction import Reduction
@@ -23,8 +23,8 @@ from .slots import SLOTS, Slot
 #: raise the peak, large enough that a pass over all of them is a few large kernels.
 RANGE_BYTES = 32 * 1024 * 1024
 
-#: How many ranges are cast to a narrower dtype in one call on a GPU; both forms of them stand for that long.
-CAST_RANGES = 8
+#: At most this much of the wider gradients is cast in one call on a GPU; both forms of it stand for that long.
+CAST_BYTES = 512 * 1024 * 1024
 
 
 class PackedGradients:
@@ -40,6 +40,7 @@ class PackedGradients:
         named = [(name, p) for name, p in self._model.named_parameters() if p.requires_grad]
         check_packable(self._model, named, self._dtype)
         SLOTS.drop_dead()
+        self._structure = Structure(self._model)
         self._modules = [module for module in self._model.modules() if has_plain_weight(module) and teach(module)]
         why_added = reasons_for_adding(self._model, self._modules)
         self._pairs: list[tuple[nn.Parameter, Slot]] = []
@@ -135,8 +136,8 @@ class PackedGradients:
     def cast_(self) -> None:
         """Round gradients that were accumulated in a wider dtype to their parameter's, as torch's optimizers need them.
 
-        Range by range (on a GPU eight by eight), so that both forms of no more than that stand at a time. The next
-        gradient to arrive after `zero_grad` is accumulated in the wider dtype again.
+        Range by range, on a GPU in eight or more parts, so that both forms of no more than that stand at a time. The
+        next gradient to arrive after `zero_grad` is accumulated in the wider dtype again.
         """
         self._check_parameters()
         self._settled()
@@ -176,7 +177,7 @@ class PackedGradients:
         """Cast, times `factor`, what has a wider dtype than its parameter; return the vectors that have not."""
         owners = {slot: parameter for parameter, slot in self._pairs}
         standing = [range_ for range_ in self.ranges if range_.base() is not None]
-        for group in _cast_groups([range_ for range_ in standing if range_.dtype != range_.parameter_dtype]):
+        for group in cast_groups([range_ for range_ in standing if range_.dtype != range_.parameter_dtype]):
             flats = [flat for range_ in group if (flat := range_.flat()) is not None]
             for range_, narrowed in zip(group, narrow(flats, group[0].parameter_dtype, factor), strict=True):
                 for slot in range_.slots:
@@ -234,6 +235,8 @@ class PackedGradients:
         return Report(tuple(rows), len(self.ranges), sum(range_.bytes for range_ in self.ranges), standing)
 
     def _check_parameters(self) -> None:
+        if self._structure.is_unchanged():
+            return
         known = {id(p) for p in itertools.chain((p for p, _ in self._pairs), (p for _, p in self._outside))}
         for name, parameter in self._model.named_parameters():
             if id(parameter) in known:
@@ -244,12 +247,18 @@ class PackedGradients:
             raise ChangedError(f"{len(known)} packed parameters are no longer part of the model; call repack()")
 
 
-def _cast_groups(wide: list[ranges.Range]) -> list[list[ranges.Range]]:
-    """The ranges that are cast in one call: several on a GPU, where the host needs as long for a call as it for one."""
+def cast_groups(wide: list[ranges.Range]) -> list[list[ranges.Range]]:
+    """The ranges that are cast in one call: up to an eighth of all on a GPU, where a call costs as much as a range."""
     groups: list[list[ranges.Range]] = []
-    for kind, alike in itertools.groupby(wide, lambda r: (r.device, r.dtype, r.parameter_dtype)):
-        same, size = list(alike), CAST_RANGES if kind[0].type == "cuda" else 1
-        groups += [same[i : i + size] for i in range(0, len(same), size)]
+    limit = min(CAST_BYTES, sum(range_.bytes for range_ in wide) // 8)
+    kind, room = None, 0
+    for range_ in wide:
+        its_kind = (range_.device, range_.dtype, range_.parameter_dtype)
+        if its_kind != kind or range_.bytes > room:
+            groups.append([])
+            kind, room = its_kind, limit if range_.device.type == "cuda" else 0
+        groups[-1].append(range_)
+        room -= range_.bytes
     return groups
 
 

@@ -210,7 +210,9 @@ class NodeWriter:
 
 def node_writer(node: Any, tensors: Sequence[Tensor | None]) -> NodeWriter | None:
     """A writer for a node that has packed parameters, else None."""
-    return NodeWriter(node, tensors) if any(SLOTS.get(tensor) is not None for tensor in tensors) else None
+    if not SLOTS or all(SLOTS.get(tensor) is None for tensor in tensors):
+        return None
+    return NodeWriter(node, tensors)
 
 
 class PackedLookup(torch.autograd.Function):

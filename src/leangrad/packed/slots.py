@@ -266,6 +266,10 @@ class _SlotTable:
     def __init__(self) -> None:
         self._entries: dict[int, tuple[TensorWeakRef, Slot]] = {}
 
+    def __bool__(self) -> bool:
+        """Whether anything was ever packed and is not known to be gone."""
+        return bool(self._entries)
+
     def get(self, parameter: object) -> Slot | None:
         entry = self._entries.get(id(parameter))
         return entry[1] if entry is not None and entry[0]() is parameter else None
