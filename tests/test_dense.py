@@ -635,3 +635,18 @@ def test_on_a_gpu(activation, dtype):
             y, z = mlp(x.float()), plain(x.float())
         assert y.dtype == z.dtype
         assert torch.equal(y, z)
+
+
+def test_a_batch_of_gradients_at_once() -> None:
+    """`is_grads_batched=True`: the gradients have no memory of their own, and torch's own ops compute them."""
+    x = torch.randn(4, 8, requires_grad=True)
+    lean = MLP([8, 16, 4], "gelu")
+    plain = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
+    plain.load_state_dict(lean.state_dict())
+    gradients = torch.randn(3, 4, 4)
+    found, expected = (
+        torch.autograd.grad(model(x), [x, *model.parameters()], gradients, is_grads_batched=True)
+        for model in (lean, plain)
+    )
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b)

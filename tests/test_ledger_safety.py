@@ -373,3 +373,21 @@ def test_the_default_size_below_which_tensors_are_kept():
     assert "rebuilt" in ledger.summary()
     for a, b in zip(mine, plain, strict=True):
         assert torch.equal(a, b)
+
+
+def test_a_backward_that_failed_teaches_nothing():
+    """Its record ends where it failed; the next step is recorded anew."""
+    ledger = saving(min_bytes=0)
+    for fails in (True, True, False, False):
+        w = leaf(8, 8)
+        with ledger:
+            y = (w @ w).sigmoid().sin()
+        if fails:
+            y.register_hook(lambda g: g.new_zeros(3))
+            with pytest.raises(RuntimeError):
+                backward(y)
+        else:
+            backward(y)
+        if fails:
+            assert ledger.decisions is None
+    assert ledger.decisions is not None

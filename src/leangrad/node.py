@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from leangrad._torch import autocast_may_be_on, graph_is_kept, saved_tensor_hooks_active, transforms_active
+from leangrad._torch import autocast_may_be_on, graph_is_kept, has_memory, saved_tensor_hooks_active, transforms_active
 from leangrad.ops.chain import Chain, Writer
 from leangrad.own import owned, take
 from leangrad.tape import Tape, Var
@@ -112,6 +112,9 @@ class _Node(torch.autograd.Function):
             tensors, output, kept = saved[: len(needs)], saved[len(needs)], saved[len(needs) + 1 :]
             if torch.is_grad_enabled():
                 return (None, None, *_differentiate(ctx.plain, tensors, needs, grad))
+            if not has_memory(grad):  # a batch of gradients at once: only torch's own ops know what to do with it
+                with torch.enable_grad():
+                    return (None, None, *_differentiate(ctx.plain, tensors, needs, grad))
             handed = ctx.handed
             if handed:
                 recording.take_back(kept)

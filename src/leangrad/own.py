@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from leangrad._torch import raw_stream, reference_counts
+from leangrad._torch import has_memory, raw_stream, reference_counts
 from leangrad.errors import ConsumedError
 
 __all__ = ["owned", "take"]
@@ -85,6 +85,8 @@ def take(holder: object, name: str, *, keep: str) -> Any:
 def _fills_storage(tensor: Tensor) -> bool:
     """Strided memory that is torch's own, of which `tensor` covers every byte exactly once."""
     if tensor.layout is not torch.strided or tensor.is_neg() or tensor.is_conj():
+        return False
+    if not has_memory(tensor):
         return False
     storage = tensor.untyped_storage()
     # Memory that came from elsewhere (`from_numpy`, shared memory) cannot be resized, and may be seen from there.

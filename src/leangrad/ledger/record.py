@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from leangrad import _torch
 from leangrad.ledger.plan import Item, Record
 from leangrad.ledger.value import Bare, Value
 
@@ -40,7 +41,7 @@ class Recorder:
         self.bare: list[bool] = []  # of each: whether it is kept and no recipe reads it
         self._dear: set[int] = set()  # the values that will be kept because rebuilding them is too much work
         self.on_accelerator = False
-        self.was_read = False
+        self.was_read = self._is_reading = False
         self._root = root
         self._root_name = "" if root is None else type(root).__name__
         self._stack: list[str] = []
@@ -173,8 +174,10 @@ class Recorder:
     # ---------------------------------------------------------------- in backward
 
     def read(self, packed: Value | Bare) -> None:
-        """Backward asked for what was saved."""
-        self.was_read = True
+        """Backward asked for what was saved. A step is learned from only if its backward came to its end."""
+        if not self._is_reading:
+            self._is_reading = True
+            self.was_read = not _torch.after_backward(self._end)
         if type(packed) is not Value:
             return
         value = packed
@@ -182,6 +185,9 @@ class Recorder:
             value = value.args[0]
         if value.ordinal >= 0:
             self.reads.append(value.ordinal)
+
+    def _end(self) -> None:
+        self.was_read = True
 
     def record(self) -> Record:
         """The step as data, for the plan."""
