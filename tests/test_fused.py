@@ -1,10 +1,6 @@
 """Chains that are replayed as one kernel: structure, IEEE arithmetic under the interpreter, and the machine code."""
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,16 +8,12 @@ import torch
 triton = pytest.importorskip("triton")
 
 from leangrad.kernels.pointwise import BLOCK, OPTIONS, Input, Program, Step, compiled  # noqa: E402
+from tests.interpreter import run_interpreted  # noqa: E402
 
 
 @pytest.mark.slow
 def test_chains_under_the_interpreter() -> None:
-    """In a process of its own: Triton reads the variable when it is imported."""
-    script = Path(__file__).with_name("fused_cases.py")
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    result = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr[-3000:]
-    assert "all chains agree" in result.stdout
+    run_interpreted("fused_cases.py", "all chains agree")
 
 
 @pytest.mark.gpu

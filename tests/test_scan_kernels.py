@@ -1,24 +1,16 @@
 """The Triton kernels of the scan: under the interpreter everywhere, compiled where there is a GPU."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+
+from tests.interpreter import run_interpreted
 
 pytest.importorskip("triton")
 
 
 @pytest.mark.slow
 def test_kernels_under_the_interpreter() -> None:
-    """In a process of its own: Triton reads the variable when it is imported."""
-    script = Path(__file__).with_name("scan_kernel_cases.py")
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    result = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr[-3000:]
-    assert "all kernels agree" in result.stdout
+    run_interpreted("scan_kernel_cases.py", "all kernels agree")
 
 
 @pytest.mark.gpu
