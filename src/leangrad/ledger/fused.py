@@ -199,14 +199,14 @@ def _prove(chain: Chain, leaves: list[Tensor], kind: Key, key: Key) -> tuple[Ten
             return None
         except CutError as error:
             if _kind_of(chain) == kind:
-                _cut(kind, error.args[0])
+                _put(_cuts, kind, error.args[0])
             else:  # the chain was gathered again, and would not be known by this kind
-                _refuse(kind, chain.refusal("outputs of different layouts"))
+                _put(_refused, kind, chain.refusal("outputs of different layouts"))
             return None
         except torch.OutOfMemoryError:
             return None  # another time
         except Exception as reason:  # RefusedError, or whatever Triton raises: the chain works without it
-            _refuse(kind, chain.refusal(reason))
+            _put(_refused, kind, chain.refusal(reason))
             return None
         v = chain.values[-1]
         with off():
@@ -216,33 +216,22 @@ def _prove(chain: Chain, leaves: list[Tensor], kind: Key, key: Key) -> tuple[Ten
             for plan in plans:
                 if plan.agrees(leaves, chain.scalars, expected):
                     plan.proof.missing = max(0, plan.proof.missing - 1)
-                    _enter(key, plan)
+                    _put(_plans, key, plan)
                     return rebuilt
                 plan.proof.missing, plan.proof.failed = PROOFS, True
-            _refuse(kind, chain.refusal("other bits"))
+            _put(_refused, kind, chain.refusal("other bits"))
         except torch.OutOfMemoryError:
             pass  # another time
         except Exception as reason:
-            _refuse(kind, chain.refusal(reason))
+            _put(_refused, kind, chain.refusal(reason))
         return rebuilt
 
 
-def _enter(key: Key, plan: Plan) -> None:
-    if len(_plans) >= MAX_PLANS:  # shapes that never come again
-        _plans.clear()
-    _plans[key] = plan
-
-
-def _cut(kind: Key, number: int) -> None:
-    if len(_cuts) >= MAX_PLANS:
-        _cuts.clear()
-    _cuts[kind] = number
-
-
-def _refuse(kind: Key, why: str) -> None:
-    if len(_refused) >= MAX_PLANS:
-        _refused.clear()
-    _refused[kind] = why
+def _put(table: dict[Key, Any], key: Key, value: Any) -> None:
+    """Enter a finding; a table that is full is of shapes that never come again."""
+    if len(table) >= MAX_PLANS:
+        table.clear()
+    table[key] = value
 
 
 def _candidates(chain: Chain, leaves: list[Tensor]) -> list[Plan]:

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from leangrad.lease import Lease
 from leangrad.nn.prepare import Prepare, take_over
-from leangrad.ops.attention import Recorded, record_attention, rotate_
+from leangrad.nn.recorded_attention import Recorded, record_attention
 from leangrad.ops.attention import attend as attend_plainly
+from leangrad.ops.attention import rotate_
 from leangrad.ops.linear import linear, linear_backward_bias, linear_backward_input, linear_backward_weight
 from leangrad.ops.norm import Statistics
 from leangrad.tape import Tape, Var

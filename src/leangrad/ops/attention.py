@@ -1,23 +1,13 @@
-"""Attention by torch's own kernels, with everything that it keeps for backward in the caller's hands; rotary positions.
+"""Attention by torch's own kernels, and rotary positions.
 
-    out = softmax(q kᵀ/√d + mask) v         q (B, H, T, d), k and v (B, K, S, d) with K dividing H, out (B, H, T, d)
-
-[Note: whose memory] Torch has half a dozen kernels for attention and chooses among them by device, dtype, shape and
-mask; each keeps other tensors, and their backwards are private. So the attention is recorded on a small autograd graph
-of its own, and hooks take every tensor that it would keep out of that graph and hand it to the caller, who gives
-them back for backward. Whoever holds them may share them, as the outputs of the products around it are, and nothing
-is kept twice. The graph itself holds no memory: its sources are nodes without a tensor.
+out = softmax(q kᵀ/√d + mask) v         q (B, H, T, d), k and v (B, K, S, d) with K dividing H, out (B, H, T, d)
 """
-
-from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 
-__all__ = ["Recorded", "attend", "record_attention", "rotary_tables", "rotate", "rotate_"]
+__all__ = ["attend", "rotary_tables", "rotate", "rotate_"]
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, dropout: float) -> Tensor:
@@ -29,75 +19,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, d
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=causal, dropout_p=dropout, enable_gqa=q.shape[1] != k.shape[1]
     )
-
-
-class Recorded:
-    """An attention that ran forward and can run backward, given what it wanted to keep; see [Note: whose memory]."""
-
-    __slots__ = ("_kept", "_output", "_sources")
-
-    def __init__(self, output: GradientEdge, sources: list[GradientEdge], kept: list[Tensor | None]):
-        self._output, self._sources, self._kept = output, sources, kept
-
-    def backward(self, g: Tensor, kept: Sequence[Tensor], *, again: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-        """The gradients of q, k and v; `again` says that another backward may follow."""
-        self._kept[:] = kept
-        try:
-            dq, dk, dv = torch.autograd.grad([self._output], self._sources, [g], retain_graph=again)
-        finally:
-            self._kept.clear()
-        return dq, dk, dv
-
-
-def record_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, dropout: float
-) -> tuple[Tensor, Recorded, list[Tensor]]:
-    """`attend`, the record of it, and the tensors that `Recorded.backward` has to be given again.
-
-    >>> q = torch.ones(1, 1, 3, 2)
-    >>> out, recorded, kept = record_attention(q, q, q, None, False, 0.0)
-    >>> [gradient.shape for gradient in recorded.backward(torch.ones_like(out), kept)] == [q.shape] * 3
-    True
-    """
-    # The graph reaches this list through its hooks, and nothing in the list reaches the graph: no cycle.
-    kept: list[Tensor | None] = []
-
-    def take(tensor: Tensor) -> int:
-        kept.append(tensor.detach())
-        return len(kept) - 1
-
-    def give_back(place: int) -> Tensor:
-        tensor = kept[place]
-        assert tensor is not None
-        return tensor
-
-    with torch.enable_grad():
-        sources = _Sources.apply(torch.empty(0, device="cpu", requires_grad=True), q, k, v)
-        q, k, v = sources
-        with saved_tensors_hooks(take, give_back):
-            out = attend(q, k, v, mask, causal, dropout)
-        recorded = Recorded(_edge(out), [_edge(q), _edge(k), _edge(v)], kept)
-    taken = [t for t in kept if t is not None]
-    kept.clear()
-    return out.detach(), recorded, taken
-
-
-def _edge(tensor: Tensor) -> GradientEdge:
-    """`get_gradient_edge`, at a fifth of its cost: the output's node keeps the sources alive, so no token has to."""
-    assert tensor.grad_fn is not None
-    return GradientEdge(tensor.grad_fn, tensor.output_nr)
-
-
-class _Sources(torch.autograd.Function):
-    """Tensors that require a gradient and whose node holds none of them, as a leaf's would."""
-
-    @staticmethod
-    def forward(ctx: Any, root: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return tuple(t.detach() for t in tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> None:
-        raise AssertionError("gradients are taken at the outputs of this node, not through it")
 
 
 # Rotary positions: each pair (a, b) of (x[..., i], x[..., i + d/2]) is turned by the angle t θ^(-2i/d) at position t:
