@@ -114,6 +114,7 @@ def _note_native_dropout(
     notes.book.settle(node, 1, "result1")
 
 
+MAX_FORMS = 1024
 _PROVEN: dict[Any, bool] = {}  # whether attention of this form draws its dropout once, from the state before it
 
 
@@ -140,6 +141,8 @@ def dropout_inside(name: str, place: int, inner: Handler) -> Handler:
             form = (func, draw.shape, draw.stride, draw.dtype, p)
             proven = _PROVEN.get(form)
             if proven is None:
+                if len(_PROVEN) >= MAX_FORMS:  # lengths that never come again
+                    _PROVEN.clear()
                 proven = _PROVEN[form] = torch.equal(draw.factor(), noise.tensor)
             if proven:
                 _redraw(noise, draw.factor)
