@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -22,13 +23,17 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from leangrad import _torch
-from leangrad.ledger.calls import Handler, argument, leave_note
+from leangrad.ledger.calls import Handler, Run, argument, leave_note
 from leangrad.ledger.changes import after_change, aliased, before_change, leaked, mutating, swapped, write_out
 from leangrad.ledger.draws import dropout, dropout_inside
 from leangrad.ledger.origins import LIVE, NOTE, OPAQUE, Operand
 from leangrad.ledger.value import Value
 
 RECENT = 4  # how many outputs of sources are held: query, key, value and one more
+
+
+# What runs the calls in the stead of the override: it writes them down, or follows what was written.
+Guide = Callable[[Run, Any, Handler | None, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class Book(Protocol):
@@ -54,22 +59,29 @@ class Notes(TorchFunctionMode):
         self.book = book
         self.hold_sources = hold_sources
         self.recent: deque[Tensor] = deque(maxlen=RECENT)
+        self.guide: Guide | None = None
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if torch.compiler.is_compiling():  # a compiled part of the model: dynamo traces this very function
             return func(*args, **(kwargs or {}))
+        if kwargs is None:
+            kwargs = {}
+        if self.book.packing:
+            return func(*args, **kwargs)
         try:
             handler = HANDLERS[func]
         except KeyError:
             handler = HANDLERS[func] = mutating() if _torch.mutates(func) else None
-        if kwargs is None:
-            return func(*args) if handler is None or self.book.packing else handler(self, func, args, {})
-        if self.book.packing:
-            return func(*args, **kwargs)
-        if kwargs.get("out") is not None:
-            return write_out(self, func, args, kwargs)
+        if kwargs and kwargs.get("out") is not None:
+            handler = write_out
+        if self.guide is not None:
+            return self.guide(self.run, func, handler, args, kwargs)
+        return func(*args, **kwargs) if handler is None else handler(self, func, args, kwargs)
+
+    def run(self, func: Any, handler: Handler | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """One call, by its handler if it has one."""
         return func(*args, **kwargs) if handler is None else handler(self, func, args, kwargs)
 
 

@@ -231,10 +231,9 @@ class Walk:
         if kind == "fact":
             return _torch.output_fact(node, attribute)
         if kind == "tensor":
-            return self._saved(getattr(node, attribute), name)
+            return self._saved(node, getattr(node, attribute), name)
         if kind == "statistic":
-            packed = _torch.packed(getattr(node, attribute))
-            return leaf_value(packed.tensor, packed.version) if type(packed) is Bare else packed
+            return self._saved(node, getattr(node, attribute), name[1:], parameter=False)
         noted = node.metadata.get(NOTE)
         if noted is None or attribute not in noted:
             if attribute in DEFAULTS:
@@ -253,20 +252,34 @@ class Walk:
         self._book.watch(value)
         return value
 
-    def _saved(self, raw: Any, name: str) -> Any:
+    def _saved(self, node: Node, raw: Any, name: str, *, parameter: bool = True) -> Any:
+        """A tensor that ``node`` saved, as an anchor; ``parameter``: it may be one."""
         if type(raw) is tuple:
-            return tuple(None if r is None else self._saved(r, name) for r in raw)
+            return tuple(None if r is None else self._saved(node, r, name) for r in raw)
         packed = _torch.packed(raw)
         if type(packed) is Value or packed is None:
             return packed
-        if type(packed) is Bare and self._book.sharded:
-            raise NoRecipeError("a tensor that may be a sharded parameter")
         if type(packed) is Bare:
-            # Autograd saved it as well, so plain PyTorch minds a change too: it need not be watched.
-            return leaf_value(packed.tensor, packed.version)
-        if isinstance(packed, Tensor) and packed.dim() == 0 and _torch.passed_no_hook(raw):
-            return packed  # a Python scalar that autograd wrapped: it passes no hook
-        raise NoRecipeError(f"{name} was packed by other hooks")
+            tensor, version = packed.tensor, packed.version
+        elif isinstance(packed, Tensor) and _torch.passed_no_hook(raw):
+            if packed.dim() == 0:
+                return packed  # a Python scalar that autograd wrapped: it passes no hook
+            tensor = self._unhooked(node, packed, name)
+            version = tensor._version
+        else:
+            raise NoRecipeError(f"{name} was packed by other hooks")
+        if parameter and self._book.sharded:
+            raise NoRecipeError("a tensor that may be a sharded parameter")
+        # Autograd saved it as well, so plain PyTorch minds a change too: it need not be watched.
+        return leaf_value(tensor, version)
+
+    def _unhooked(self, node: Node, tensor: Tensor, name: str) -> Tensor:
+        """A tensor that autograd saved itself: see [Note: hooks only where they are needed]."""
+        try:
+            getattr(node, "_saved_" + name)
+        except RuntimeError as error:
+            raise NoRecipeError(f"{name} was changed in place") from error
+        return tensor if tensor.is_leaf and tensor.requires_grad else tensor.detach()
 
 
 # Constants that a composite op passes below every function override, where nobody can note them.

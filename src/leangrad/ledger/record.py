@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from leangrad import _torch
+from leangrad.ledger.course import Call, Course, Recording
 from leangrad.ledger.plan import Item, Record
 from leangrad.ledger.value import Bare, Value
 
@@ -37,7 +38,9 @@ class Recorder:
         self._places: list[int] = []  # the saved tensor that every decision was made for
         self._decisions: list[int] = []  # the item of every decision
         self._kept: list[bool] = []  # what became of it
-        self._packed: list[Value | Bare] = []  # what every saved tensor in order became
+        self.saved: list[Value | Bare] = []  # what every saved tensor in order became
+        self.recording: Recording | None = None
+        self._fates: list[int] = []  # of each saved tensor: the item that it is, KEPT or REBUILT
         self.bare: list[bool] = []  # of each: whether it is kept and no recipe reads it
         self._dear: set[int] = set()  # the values that will be kept because rebuilding them is too much work
         self.on_accelerator = False
@@ -78,12 +81,12 @@ class Recorder:
 
     def packed(self, packed: Value | Bare) -> None:
         """A tensor was saved."""
-        self._packed.append(packed)
+        self.saved.append(packed)
 
     def decided(self, value: Value, signature: tuple[str, int], why: str) -> None:
         """The ledger chose: ``value`` is kept because of ``why``, or rebuilt."""
         self.signatures.append(signature)
-        self._places.append(len(self._packed))
+        self._places.append(len(self.saved))
         self._decided.append((value, self.module(), why))
 
     def shared(self, value: Value, nbytes: int) -> None:
@@ -108,10 +111,12 @@ class Recorder:
             outcome = "kept" if value.tensor is not None else "rebuilt"
             self.entries.append(Entry(module, value.op, outcome, value.nbytes, why if outcome == "kept" else ""))
         needed = self._needed()
-        self.bare = [self._is_bare(p, needed) for p in self._packed]
+        self.bare = [self._is_bare(p, needed) for p in self.saved]
+        self._fates = [_fate(p) for p in self.saved]
         for value, _, _ in self._decided:
             value.forget_recipe()
-        self._decided, self._packed, self._root, self._dear = [], [], None, set()
+        self._decided, self._root, self._dear = [], None, set()
+        self.saved.clear()
 
     def _spare(self) -> None:
         """Keep the smallest of what would be rebuilt: a recipe costs the host the same however little it saves."""
@@ -125,7 +130,7 @@ class Recorder:
 
     def _needed(self) -> set[int]:
         """The values that some recipe reads."""
-        stack = [p for p in self._packed if type(p) is Value and not self._is_kept(p) and not self._sees_kept(p)]
+        stack = [p for p in self.saved if type(p) is Value and not self._is_kept(p) and not self._sees_kept(p)]
         needed: set[int] = set()
         while stack:
             for v in stack.pop().inputs:
@@ -198,14 +203,53 @@ class Recorder:
 
         Without a cut, what was kept is kept again and what was rebuilt is rebuilt again.
         """
-        made = []
-        for (op, nbytes), n, kept, place in zip(
-            self.signatures, self._decisions, self._kept, self._places, strict=True
-        ):
-            if not self.bare[place]:
-                chosen = cut is not None and n in cut
-                made.append((op, nbytes, chosen or (kept and (cut is None or not self.items[n].choice))))
-        return made
+        return [
+            (op, nbytes, self._stays(n, kept, cut))
+            for (op, nbytes), n, kept, place in zip(
+                self.signatures, self._decisions, self._kept, self._places, strict=True
+            )
+            if not self.bare[place]
+        ]
+
+    def _stays(self, item: int, kept: bool, cut: frozenset[int] | None) -> bool:
+        """Whether an item that was ``kept`` or rebuilt in the recorded step is simply kept under ``cut``."""
+        if cut is None or not self.items[item].choice:
+            return kept or (cut is not None and item in cut)
+        return item in cut
+
+    def course(self, cut: frozenset[int] | None) -> Course | None:
+        """The calls of the step; None if a tensor that is not simply kept was saved outside of all calls."""
+        assert self.recording is not None
+        kept = {KEPT} | {n for n, k in zip(self._decisions, self._kept, strict=True) if self._stays(n, k, cut)}
+        saves: dict[Any, bool] = {}
+        for call in self.recording.calls:
+            saves[call.function] = bool(call.names) or saves.get(call.function, False)
+        calls, seen = [], 0
+        for call in self.recording.calls:
+            if saves[call.function]:
+                wanted = [
+                    (self._fates[place], name)
+                    for place, name in enumerate(call.names, call.first)
+                    if not self.bare[place]
+                ]
+                seen += len(wanted)
+                hooked = any(fate not in kept or name is None for fate, name in wanted)
+                anchors = () if hooked else tuple(name for _, name in wanted if name is not None)
+                calls.append(Call(call.function, call.first, hooked, anchors))
+        return Course(calls, saves) if seen == self.bare.count(False) else None
+
+
+KEPT, REBUILT = -1, -2
+
+
+def _fate(packed: Value | Bare) -> int:
+    """The item that a saved tensor is, or a view of; KEPT or REBUILT where it is none."""
+    if type(packed) is Bare:
+        return KEPT
+    value: Any = packed
+    while value.ordinal < 0 and value.op == "view" and value.inputs:
+        value = value.inputs[0]
+    return value.ordinal if value.ordinal >= 0 else KEPT if value.tensor is not None else REBUILT
 
 
 SPARE = (

@@ -15,6 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from leangrad import _torch
 from leangrad.errors import ChangedError
+from leangrad.ledger.course import Course, Following, Recording
 from leangrad.ledger.notes import Notes
 from leangrad.ledger.origins import NOTHING, OPAQUE, VALUES, NoRecipeError, Operand, Walk, enter, join, key_of
 from leangrad.ledger.record import Recorder
@@ -52,6 +53,7 @@ class Knowledge(Protocol):
 
     min_bytes: int
     bare: Sequence[bool]
+    course: Course | None
     sharded: bool
 
     @property
@@ -89,17 +91,29 @@ class Region:
         self._decided = 0
         self._bare = ledger.bare
         self._planned = len(self._bare)
-        self._packs = 0
+        self.packs = 0
         self._walk = Walk(self)
         self._recorder = recorder
         self._notes = Notes(self, hold_sources=ledger.catches)
         self._hooks = saved_tensors_hooks(self.pack, unpack if recorder is None else _recorded_unpack(recorder))
+        self._following: Following | None = None
+        if recorder is not None:
+            recorder.recording = Recording(self, recorder.saved)
+            self._notes.guide = recorder.recording.call
+        elif ledger.course is not None:
+            self._following = Following(self, ledger.course)
+            self._notes.guide = self._following.call
+        self._anchors: list[Value] = []  # what recipes may read and nobody else holds as a value
+        self._outer: Any = None  # the hooks that were set when the region began
 
     def __enter__(self) -> Region:
         Operand.noted.clear()
         self.fence = _torch.next_sequence_nr()  # what was made before, nobody watched
         self._notes.__enter__()
-        self._hooks.__enter__()
+        if self._following is None:
+            self._hooks.__enter__()
+        else:
+            self._outer = _torch.innermost_pack_hook()
         _active.region = self
         if self._recorder is not None:
             self._recorder.start()
@@ -109,7 +123,9 @@ class Region:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         _active.region = None
-        self._hooks.__exit__()
+        if self._following is None:
+            self._hooks.__exit__()
+        self._anchors.clear()
         self._notes.__exit__(kind, error, trace)
         self._notes.recent.clear()
         self._walk.forget()
@@ -124,8 +140,8 @@ class Region:
 
     def pack(self, tensor: Tensor) -> Packed:
         """Autograd wants to keep ``tensor``; what it gets is a value that can give it back."""
-        n = self._packs
-        self._packs = n + 1
+        n = self.packs
+        self.packs = n + 1
         self.packing = True
         try:
             if n < self._planned and self._bare[n]:
@@ -157,6 +173,36 @@ class Region:
             value = self._value(tensor, base)
         value.readers += 1
         return value
+
+    # ------------------------------------------- along a course: see [Note: hooks only where they are needed]
+
+    def hook(self) -> bool:
+        """Set the hooks; False where others have set theirs since the region began."""
+        if _torch.innermost_pack_hook() is not self._outer:
+            return False
+        self._hooks.__enter__()
+        return True
+
+    def unhook(self) -> None:
+        """Take them back."""
+        self._hooks.__exit__()
+
+    def anchor(self, tensor: Tensor) -> None:
+        """A tensor that autograd keeps may be read by recipes."""
+        if tensor.grad_fn is None or tensor.layout is not torch.strided:
+            return
+        base = tensor._base
+        if base is None or base.grad_fn is not None:
+            self._anchors.append(self._value(tensor, base))
+
+    def differ(self) -> None:
+        """This step is not like the one that was recorded: what was learned serves it no more."""
+        self._decisions, self._planned = None, 0
+        if self._following is not None:
+            self._following.lose()
+        self._ledger.differs()
+
+    # ---------------------------------------------------------------- the decision
 
     def watch(self, value: Value) -> None:
         """``value`` is an anchor that plain PyTorch would not have kept: it must not change under its recipe.
@@ -266,8 +312,7 @@ class Region:
             decision = decisions[n]
             if nbytes == decision[1] and op == decision[0]:
                 return decision[2]
-        self._decisions, self._planned = None, 0
-        self._ledger.differs()
+        self.differ()
         return None
 
     def _keep_all_the_same(self, value: Value, tensor: Tensor, cap: int) -> str:
