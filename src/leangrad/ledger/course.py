@@ -13,6 +13,7 @@ call. Calls of functions that saved nothing, such as ``x.shape``, are no part of
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from leangrad import _torch
 from leangrad.ledger.calls import Handler, Run
-from leangrad.ledger.value import Bare, Value
+from leangrad.ledger.cast import Packed
 
 
 class Call(NamedTuple):
@@ -28,7 +29,7 @@ class Call(NamedTuple):
 
     function: Any
     first: int = 0  # how many tensors were saved before it
-    hooked: bool = False  # some tensor that it saves is rebuilt
+    last: int = -1  # the last tensor that it saves and that is rebuilt; -1: there is none
     anchors: tuple[str, ...] = ()  # what it saves and recipes read, by the names of its node
 
 
@@ -44,8 +45,8 @@ class Book(Protocol):
 
     packs: int  # tensors that were saved so far
 
-    def hook(self) -> bool:
-        """Set the hooks; False where others have set theirs since the region began."""
+    def hook(self, last: int) -> bool:
+        """Set the hooks, up to saved tensor ``last``; False where others have set theirs since the region began."""
 
     def unhook(self) -> None:
         """Take them back."""
@@ -68,7 +69,7 @@ class Saved(NamedTuple):
 class Recording:
     """Runs the calls of a step and writes them down."""
 
-    def __init__(self, book: Book, packed: Sequence[Value | Bare]) -> None:
+    def __init__(self, book: Book, packed: Sequence[Packed]) -> None:
         self.calls: list[Saved] = []
         self._book = book
         self._packed = packed
@@ -109,9 +110,9 @@ class Following:
         if call.function is not function:
             self._book.differ()
             return self._look(run, function, handler, args, kwargs)
-        if call.hooked:
+        if call.last >= 0:
             self._book.packs = call.first
-            return self._hooked(run, function, handler, args, kwargs)
+            return self._hooked(call.last, run, function, handler, args, kwargs)
         out = run(function, handler, args, kwargs)
         if call.anchors:
             node = out.grad_fn if type(out) is Tensor else None
@@ -124,14 +125,14 @@ class Following:
     def _look(self, run: Run, function: Any, handler: Handler | None, args: Any, kwargs: Any) -> Any:
         """A call that was not recorded: it leads off the course if it saves anything."""
         before = self._book.packs
-        out = self._hooked(run, function, handler, args, kwargs)
+        out = self._hooked(ALL, run, function, handler, args, kwargs)
         if not self._lost and self._book.packs != before:
             self._book.differ()
         return out
 
-    def _hooked(self, run: Run, function: Any, handler: Handler | None, args: Any, kwargs: Any) -> Any:
+    def _hooked(self, last: int, run: Run, function: Any, handler: Handler | None, args: Any, kwargs: Any) -> Any:
         book = self._book
-        if not book.hook():
+        if not book.hook(last):
             return run(function, handler, args, kwargs)
         try:
             return run(function, handler, args, kwargs)
@@ -139,6 +140,7 @@ class Following:
             book.unhook()
 
 
+ALL = sys.maxsize
 _END = Call(None)
 
 
@@ -157,7 +159,7 @@ def saved_tensor(node: Any, name: str) -> Tensor | None:
 _NAMES: dict[type, tuple[str, ...]] = {}
 
 
-def _names(out: Any, saved: Sequence[Value | Bare]) -> tuple[str | None, ...]:
+def _names(out: Any, saved: Sequence[Packed]) -> tuple[str | None, ...]:
     """The names under which the node of ``out`` holds the tensors that the call saved; None: another node holds it."""
     node = out.grad_fn if type(out) is Tensor else None
     kind = type(node)

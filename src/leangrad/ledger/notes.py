@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from leangrad import _torch
 from leangrad.ledger.calls import Handler, Run, argument, leave_note
+from leangrad.ledger.cast import Anchor
 from leangrad.ledger.changes import after_change, aliased, before_change, leaked, mutating, swapped, write_out
 from leangrad.ledger.draws import dropout, dropout_inside
 from leangrad.ledger.origins import LIVE, NOTE, OPAQUE, Operand
@@ -44,8 +45,8 @@ class Book(Protocol):
     packing: bool  # the region itself is at work
     changing: Any  # the tensor that a function is changing in place right now
     # Anchors that plain would not have kept: parameters by their id, other tensors by their memory.
-    watched_parameters: dict[int, list[weakref.ref[Value]]]
-    watched_memory: dict[int, list[weakref.ref[Value]]]
+    watched_parameters: dict[int, list[weakref.ref[Anchor]]]
+    watched_memory: dict[int, list[weakref.ref[Anchor]]]
 
     def settle(self, node: Any, nr: int, name: str) -> None:
         """Give the recipe of output ``nr`` of ``node`` to the value that was kept as its saved ``name``."""

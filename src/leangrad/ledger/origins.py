@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from leangrad import _torch
+from leangrad.ledger.cast import Cast
 from leangrad.ledger.rules import RULES, Rule
 from leangrad.ledger.value import Bare, Value, is_there, leaf_value, wait
 
@@ -24,6 +25,7 @@ VALUES = [("leangrad", i) for i in range(64)]
 NOTE = "leangrad.note"  # constants that the node forgets: {name: constant or Operand}
 # This op is never computed twice: (weak reference to its output, version), or None where outputs are not held.
 LIVE = "leangrad.live"
+CAST = "leangrad.cast"  # what was saved of it went the short way: see ``cast.py``
 OPAQUE = "leangrad.opaque"  # the output was changed behind autograd's back: it cannot be replayed
 
 with torch.enable_grad():  # leangrad may be imported anywhere
@@ -153,6 +155,17 @@ class Walk:
             value.dtype = _torch.output_fact(node, "dtype")
         return value
 
+    def parameter(self, node: Node) -> Tensor | None:
+        """The parameter that ``node`` casts, if it is one and the cast is not known as a value."""
+        before = node.next_functions[0][0]
+        if type(before) is not AccumulateGrad:
+            return None
+        metadata = node.metadata
+        if VALUES[0] in metadata or OPAQUE in metadata or node._sequence_nr() < self._book.fence:
+            return None
+        parameter: Tensor = before.variable
+        return parameter if type(parameter) is torch.nn.Parameter or type(parameter) is Tensor else None
+
     def input(self, edge: tuple[Node, int]) -> Value:
         """The value that flows in along an edge: known, a parameter, rebuilt, or absent."""
         node, nr = edge
@@ -259,6 +272,8 @@ class Walk:
         packed = _torch.packed(raw)
         if type(packed) is Value or packed is None:
             return packed
+        if type(packed) is Cast:
+            return packed.value()
         if type(packed) is Bare:
             tensor, version = packed.tensor, packed.version
         elif isinstance(packed, Tensor) and _torch.passed_no_hook(raw):

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from leangrad import _torch
+from leangrad.ledger.cast import Packed
 from leangrad.ledger.course import Call, Course, Recording
 from leangrad.ledger.plan import Item, Record
 from leangrad.ledger.value import Bare, Value
@@ -38,8 +39,9 @@ class Recorder:
         self._places: list[int] = []  # the saved tensor that every decision was made for
         self._decisions: list[int] = []  # the item of every decision
         self._kept: list[bool] = []  # what became of it
-        self.saved: list[Value | Bare] = []  # what every saved tensor in order became
+        self.saved: list[Packed] = []  # what every saved tensor in order became
         self.recording: Recording | None = None
+        self._has_node: list[bool] = []
         self._fates: list[int] = []  # of each saved tensor: the item that it is, KEPT or REBUILT
         self.bare: list[bool] = []  # of each: whether it is kept and no recipe reads it
         self._dear: set[int] = set()  # the values that will be kept because rebuilding them is too much work
@@ -79,7 +81,7 @@ class Recorder:
         """The path of the module that runs now."""
         return self._stack[-1] if self._stack else self._root_name
 
-    def packed(self, packed: Value | Bare) -> None:
+    def packed(self, packed: Packed) -> None:
         """A tensor was saved."""
         self.saved.append(packed)
 
@@ -113,6 +115,7 @@ class Recorder:
         needed = self._needed()
         self.bare = [self._is_bare(p, needed) for p in self.saved]
         self._fates = [_fate(p) for p in self.saved]
+        self._has_node = [type(p) is Value and p.op != "input" for p in self.saved]
         for value, _, _ in self._decided:
             value.forget_recipe()
         self._decided, self._root, self._dear = [], None, set()
@@ -146,7 +149,7 @@ class Recorder:
     def _sees_kept(self, packed: Value) -> bool:
         return packed.op == "view" and self._is_kept(packed.inputs[0])
 
-    def _is_bare(self, packed: Value | Bare, needed: set[int]) -> bool:
+    def _is_bare(self, packed: Packed, needed: set[int]) -> bool:
         if type(packed) is Bare:
             return True
         assert type(packed) is Value
@@ -178,7 +181,7 @@ class Recorder:
 
     # ---------------------------------------------------------------- in backward
 
-    def read(self, packed: Value | Bare) -> None:
+    def read(self, packed: Packed) -> None:
         """Backward asked for what was saved. A step is learned from only if its backward came to its end."""
         if not self._is_reading:
             self._is_reading = True
@@ -227,22 +230,18 @@ class Recorder:
         calls, seen = [], 0
         for call in self.recording.calls:
             if saves[call.function]:
-                wanted = [
-                    (self._fates[place], name)
-                    for place, name in enumerate(call.names, call.first)
-                    if not self.bare[place]
-                ]
-                seen += len(wanted)
-                hooked = any(fate not in kept or name is None for fate, name in wanted)
-                anchors = () if hooked else tuple(name for _, name in wanted if name is not None)
-                calls.append(Call(call.function, call.first, hooked, anchors))
+                places = [(place, name) for place, name in enumerate(call.names, call.first) if not self.bare[place]]
+                seen += len(places)
+                last = max((p for p, name in places if self._fates[p] not in kept or name is None), default=-1)
+                anchors = tuple(name for p, name in places if name is not None and self._has_node[p])
+                calls.append(Call(call.function, call.first, last, anchors if last < 0 else ()))
         return Course(calls, saves) if seen == self.bare.count(False) else None
 
 
 KEPT, REBUILT = -1, -2
 
 
-def _fate(packed: Value | Bare) -> int:
+def _fate(packed: Packed) -> int:
     """The item that a saved tensor is, or a view of; KEPT or REBUILT where it is none."""
     if type(packed) is Bare:
         return KEPT

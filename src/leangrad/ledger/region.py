@@ -15,18 +15,20 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from leangrad import _torch
 from leangrad.errors import ChangedError
+from leangrad.ledger import cast
+from leangrad.ledger.cast import Anchor, Cast, Packed
 from leangrad.ledger.course import Course, Following, Recording
 from leangrad.ledger.notes import Notes
-from leangrad.ledger.origins import NOTHING, OPAQUE, VALUES, NoRecipeError, Operand, Walk, enter, join, key_of
+from leangrad.ledger.origins import CAST, NOTHING, OPAQUE, VALUES, NoRecipeError, Operand, Walk, enter, join, key_of
 from leangrad.ledger.record import Recorder
 from leangrad.ledger.value import Bare, Value, changed, released, wait
 
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+UNHOOKED = -1
 DEEPEST = 32  # joins that a recipe may run through: each takes some frames of Python's stack
 
 AUTOCAST_DEVICES = ("cuda", "cpu") if torch.backends.cuda.is_built() else ("cpu",)
 
-Packed = Value | Bare
 Decision = tuple[str, int, bool]  # op, bytes, and whether the tensor is simply kept
 
 _active = threading.local()
@@ -83,8 +85,8 @@ class Region:
         self.changing: Any = None
         self.sizes = recorder is not None
         self.sharded = ledger.sharded  # parameters come and go between forward and backward: no recipe reads them
-        self.watched_parameters: dict[int, list[weakref.ref[Value]]] = {}
-        self.watched_memory: dict[int, list[weakref.ref[Value]]] = {}
+        self.watched_parameters: dict[int, list[weakref.ref[Anchor]]] = {}
+        self.watched_memory: dict[int, list[weakref.ref[Anchor]]] = {}
         self.waiting: list[weakref.ref[Value]] = []
         self._ledger = ledger
         self._decisions = ledger.decisions
@@ -104,6 +106,7 @@ class Region:
             self._following = Following(self, ledger.course)
             self._notes.guide = self._following.call
         self._anchors: list[Value] = []  # what recipes may read and nobody else holds as a value
+        self._last = UNHOOKED
         self._outer: Any = None  # the hooks that were set when the region began
 
     def __enter__(self) -> Region:
@@ -142,6 +145,8 @@ class Region:
         """Autograd wants to keep ``tensor``; what it gets is a value that can give it back."""
         n = self.packs
         self.packs = n + 1
+        if n == self._last:  # autograd has taken the hooks for this tensor; there is none for the next
+            self.unhook()
         self.packing = True
         try:
             if n < self._planned and self._bare[n]:
@@ -170,22 +175,29 @@ class Region:
             base = tensor._base
             if tensor.layout is not torch.strided or (base is not None and base.grad_fn is None):
                 return Bare(tensor.detach(), tensor._version)
+            if self._recorder is None:
+                owner = tensor if base is None else base
+                if type(owner.grad_fn).__name__ == cast.NODE and (found := self._cast(tensor, owner)) is not None:
+                    return found
             value = self._value(tensor, base)
         value.readers += 1
         return value
 
     # ------------------------------------------- along a course: see [Note: hooks only where they are needed]
 
-    def hook(self) -> bool:
-        """Set the hooks; False where others have set theirs since the region began."""
+    def hook(self, last: int) -> bool:
+        """Set the hooks, up to saved tensor ``last``; False where others have set theirs since the region began."""
         if _torch.innermost_pack_hook() is not self._outer:
             return False
+        self._last = last
         self._hooks.__enter__()
         return True
 
     def unhook(self) -> None:
-        """Take them back."""
-        self._hooks.__exit__()
+        """Take them back, if that has not been done."""
+        if self._last != UNHOOKED:
+            self._last = UNHOOKED
+            self._hooks.__exit__()
 
     def anchor(self, tensor: Tensor) -> None:
         """A tensor that autograd keeps may be read by recipes."""
@@ -246,6 +258,31 @@ class Region:
             value = self._choose(tensor, node)
         metadata[key] = weakref.ref(value)
         return value
+
+    def _cast(self, tensor: Tensor, owner: Tensor) -> Cast | None:
+        """The short way for ``owner``, or a view of it, if it is the cast of a parameter and to be rebuilt."""
+        node: Any = owner.grad_fn
+        parameter = self._walk.parameter(node)
+        nbytes = owner.nbytes
+        if (
+            parameter is None
+            or self.sharded
+            or nbytes < self.min_bytes
+            or type(tensor) is not Tensor
+            or tensor.dtype != owner.dtype
+            or parameter.device != owner.device
+        ):
+            return None
+        if CAST not in node.metadata:
+            if self._decisions is not None:
+                n = self._decided
+                if n >= len(self._decisions) or self._decisions[n] != (cast.NODE, nbytes, False):
+                    return None
+                self._decided = n + 1
+            node.metadata[CAST] = True
+        made = Cast(parameter, tensor, owner)
+        self.watched_parameters.setdefault(id(parameter), []).append(weakref.ref(made))
+        return made
 
     def _kept(self, tensor: Tensor, op: str, *, free: bool = False) -> Value:
         value = Value(op)
@@ -396,7 +433,7 @@ def unpack(packed: Packed) -> Tensor:
             raise ChangedError(changed(packed.what(), bare, packed.version))
         return bare
     tensor = packed.tensor
-    if tensor is not None and tensor._version == packed.version:
+    if tensor is not None and type(packed) is Value and tensor._version == packed.version:
         return tensor
     if torch.is_grad_enabled():
         with torch.no_grad():
