@@ -158,6 +158,17 @@ def passed_no_hook(saved: Any) -> bool:
     return getattr(saved, "unpack_hook", None) is None
 
 
+_HALF, _BYTE = torch.zeros((), dtype=torch.float16, device="cpu"), torch.zeros((), dtype=torch.int8, device="cpu")
+
+
+def is_number(tensor: Tensor) -> bool:
+    """Whether a tensor is a Python number that torch wrapped for an op: unlike a tensor's, its dtype gives way."""
+    if tensor.dim() or not tensor.is_cpu:
+        return False
+    other = _HALF if tensor.dtype is torch.float64 else _BYTE if tensor.dtype is torch.int64 else None
+    return other is not None and torch.result_type(other, tensor) is other.dtype
+
+
 def softmax_backward(g: Tensor, y: Tensor) -> Tensor:
     """The gradient of the input of `y = torch.softmax(x, -1)`, differentiable; in float32 or better where torch can."""
     backward = getattr(torch, "_softmax_backward_data", None)

@@ -34,10 +34,11 @@ class Call(NamedTuple):
 
 
 class Course(NamedTuple):
-    """The calls of a step in order, and whether each function that the step called saved anything."""
+    """The calls of a step in order, and what is known of the functions that it called."""
 
     calls: Sequence[Call]
-    saves: dict[Any, bool]
+    saves: dict[Any, bool]  # whether any call of a function saved anything
+    passes: frozenset[Any]  # those that saved nothing, and of which nothing need be noted
 
 
 class Book(Protocol):
@@ -62,6 +63,7 @@ class Saved(NamedTuple):
     """A call of the recorded step, and the tensors that it saved: their names, where its own node has them."""
 
     function: Any
+    handled: bool  # something may have to be noted of it
     first: int
     names: tuple[str | None, ...]
 
@@ -79,7 +81,9 @@ class Recording:
         first = self._book.packs
         out = run(function, handler, args, kwargs)
         count = self._book.packs - first
-        self.calls.append(Saved(function, first, _names(out, self._packed[first:]) if count else ()))
+        self.calls.append(
+            Saved(function, handler is not None, first, _names(out, self._packed[first:]) if count else ())
+        )
         return out
 
 
@@ -88,7 +92,7 @@ class Following:
 
     def __init__(self, book: Book, course: Course) -> None:
         self._book = book
-        self._calls, self._saves = course
+        self._calls, self._saves, _ = course
         self._length = len(course.calls)
         self._next = 0
         self._lost = False

@@ -61,13 +61,16 @@ class Notes(TorchFunctionMode):
         self.hold_sources = hold_sources
         self.recent: deque[Tensor] = deque(maxlen=RECENT)
         self.guide: Guide | None = None
+        self.passes: frozenset[Any] = frozenset()  # functions that are known to need nothing of us
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if torch.compiler.is_compiling():  # a compiled part of the model: dynamo traces this very function
             return func(*args, **(kwargs or {}))
-        if kwargs is None:
+        if not kwargs:
+            if func in self.passes:
+                return func(*args)
             kwargs = {}
         if self.book.packing:
             return func(*args, **kwargs)
@@ -77,7 +80,7 @@ class Notes(TorchFunctionMode):
             handler = HANDLERS[func] = mutating() if _torch.mutates(func) else None
         if kwargs and kwargs.get("out") is not None:
             handler = write_out
-        if self.guide is not None:
+        if self.guide is not None and torch.is_grad_enabled():  # nothing is saved otherwise
             return self.guide(self.run, func, handler, args, kwargs)
         return func(*args, **kwargs) if handler is None else handler(self, func, args, kwargs)
 

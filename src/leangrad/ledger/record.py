@@ -235,7 +235,9 @@ class Recorder:
                 last = max((p for p, name in places if self._fates[p] not in kept or name is None), default=-1)
                 anchors = tuple(name for p, name in places if name is not None and self._has_node[p])
                 calls.append(Call(call.function, call.first, last, anchors if last < 0 else ()))
-        return Course(calls, saves) if seen == self.bare.count(False) else None
+        handled = {call.function for call in self.recording.calls if call.handled}
+        passes = frozenset(f for f, found in saves.items() if not found and f not in handled)
+        return Course(calls, saves, passes) if seen == self.bare.count(False) else None
 
 
 KEPT, REBUILT = -1, -2

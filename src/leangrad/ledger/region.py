@@ -104,7 +104,7 @@ class Region:
             self._notes.guide = recorder.recording.call
         elif ledger.course is not None:
             self._following = Following(self, ledger.course)
-            self._notes.guide = self._following.call
+            self._notes.guide, self._notes.passes = self._following.call, ledger.course.passes
         self._anchors: list[Value] = []  # what recipes may read and nobody else holds as a value
         self._last = UNHOOKED
         self._outer: Any = None  # the hooks that were set when the region began
@@ -186,11 +186,11 @@ class Region:
     # ------------------------------------------- along a course: see [Note: hooks only where they are needed]
 
     def hook(self, last: int) -> bool:
-        """Set the hooks, up to saved tensor ``last``; False where others have set theirs since the region began."""
-        if _torch.innermost_pack_hook() is not self._outer:
+        """Set the hooks, up to saved tensor ``last``; False where others have set theirs or no hooks may be set."""
+        if _torch.innermost_pack_hook() is not self._outer or not _torch.saved_tensor_hooks_allowed():
             return False
-        self._last = last
         self._hooks.__enter__()
+        self._last = last
         return True
 
     def unhook(self) -> None:

@@ -312,6 +312,11 @@ def _fusable() -> dict[Any, Callable[[Value, dict[int, Tensor], int], tuple[Tens
     return dict.fromkeys(LOWERINGS, replay)
 
 
+def fuses() -> bool:
+    """Whether recipes may be replayed together as one kernel."""
+    return bool(_fusable())
+
+
 MANY = 4  # see [Note: held for recipes]
 
 _memos: dict[int, list[weakref.ref[Value]]] = {}  # by backward pass
