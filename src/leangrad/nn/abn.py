@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from leangrad._torch import forward_mode_active, is_view, keeps_output, norm_tensors, transforms_active
 from leangrad.kernels import serves
-from leangrad.nn.abn_autograd import ABNFunction, Call
-from leangrad.nn.abn_spare import limits_of, spare_channels
+from leangrad.nn.abn_autograd import Call, apply_abn
+from leangrad.nn.abn_spare import ask, limits_of
 from leangrad.ops.abn import is_rows
 from leangrad.ops.abn_activation import Activation, activate_
 
@@ -99,12 +99,11 @@ class ABN(nn.Module):
             x = x.contiguous()
         if residual is not None and residual.dtype != x.dtype:  # the sum has the wider dtype: add it in plain PyTorch
             call.activation, call.function = Activation("identity"), None
-            return self._activate(ABNFunction.apply(x, weight, bias, None, call), residual)
+            return self._activate(apply_abn(x, weight, bias, None, call), residual)
         if residual is not None and residual.stride() != x.stride():
             residual = torch.empty_like(x).copy_(residual)
         self._prepare(x, weight, bias, residual, call)
-        z: Tensor = ABNFunction.apply(x, weight, bias, residual, call)
-        return z
+        return apply_abn(x, weight, bias, residual, call)
 
     def _prepare(
         self, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, call: Call
@@ -234,7 +233,7 @@ class InPlaceABN(ABN):
             return
         call.in_place = _may_be_overwritten(x)
         limits = limits_of(self._known, x.dtype, self.eps if self.absolute else 0.0)
-        call.spare_channels = spare_channels(self, weight, bias, limits)
+        call.answer = ask(self, weight, bias, limits)
         call.limits = limits if serves(x) else None
 
 
