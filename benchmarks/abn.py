@@ -107,7 +107,7 @@ def cpu_row(width: int, depth: int, size: int, batch: int, rounds: int) -> dict[
 
 
 def layer_row(channels: int, height: int, batch: int, rounds: int, kind: type[ABN], copied: bool) -> dict[str, Any]:
-    """One layer alone. Over a leaf nothing is overwritten; over a copy, as over a convolution's output, InPlaceABN is."""
+    """One layer alone: over a leaf, or over a copy in the place of a convolution, which InPlaceABN may overwrite."""
     plain = nn.Sequential(nn.BatchNorm2d(channels), nn.LeakyReLU(0.01, inplace=True)).cuda()
     lean = kind(channels).cuda()
     shape = (batch, channels, height, height)
