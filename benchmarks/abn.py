@@ -1,7 +1,7 @@
 """Activated batch norm against BatchNorm2d + activation, in one process, interleaved.
 
     python -m benchmarks.abn --write abn_cpu                  # a residual net
-    python -m benchmarks.abn --device cuda --write abn_h200   # each layer of ResNet-50, and its whole training step
+    python -m benchmarks.abn --device cuda --write abn_h200   # each layer of ResNet-50, whole training steps
 
 Each row is printed as a line of JSON; `--write` puts all into benchmarks/results. Ratios are lean / plain, the median
 over rounds in which both run right after each other; "device" is what the kernels take by themselves, without the host.
@@ -106,7 +106,8 @@ def cpu_row(width: int, depth: int, size: int, batch: int, rounds: int) -> dict[
     }
 
 
-def layer_row(channels: int, height: int, batch: int, rounds: int, kind: type[ABN]) -> dict[str, Any]:
+def layer_row(channels: int, height: int, batch: int, rounds: int, kind: type[ABN], copied: bool) -> dict[str, Any]:
+    """One layer alone: over a leaf, or over a copy in the place of a convolution, which InPlaceABN may overwrite."""
     plain = nn.Sequential(nn.BatchNorm2d(channels), nn.LeakyReLU(0.01, inplace=True)).cuda()
     lean = kind(channels).cuda()
     shape = (batch, channels, height, height)
@@ -117,13 +118,14 @@ def layer_row(channels: int, height: int, batch: int, rounds: int, kind: type[AB
         inputs = (x, *layer.parameters())
 
         def run() -> None:
-            torch.autograd.grad(layer(x), inputs, dz)
+            torch.autograd.grad(layer(x.clone() if copied else x), inputs, dz)
 
         return run
 
     times = interleave(step(plain), step(lean), "cuda", rounds, repeats=20)
     device_ms = {f"{name}_device_ms": busy_ms(step(layer)) for name, layer in (("plain", plain), ("lean", lean))}
-    return {"case": f"{kind.__name__} forward+backward, {shape}, bfloat16, channels_last", **times, **device_ms}
+    what = f"copy + {kind.__name__}" if copied else kind.__name__
+    return {"case": f"{what} forward+backward, {shape}, bfloat16, channels_last", **times, **device_ms}
 
 
 def busy_ms(step: Callable[[], object]) -> float:
@@ -134,17 +136,44 @@ def busy_ms(step: Callable[[], object]) -> float:
     return float(sum(e.self_device_time_total for e in profile.key_averages())) / 1e3
 
 
+def chain(width: int, depth: int, norm: Callable[[int], list[nn.Module]]) -> nn.Module:
+    """Convolution + norm + activation, over and over; each of four stages halves the map and doubles the width."""
+    layers: list[nn.Module] = []
+    channels = 3
+    for stage in range(4):
+        for i in range(depth):
+            out = width << stage
+            layers += [nn.Conv2d(channels, out, 3, stride=2 if i == 0 else 1, padding=1, bias=False), *norm(out)]
+            channels = out
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 1000))
+
+
+def chain_row(batch: int, size: int, rounds: int) -> dict[str, Any]:
+    """As in-place norms are used: each over the output of a convolution, all in one model."""
+    plain = chain(64, 5, lambda c: [nn.BatchNorm2d(c), nn.LeakyReLU(0.01, inplace=True)])
+    lean = chain(64, 5, lambda c: [InPlaceABN(c)])
+    lean.load_state_dict(dict(zip(lean.state_dict(), plain.state_dict().values(), strict=True)))
+    case = f"20 x (convolution + InPlaceABN) training step, {batch} x {size} x {size}, bfloat16 autocast, channels_last"
+    return {"case": case} | model_figures(plain, lean, batch, size, rounds)
+
+
 def resnet50_row(batch: int, rounds: int) -> dict[str, Any]:
     import torchvision
 
-    plain = torchvision.models.resnet50().cuda().to(memory_format=torch.channels_last)
+    plain = torchvision.models.resnet50()
     lean = convert_abn(copy.deepcopy(plain))
-    x = torch.randn(batch, 3, 224, 224, device="cuda").to(memory_format=torch.channels_last)
+    case = f"ResNet-50 training step, {batch} x 224 x 224, bfloat16 autocast, channels_last"
+    return {"case": case} | model_figures(plain, lean, batch, 224, rounds)
+
+
+def model_figures(plain: nn.Module, lean: nn.Module, batch: int, size: int, rounds: int) -> dict[str, Any]:
+    """Time, device time and peak of a training step."""
+    models: list[Any] = [plain, lean]
+    models = [m.cuda().to(memory_format=torch.channels_last) for m in models]
+    x = torch.randn(batch, 3, size, size, device="cuda").to(memory_format=torch.channels_last)
     target = torch.randint(1000, (batch,), device="cuda")
-    models = (plain, lean)
     steps = [training_step(m, x, target, torch.optim.AdamW(m.parameters(), fused=True), True) for m in models]
-    row: dict[str, Any] = {"case": f"ResNet-50 training step, {batch} x 224 x 224, bfloat16 autocast, channels_last"}
-    row |= interleave(steps[0], steps[1], "cuda", rounds, repeats=4)
+    row: dict[str, Any] = interleave(steps[0], steps[1], "cuda", rounds, repeats=4)
     for name, step in zip(("plain", "lean"), steps, strict=True):
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -170,9 +199,10 @@ def main() -> None:
         rows.append(lambda: cpu_row(width=128, depth=16, size=16, batch=batch, rounds=options.rounds))
     else:
         if options.only != "model":
-            for kind in (InPlaceABN, ABN):
-                rows += [partial(layer_row, c, h, batch, options.rounds, kind) for c, h in LAYERS]
+            for kind, copied in ((InPlaceABN, False), (InPlaceABN, True), (ABN, False)):
+                rows += [partial(layer_row, c, h, batch, options.rounds, kind, copied) for c, h in LAYERS]
         if options.only != "layers":
+            rows += [partial(chain_row, images, size, options.rounds) for images, size in ((batch, 224), (16, 64))]
             rows.append(lambda: resnet50_row(batch, options.rounds))
     done = []
     for make in rows:

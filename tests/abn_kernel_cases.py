@@ -3,6 +3,7 @@
 As a script, under `TRITON_INTERPRET=1`, the kernels take CPU tensors. Shapes are tiny: the interpreter is slow.
 """
 
+import gc
 import sys
 
 import torch
@@ -117,7 +118,7 @@ def check_layer(layout: str, name: str, dtype: torch.dtype, device: str, kind: t
     exact_maps = [t.detach().double().requires_grad_() for t in maps]
     truth = exact(*exact_maps)
     with rebuilding():
-        z = layer(*maps)
+        z = layer(*(t * 1 for t in maps))
         again = z.grad_fn.recipe.rebuild() if z.grad_fn.recipe is not None else z
     assert torch.equal(again, z), "a rebuilt output has other bits"
     close("z", z.detach(), truth.detach(), dtype)
@@ -157,9 +158,15 @@ def reference(x: Tensor, dz: Tensor) -> Tensor:
 
 def check_one_question(device: str) -> None:
     """However many layers invert, the device is asked once in a step; and again once parameters could have changed."""
-    asked: list[int] = []
-    ask = abn_spare._ask
-    abn_spare._ask = lambda layers: asked.append(len(layers)) or ask(layers)
+    asked: list[list[Tensor]] = []
+    question = kernels.Question.__call__
+    roll = lambda: next(iter(abn_spare._rolls.of.values()))  # noqa: E731
+
+    def listen(self: kernels.Question, mark: int, out: Tensor) -> None:
+        asked.append([a.weight for a in roll().answers.values() if a.mark == mark])
+        question(self, mark, out)
+
+    kernels.Question.__call__ = listen
     try:
         model = torch.nn.Sequential(InPlaceABN(3), InPlaceABN(3, activation="elu"), InPlaceABN(3)).to(device)
         with torch.no_grad():
@@ -171,8 +178,7 @@ def check_one_question(device: str) -> None:
             del asked[:]
             model(x * 1).backward(dz)
             optimizer.step()
-        assert len(asked) == 1, asked
-        assert asked[0] >= 3
+        assert [{id(t) for t in weights} >= {id(m.weight) for m in model} for weights in asked] == [True]
         del asked[:]
         with torch.no_grad():
             model(x * 1)  # nobody will go backward
@@ -180,10 +186,32 @@ def check_one_question(device: str) -> None:
         # As sharding leaves it between two forwards: a parameter without memory is not read.
         model[2].weight.untyped_storage().resize_(0)
         model[:2](x * 1)
-        assert asked == [asked[0]]
-        assert model[2] not in abn_spare._others(model[0], x.device)
+        assert [any(t is model[2].weight for t in weights) for weights in asked] == [False]
+        assert any(t is model[1].weight for t in asked[0])
+        before = len(roll().answers)
+        del model, optimizer, asked[:]
+        gc.collect()
+        assert len(roll().answers) == before - 3, "a layer that died is still asked for"
     finally:
-        abn_spare._ask = ask
+        kernels.Question.__call__ = question
+
+
+def check_every_dtype_of_parameters(device: str) -> None:
+    """The question reads what the layer reads: one γ of 0, and one that is too small beside its β."""
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for weights, expected in (([1.0, 0.0, 2.0], [1]), ([1.0, -2.0, 0.5], None), ([1.0, 1.0, -0.1], [2])):
+            layer = InPlaceABN(3, dtype=dtype, device=device)
+            with torch.no_grad():
+                layer.weight.copy_(torch.tensor(weights))
+                layer.bias.fill_(0.5)
+            answer = abn_spare.ask(layer, layer.weight, layer.bias, abn_spare.limits_of("leaky_relu", 0.01, dtype, 0.0))
+            channels = answer.channels()
+            assert answer.roll is not None, "the kernel was not asked"
+            assert answer.roll.says_all_invert(answer.slot, answer.mark) == (expected is None)
+            assert (None if channels is None else channels.tolist()) == expected
+        # Whoever is too late for a word finds no answer in it, and looks for itself.
+        abn_spare.ask(layer, layer.weight, layer.bias, answer.limits)
+        assert not answer.roll.says_all_invert(answer.slot, answer.mark - 1)
 
 
 def check_hidden_write(device: str) -> None:
@@ -219,6 +247,7 @@ def check_all(device: str) -> None:
     check_module(device)
     check_odd_parameters(device)
     check_one_question(device)
+    check_every_dtype_of_parameters(device)
     check_hidden_write(device)
     for name in ops.Activation.NAMES:
         check_layer("channels_last", name, torch.float32, device, ABN, added=name in ("relu", "identity"))

@@ -17,6 +17,8 @@ import leangrad
 from leangrad.kernels.pointwise import OPS, Input, Program, Step, compiled, source
 from leangrad.ledger import fused
 from leangrad.ledger.builder import RefusedError, find_terms
+from leangrad.ledger.rules import RULES
+from leangrad.ledger.value import Value
 
 f32, bf16, f16 = torch.float32, torch.bfloat16, torch.float16
 STEPS = 3 + fused.PROOFS
@@ -222,6 +224,7 @@ def check_recipes(device: str) -> None:
         for step, (a, b) in enumerate(zip(mine, plain, strict=True)):
             for t, u in zip(a, b, strict=True):
                 assert torch.equal(t, u), (name, step)
+        assert not _gathered(lambda run=run, region=region: _steps(run, lambda: region)), name
         after = fused.report()
         assert after["launches"] > before["launches"], (name, after)
         new = after["refused"][len(before["refused"]) :]
@@ -234,6 +237,115 @@ def _steps(run: Callable[[Any], list[Tensor]], region: Callable[[], Any]) -> lis
         torch.manual_seed(step)
         results.append(run(region()))
     return results
+
+
+def _gathered(call: Callable[[], Any]) -> int:
+    """How many chains had to be gathered during a call, because no pattern knew them."""
+    count = 0
+    gather = fused._gather
+
+    def counted(*args: Any) -> Any:
+        nonlocal count
+        count += 1
+        return gather(*args)
+
+    fused._gather = counted
+    try:
+        call()
+    finally:
+        fused._gather = gather
+    return count
+
+
+# ---- chains that are known again -------------------------------------------------------------------------------------
+
+
+def kept(tensor: Tensor) -> Value:
+    value = Value("kept")
+    value.keep(tensor)
+    return value
+
+
+def made(node: str, *args: Any, like: Tensor | None = None, dtype: torch.dtype | None = None, **kwargs: Any) -> Value:
+    """What the op of ``node`` makes; with ``like``, something that one saved tensor is, laid out so."""
+    value = Value(node)
+    value.set_recipe(RULES[node][0].function, args, kwargs)
+    value.dtype = dtype
+    if like is not None:
+        value.layout, value.readers = (like.shape, like.stride()), 1
+    return value
+
+
+def branches(
+    x: Tensor, y: Tensor, number: float = 2.5, power: float = 2.0, dtype: torch.dtype = bf16, twice: bool = False
+) -> Value:
+    """cast(relu(x·number + y)^power · (x·number − y)); ``twice``: the product is one value for both."""
+    h, other = kept(x), kept(y)
+    first = made("MulBackward0", h, torch.tensor(number, dtype=torch.float64))
+    second = first if twice else made("MulBackward0", h, torch.tensor(number, dtype=torch.float64))
+    left = made("PowBackward0", made("ReluBackward0", made("AddBackward0", first, other, alpha=1)), power)
+    right = made("SubBackward0", second, other, alpha=1)
+    return made("ToCopyBackward0", made("MulBackward0", left, right), dtype, like=x)
+
+
+def check_what_tells_chains_apart() -> None:
+    """What differs from a chain that is known is another chain; numbers are arguments of the same one."""
+    x, y = torch.randn(8, 64), torch.randn(8, 64)
+    for _ in range(STEPS):
+        branches(x, y)._rebuild({}, 0)
+    across = torch.randn(64, 8).t()
+    complexes = torch.randn(8, 64, dtype=torch.complex64)
+    cases = {
+        "the same": (0, branches(x, y)),
+        "other tensors": (0, branches(torch.randn(8, 64), torch.randn(8, 64))),
+        "another number": (0, branches(x, y, number=-0.3)),
+        "another power": (1, branches(x, y, power=3.0)),
+        "another dtype": (1, branches(x, y, dtype=f16)),
+        "one value": (1, branches(x, y, twice=True)),
+        "other strides": (1, branches(x, across)),
+        "another shape": (1, branches(x, torch.randn(64))),
+        "an operand in bfloat16": (1, branches(x, y.to(bf16))),
+        "a part of a complex tensor": (1, branches(x, complexes.imag)),
+    }
+    for name, (count, root) in cases.items():
+        with fused.off():
+            expected, _ = root._rebuild({}, 0)
+        found: list[Tensor] = []
+        assert _gathered(lambda root=root, found=found: found.append(root._rebuild({}, 0)[0])) == count, name
+        assert torch.equal(found[0], expected), name
+    for _ in range(STEPS):
+        branches(x, complexes.imag)._rebuild({}, 0)
+    negated = branches(x, complexes.conj().imag)  # the memory and the strides of the last one
+    with fused.off():
+        expected, _ = negated._rebuild({}, 0)
+    assert torch.equal(negated._rebuild({}, 0)[0], expected)
+    known = branches(x, y)
+    known.inputs[0].inputs[0].memo = torch.zeros(8, 64)
+    assert _gathered(lambda: known._rebuild({}, 0)) == 1  # it is held already, and read
+
+
+def check_held_bytes() -> None:
+    """A launch leaves just what readers will still ask for, and each reader lets go of its own.
+
+    The readers of the values below a saved tensor are the next nodes that backward runs, and a replay op by op would
+    hold the same: no launch holds a tensor longer than that.
+    """
+    x = torch.randn(8, 64).to(bf16)
+    held: list[int] = []
+    for _ in range(STEPS):
+        before = fused.report()["launches"]
+        wide = made("ToCopyBackward0", kept(x), f32, like=x)
+        square = made("MulBackward0", wide, wide, dtype=f32)  # no saved tensor: never written
+        one = made("AddBackward0", square, 1.0, alpha=1, like=x, dtype=f32)
+        half = made("MulBackward0", wide.inputs[0], torch.tensor(0.5, dtype=torch.float64), like=x)
+        root = made("ToCopyBackward0", made("MulBackward0", half, one, dtype=f32), bf16, like=x)
+        values = [wide, square, one, half, root]
+        held = []
+        for value in (root, half, one, wide):  # as backward asks
+            value.read()
+            held.append(sum(v.memo.nbytes for v in values if v.memo is not None))
+    assert held == [n * x.numel() for n in (2 + 4 + 4, 4 + 4, 4, 0)]
+    assert fused.report()["launches"] == before + 1
 
 
 def check_an_op_of_other_bits() -> None:
@@ -277,6 +389,8 @@ if __name__ == "__main__":
     check_layouts()
     check_rounding()
     check_recipes("cpu")
+    check_what_tells_chains_apart()
+    check_held_bytes()
     check_an_op_of_other_bits()
     check_a_norm_of_other_bits()
     print("all chains agree", file=sys.stdout)

@@ -16,7 +16,7 @@ from torch import Tensor
 from leangrad.kernels import abn_passes as passes
 from leangrad.kernels.launch import Launch, scratch, stream_for
 
-__all__ = ["Kind", "Layer", "layer", "unfit_counts"]
+__all__ = ["Kind", "Layer", "Question", "layer"]
 
 
 class Shape(NamedTuple):
@@ -166,18 +166,23 @@ class Layer:
         self._finish_stats(stream, (table, out))
         return out
 
-    def forward(
-        self, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, out: Tensor, *,
-        eps: float, running: tuple[Tensor, Tensor] | None, momentum: float, counter: Tensor | None,
-        check: tuple[float, float, float] | None,
+    def begin(self, x: Tensor) -> tuple[int | None, Tensor]:
+        """The first launch of a forward, over the statistics; its result is for `finish` alone, which follows."""
+        g, stream = self.first, stream_for(self.kind.device)
+        table = scratch(self.kind.device, stream, 2 * g.splits * g.C)
+        self._stats(stream, (x, table))
+        return stream, table
+
+    def finish(
+        self, begun: tuple[int | None, Tensor], x: Tensor, weight: Tensor | None, bias: Tensor | None,
+        residual: Tensor | None, out: Tensor, *, eps: float, running: tuple[Tensor, Tensor] | None, momentum: float,
+        counter: Tensor | None, check: tuple[float, float, float] | None,
     ) -> Tensor:  # fmt: skip
-        """z into `out`, in two launches; returns the vectors, moves running statistics and counter on.
+        """The second launch: z into `out`; returns the vectors, moves running statistics and counter on.
 
         With `check` (lower, ratio, upper), γ̂ is returned as NaN where the channel does not invert.
         """
-        g, stream = self.first, stream_for(self.kind.device)
-        table, vectors = scratch(self.kind.device, stream, 2 * g.splits * g.C), torch.empty_like(self._like[0])
-        self._stats(stream, (x, table))
+        (stream, table), M, vectors = begun, self.first.M, torch.empty_like(self._like[0])
         running_mean, running_var = (vectors, vectors) if running is None else running
         self._forward[check is not None](
             stream,
@@ -185,7 +190,7 @@ class Layer:
                 x, x if residual is None else residual, out, table, vectors, vectors if weight is None else weight,
                 vectors if bias is None else bias, running_mean, running_var, vectors if counter is None else counter,
             ),
-            (eps, momentum, g.M / max(1, g.M - 1), self.kind.p, *(check or (0.0, 0.0, 0.0))),
+            (eps, momentum, M / max(1, M - 1), self.kind.p, *(check or (0.0, 0.0, 0.0))),
         )  # fmt: skip
         return vectors
 
@@ -235,22 +240,17 @@ class Layer:
 # ---- many layers ----------------------------------------------------------------------------------------------------
 
 
-def unfit_counts(
-    weights: list[Tensor], biases: list[Tensor], limits: tuple[tuple[float, ...], ...], device: torch.device
-) -> list[int]:
-    """How many channels of each layer do not invert, in one launch and one wait; all tensors are float32."""
-    pointers = tuple(t.data_ptr() for pair in zip(weights, biases, strict=True) for t in pair)
-    launch, rows, bounds = _rows(pointers, tuple(w.numel() for w in weights), limits, device)
-    out = torch.empty(len(weights), dtype=torch.int32, device=device)
-    launch(stream_for(device), (rows, bounds, out))
-    counts: list[int] = out.tolist()
-    return counts
+class Question:
+    """Which of many layers have channels that do not invert, asked again and again for the same parameters."""
 
+    def __init__(self, layers: list[tuple[Any, tuple[float, ...]]], device: torch.device) -> None:
+        """Take (γ's address, β's, channels, dtype) of each layer, and its limits, both as in nn/abn_spare.py."""
+        self.device = device
+        rows = [(*row[:3], passes.DTYPES.index(row[3])) for row, _ in layers]
+        self._rows = torch.tensor(rows, dtype=torch.int64).to(device)
+        self._limits = torch.tensor([limits for _, limits in layers], dtype=torch.float32).to(device)
+        self._launch = Launch(passes.unfit_kernel, device, (len(layers),), (512,), 4)
 
-@lru_cache(maxsize=64)
-def _rows(
-    pointers: tuple[int, ...], sizes: tuple[int, ...], limits: tuple[tuple[float, ...], ...], device: torch.device
-) -> tuple[Launch, Tensor, Tensor]:
-    rows = torch.tensor(list(zip(pointers[::2], pointers[1::2], sizes, strict=True)), dtype=torch.int64)
-    bounds = torch.tensor(limits, dtype=torch.float32)
-    return Launch(passes.unfit_kernel, device, (len(sizes),), (512,), 4), rows.to(device), bounds.to(device)
+    def __call__(self, mark: int, out: Tensor) -> None:
+        """Write a word for each layer into `out`, which may be pinned memory of the host; does not wait."""
+        self._launch(stream_for(self.device), (self._rows, self._limits, out), (mark,))

@@ -16,6 +16,7 @@ and finds the end of the map still in the cache.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
@@ -336,20 +337,35 @@ def input_kernel(
     tl.store(out_ptr + offsets, dx.to(out_ptr.dtype.element_ty), mask=inside)
 
 
+# ---- questions ------------------------------------------------------------------------------------------------------
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of parameters, as `_magnitudes` counts them
+
+
 @triton.jit
-def unfit_kernel(rows_ptr, limits_ptr, out_ptr, BLOCK: tl.constexpr):
-    """How many channels of each layer do not invert; a row is (address of γ, of β, channels), as in nn/abn_spare.py."""
+def _magnitudes(address, dtype, c, inside):
+    """|values| at an address."""
+    if dtype == 0:
+        v = tl.load(address.to(tl.pointer_type(tl.float32)) + c, mask=inside, other=0.0)
+    elif dtype == 1:
+        v = tl.load(address.to(tl.pointer_type(tl.bfloat16)) + c, mask=inside, other=0.0).to(tl.float32)
+    else:
+        v = tl.load(address.to(tl.pointer_type(tl.float16)) + c, mask=inside, other=0.0).to(tl.float32)
+    return tl.abs(v)
+
+
+@triton.jit(do_not_specialize=["mark"])
+def unfit_kernel(rows_ptr, limits_ptr, out_ptr, mark, BLOCK: tl.constexpr):
+    """2·mark for each layer, or one more if a channel does not invert; a row is (γ's address, β's, channels, dtype)."""
     row = tl.program_id(0)
-    weight_ptr = tl.load(rows_ptr + 3 * row).to(tl.pointer_type(tl.float32))
-    bias_ptr = tl.load(rows_ptr + 3 * row + 1).to(tl.pointer_type(tl.float32))
-    C = tl.load(rows_ptr + 3 * row + 2).to(tl.int32)
+    weights, biases = tl.load(rows_ptr + 4 * row), tl.load(rows_ptr + 4 * row + 1)
+    C, dtype = tl.load(rows_ptr + 4 * row + 2).to(tl.int32), tl.load(rows_ptr + 4 * row + 3)
     lower, ratio = tl.load(limits_ptr + 4 * row), tl.load(limits_ptr + 4 * row + 1)
     upper, shift = tl.load(limits_ptr + 4 * row + 2), tl.load(limits_ptr + 4 * row + 3)
     unfit = tl.zeros([BLOCK], tl.int32)
     for start in range(0, C, BLOCK):
         c = start + tl.arange(0, BLOCK)
-        gamma = tl.abs(tl.load(weight_ptr + c, mask=c < C, other=0.0)) + shift
-        beta = tl.abs(tl.load(bias_ptr + c, mask=c < C, other=0.0))
+        gamma, beta = _magnitudes(weights, dtype, c, c < C) + shift, _magnitudes(biases, dtype, c, c < C)
         fits = (gamma >= lower) & (beta <= ratio * gamma) & (6 * gamma + beta <= upper)
-        unfit += tl.where(fits | (c >= C), 0, 1)
-    tl.store(out_ptr + row, tl.sum(unfit, 0))
+        unfit = tl.maximum(unfit, tl.where(fits | (c >= C), 0, 1))
+    tl.store(out_ptr + row, 2 * mark + tl.max(unfit, 0))

@@ -58,6 +58,8 @@ class Builder:
         tensor = self.leaves[number]
         if tensor.dtype not in FLOATS and tensor.dtype is not torch.bool:
             raise RefusedError(f"{tensor.dtype}")
+        if tensor.is_neg():
+            raise RefusedError("a tensor that is negated when it is read")
         return Slot("leaf", number, tensor.dtype, tensor.shape, tensor.stride())
 
     def step(self, op: str, dtype: torch.dtype | None, *operands: Slot) -> Slot:

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from leangrad.ledger.builder import FLOATS
 from leangrad.ledger.lowering import LOWERINGS, STATIC, VIEWS, WEIGHTS
 from leangrad.ledger.rules import RULES
 from leangrad.ledger.value import Value, _stream
@@ -21,12 +22,27 @@ TABLE = set(LOWERINGS)  # the functions that take part in chains; those that are
 
 
 def may_chain(root: Value) -> bool:
-    """Whether a chain could be longer than ``root`` alone, at a glance."""
-    if root.function not in TABLE or root.function in VIEWS:
+    """Whether a chain could be worth a program, at a glance."""
+    function = root.function
+    if function not in TABLE or function in VIEWS:
         return False
-    if WEIGHTS[root.function] > 1:
+    if WEIGHTS[function] > 1 or (root.dtype is not None and is_mixed(root)):
         return True
     return any(v.tensor is None and v.function in TABLE for v in root.inputs)
+
+
+def is_mixed(value: Value) -> bool:
+    """Whether an operand at hand is of another floating dtype than the result: ATen's kernels for that are slow."""
+    dtype = value.dtype
+    return dtype is not None and any(
+        v.tensor is not None and v.tensor.dtype is not dtype and v.tensor.dtype in FLOATS for v in value.inputs
+    )
+
+
+def is_number(a: Any) -> bool:
+    """Whether an argument is a number, or one that autograd wrapped."""
+    kind = type(a)
+    return kind is float or kind is int or (kind is Tensor and a.dim() == 0 and a.is_cpu and not a.is_complex())
 
 
 def elements(value: Value) -> int:
@@ -114,7 +130,7 @@ class Chain:
                 part.append(code)
                 if code >= 0:
                     self.uses[code] += 1
-            elif kind is float or kind is int or (kind is Tensor and a.dim() == 0 and a.is_cpu and not a.is_complex()):
+            elif is_number(a):
                 if function in STATIC:
                     part.append(float(a))
                 else:
@@ -130,6 +146,8 @@ class Chain:
         self.values.append(value)
         self.uses.append(0)
         self.weight += WEIGHTS[function]
+        if value.dtype is not None and is_mixed(value):
+            self.weight += 1
         if value.readers or value.parents > 1:
             self.outputs.append(number)
         self.key.append(tuple(part))
@@ -137,9 +155,10 @@ class Chain:
     def _is_asked_for(self, number: int) -> bool:
         """Whether somebody is still to come for a value: as in ``Value._take``."""
         v = self.values[number]
-        return self._is_to_come(v) or (v._is_held() and self.uses[number] < v.parents)
+        return self.is_to_come(v) or (v._is_held() and self.uses[number] < v.parents)
 
-    def _is_to_come(self, v: Value) -> bool:
+    def is_to_come(self, v: Value) -> bool:
+        """Whether saved tensors will still ask for ``v`` in this backward pass."""
         return v.readers > 0 and (v.reads < v.readers or v.task != self.task)
 
     def _is_inner(self, v: Value) -> bool:
@@ -156,7 +175,7 @@ class Chain:
                 return False
         if (v.readers or v._is_held()) and v.layout is not None and v.layout[0].numel() != self.size:
             return False  # it may be asked for, and would have to be an output
-        return v.parents <= 1 or self._is_to_come(v) or self._has_at_hand(v)
+        return v.parents <= 1 or self.is_to_come(v) or self._has_at_hand(v)
 
     def is_made(self, value: Value) -> bool:
         """Whether ``value`` need not be rebuilt."""

@@ -14,10 +14,10 @@ norm each shape is proven for itself.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from leangrad.ledger.builder import Builder, Layout, RefusedError, Slot, numbers
 from leangrad.ledger.chain import TABLE, Chain, may_chain
 from leangrad.ledger.exact import is_exact, same_bits
 from leangrad.ledger.lowering import LOWERINGS, NORMS, VARIANTS
+from leangrad.ledger.pattern import Pattern, UnlikeError
 from leangrad.ledger.rules import RULES
 from leangrad.ledger.value import Value, _remember, _stream
 
@@ -38,6 +39,7 @@ PIECE = 1 << 22  # elements that are compared at once
 MIN_BYTES = 32 * 1024  # below this a launch costs more than the passes over memory that it saves
 MAX_VARIETY = 32  # programs for one row of ops: beyond that shapes change too often to compile for each
 MAX_PLANS = 4096
+MAX_ALIKE = 8  # patterns of chains that end in the same op and layout
 
 Key = tuple[Any, ...]
 
@@ -59,6 +61,7 @@ class Proof:
 
 
 _plans: dict[Key, Plan] = {}
+_patterns: dict[Key, tuple[Pattern, ...]] = {}  # by the function and the layout of the root
 _proofs: dict[Any, Proof] = {}
 _refused: dict[Key, str] = {}  # why a chain is replayed op by op
 _cuts: dict[Key, int] = {}  # the number of the value at which a chain has to end
@@ -67,7 +70,7 @@ _lock = threading.RLock()  # one thread at a time makes and proves programs
 _local = threading.local()  # ``off``: this thread replays op by op
 
 
-@contextmanager
+@contextlib.contextmanager
 def off() -> Iterator[None]:
     """Replay op by op in this thread: to compare."""
     before = getattr(_local, "off", False)
@@ -153,20 +156,39 @@ class Plan:
 
 def replay(root: Value, made: dict[int, Tensor], task: int) -> tuple[Tensor, bool] | None:
     """Rebuild ``root`` by one kernel for its chain; None where it has to be replayed op by op."""
-    if root.layout is not None and root.nbytes < MIN_BYTES:
+    if not may_chain(root) or (root.layout is not None and root.nbytes < MIN_BYTES):
         return None
-    if getattr(_local, "off", False) or not may_chain(root) or _torch.dispatch_modes_active():
+    if getattr(_local, "off", False) or _torch.dispatch_modes_active():
         return None
+    taken: dict[int, tuple[Tensor, bool]] = {}
+    for pattern in _patterns.get((root.function, root.layout), ()):
+        found = pattern.match(root, made, task)
+        if found is not None:
+            plan = pattern.plan
+            if plan is None:
+                return None
+            if not plan.proof.missing and pattern.take(found, made, task, taken):
+                leaves, owned = zip(*(taken[id(v)] for v in found.leaves), strict=True)
+                outputs = plan.run(leaves, owned, found.scalars)
+                _hold([found.values[k] for k in pattern.outputs], plan.uses, outputs, task)
+                return outputs[-1], True
+            break
+    return _gather(root, made, task, taken)
+
+
+def _gather(
+    root: Value, made: dict[int, Tensor], task: int, taken: dict[int, tuple[Tensor, bool]]
+) -> tuple[Tensor, bool] | None:
+    """The same for a chain that is not known again: see [Note: known again]."""
     chain = first = Chain(root, made, task)
-    if chain.weight < 2 or not chain.leaves:
-        return None
     kind = _kind_of(chain)
     while kind in _cuts:
         chain = first = Chain(root, made, task, {id(chain.values[_cuts[kind]]), *chain.ends})
         kind = _kind_of(chain)
-    if chain.weight < 2 or kind in _refused:
+    at_hand = [chain.is_made(v) for v in chain.leaves]
+    if chain.weight < 2 or not chain.leaves or kind in _refused:
+        _know(chain, at_hand, [v.tensor for v in chain.leaves], None)
         return None
-    taken: dict[int, tuple[Tensor, bool]] = {}
     while not chain.take(taken):
         chain = Chain(root, made, task, chain.ends)
     leaves = [taken[id(v)][0] for v in chain.leaves]
@@ -178,13 +200,29 @@ def replay(root: Value, made: dict[int, Tensor], task: int) -> tuple[Tensor, boo
     if plan is None or plan.proof.missing:
         return _prove(chain, leaves, kind, key)
     outputs = plan.run(leaves, [taken[id(v)][1] for v in chain.leaves], chain.scalars)
-    if len(outputs) > 1:
-        stream = _stream(leaves[0])
-        for k, uses, tensor in zip(chain.outputs[:-1], plan.uses, outputs, strict=False):
-            value = chain.values[k]
-            value.memo, value.memo_stream, value.takes = tensor, stream, uses
-            _remember(value, task)
+    if chain is first:
+        _know(chain, at_hand, leaves, plan)
+    _hold([chain.values[k] for k in chain.outputs[:-1]], plan.uses, outputs, task)
     return outputs[-1], True
+
+
+def _hold(values: list[Value], uses: list[int], outputs: list[Tensor], task: int) -> None:
+    """Leave the outputs of a program, but for the last, with the values whose readers are still to come."""
+    for value, used, tensor in zip(values, uses, outputs, strict=False):
+        value.memo, value.memo_stream, value.takes = tensor, _stream(tensor), used
+        _remember(value, task)
+
+
+def _know(chain: Chain, at_hand: list[bool], leaves: Sequence[Tensor | None], plan: Plan | None) -> None:
+    """Leave a pattern of ``chain``, the second time that one of its function and layout comes."""
+    root = chain.values[-1]
+    key = root.function, root.layout
+    known = _patterns.get(key)
+    if known is None:
+        _put(_patterns, key, ())
+    elif chain.weight >= 0:
+        with contextlib.suppress(UnlikeError):
+            _patterns[key] = (Pattern(chain, at_hand, leaves, plan), *known[: MAX_ALIKE - 1])
 
 
 def _prove(chain: Chain, leaves: list[Tensor], kind: Key, key: Key) -> tuple[Tensor, bool] | None:
@@ -196,6 +234,7 @@ def _prove(chain: Chain, leaves: list[Tensor], kind: Key, key: Key) -> tuple[Ten
             plans = [_plans[key]] if key in _plans else _candidates(chain, leaves)
         except InexactError as error:
             TABLE.discard(error.args[0].function)  # without that op it will be another chain
+            _patterns.clear()
             return None
         except CutError as error:
             if _kind_of(chain) == kind:
@@ -315,7 +354,7 @@ def _kind_of(chain: Chain) -> Key:
 
 
 def _kind(tensor: Tensor) -> Key:
-    return tensor.dtype, tensor.shape, tensor.stride(), tensor.device
+    return tensor.dtype, tensor.shape, tensor.stride(), tensor.device, tensor.is_neg()
 
 
 def report() -> dict[str, Any]:

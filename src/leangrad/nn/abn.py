@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from leangrad._torch import forward_mode_active, is_view, keeps_output, norm_tensors, transforms_active
 from leangrad.kernels import serves
-from leangrad.nn.abn_autograd import ABNFunction, Call
-from leangrad.nn.abn_spare import limits_of, spare_channels
+from leangrad.nn.abn_autograd import Call, apply_abn
+from leangrad.nn.abn_spare import ask, limits_of
 from leangrad.ops.abn import is_rows
 from leangrad.ops.abn_activation import Activation, activate_
 
@@ -99,12 +99,11 @@ class ABN(nn.Module):
             x = x.contiguous()
         if residual is not None and residual.dtype != x.dtype:  # the sum has the wider dtype: add it in plain PyTorch
             call.activation, call.function = Activation("identity"), None
-            return self._activate(ABNFunction.apply(x, weight, bias, None, call), residual)
+            return self._activate(apply_abn(x, weight, bias, None, call), residual)
         if residual is not None and residual.stride() != x.stride():
             residual = torch.empty_like(x).copy_(residual)
         self._prepare(x, weight, bias, residual, call)
-        z: Tensor = ABNFunction.apply(x, weight, bias, residual, call)
-        return z
+        return apply_abn(x, weight, bias, residual, call)
 
     def _prepare(
         self, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, call: Call
@@ -196,7 +195,8 @@ class InPlaceABN(ABN):
     Equals `ABN`, and is used as in-place batch norms are: after a convolution or another op that does not need its own
     output. leaky_relu, elu and identity are inverted; all other activations keep the input instead, as `ABN` does. The
     input is overwritten only if an op made it that does not need it again, and it is no view, so data and parameters
-    are never changed. Who holds that tensor sees the output in it; another op that kept it raises, as for `F.relu_`.
+    are never changed. Who holds that tensor sees the output in it; another op that kept it raises, as for `F.relu_`. A
+    leaf that requires grad is alive until backward in any case: it is what the layer keeps then.
 
     Args:
         invert: True demands inversion, and raises ValueError for an activation without an inverse; False never
@@ -226,15 +226,16 @@ class InPlaceABN(ABN):
     ) -> None:
         able = self._function is None and self._known.inverts and residual is None
         coarse = self._known.name == "elu" and x.dtype.itemsize < 4
-        call.invert = able and (not coarse if self.invert is None else self.invert)
+        held = x.grad_fn is None and x.requires_grad  # a leaf, which autograd holds: to keep it costs nothing
+        call.invert = able and (not (coarse or held) if self.invert is None else self.invert)
         if not call.invert or not torch.is_grad_enabled():
             return
         if x.is_cuda and torch.cuda.is_current_stream_capturing():
             call.invert = False  # which channels do not invert will be another matter in each replay
             return
         call.in_place = _may_be_overwritten(x)
-        limits = limits_of(self._known, x.dtype, self.eps if self.absolute else 0.0)
-        call.spare_channels = spare_channels(self, weight, bias, limits)
+        limits = limits_of(self._known.name, self._known.param, x.dtype, self.eps if self.absolute else 0.0)
+        call.answer = ask(self, weight, bias, limits)
         call.limits = limits if serves(x) else None
 
 

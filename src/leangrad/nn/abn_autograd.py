@@ -22,11 +22,11 @@ from leangrad._torch import graph_is_kept
 from leangrad.errors import ConsumedError, LeangradError
 from leangrad.kernels import serves
 from leangrad.nn.abn_recipe import Recipe
-from leangrad.nn.abn_spare import Limits, note_backward, poison
+from leangrad.nn.abn_spare import Answer, Limits, note_backward, poison, wider
 from leangrad.ops import abn as ops
 from leangrad.own import owned
 
-__all__ = ["ABNFunction", "Call", "once"]
+__all__ = ["Call", "apply_abn", "once"]
 
 
 @dataclass(slots=True)
@@ -45,7 +45,7 @@ class Call:
     in_place: bool
     group: dist.ProcessGroup | None  # synchronize over it
     counter: Tensor | None = None  # the number of batches, still to be increased
-    spare_channels: Tensor | None = None  # the channels that cannot be inverted
+    answer: Answer | None = None  # which channels cannot be inverted
     limits: Limits | None = None  # what the others have to keep to, if that is to be checked again
 
 
@@ -57,11 +57,8 @@ class ABNFunction(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, call: Call
     ) -> Tensor:
         """Take a dense x; write z over it if `call.in_place`."""
-        channels, spare = call.spare_channels, None
-        if channels is not None:
-            spare = x.index_select(1, channels).contiguous()
         z = x if call.in_place else torch.empty_like(x)
-        vectors, count, ctx.layer = _normalize(x, weight, bias, residual, call, z)
+        vectors, count, ctx.layer, channels, spare = _normalize(x, weight, bias, residual, call, z)
         if call.function is not None:
             z = call.function(z)
             if z.shape != x.shape:
@@ -90,6 +87,10 @@ class ABNFunction(torch.autograd.Function):
             return _backward(ctx, dz, mine)
         with torch.no_grad():
             return once(_backward(ctx, dz, False))
+
+
+# `Function.apply` looks at every tensor in Python for the sake of `torch.func`, whose calls never come here.
+apply_abn: Callable[..., Tensor] = super(torch.autograd.Function, ABNFunction).apply
 
 
 def once(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
@@ -219,8 +220,9 @@ def _leaves(root: Any) -> int:
 
 def _normalize(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, call: Call, z: Tensor
-) -> tuple[Tensor, Any, Any]:
-    """Write z; return the vectors, the count of values behind the mean (a tensor if synchronized), and the kernels."""
+) -> tuple[Tensor, Any, Any, Tensor | None, Tensor | None]:
+    """Write z; return the vectors, the count of values behind the mean (a tensor if synchronized), the kernels, and
+    the spare channels with their input."""
     count: Any = x.numel() // x.shape[1]
     running = None
     if call.running_mean is not None and call.running_var is not None:
@@ -232,26 +234,36 @@ def _normalize(
             counter=call.counter, added=residual is not None,
         )  # fmt: skip
     if layer is not None:
-        check = call.limits.wider()[:3] if call.limits is not None and call.spare_channels is None else None
-        vectors = layer.forward(
-            x, weight, bias, residual, z, eps=call.eps, running=running, momentum=call.momentum, counter=call.counter,
-            check=check,
+        begun = layer.begin(x)  # which gives the device something to do while the host waits for its answer
+        channels, spare = _spare(x, call)
+        check = wider(call.limits)[:3] if call.limits is not None and channels is None else None
+        vectors = layer.finish(
+            begun, x, weight, bias, residual, z, eps=call.eps, running=running, momentum=call.momentum,
+            counter=call.counter, check=check,
         )  # fmt: skip
         _count_changes(*(running or ()), call.counter)
         if check is not None:
-            return vectors, count, layer
-    elif call.training and call.group is None:
-        _count_batch(call)
-        form: dict[str, Any] = {"eps": call.eps, "absolute": call.absolute, "running": running}
-        form |= {"momentum": call.momentum, "residual": residual}
-        vectors = ops.forward(x, weight, bias, call.activation, **form, out=z)
+            return vectors, count, layer, None, None
     else:
-        vectors, count = _given_vectors(x, weight, bias, call, running, count)
-        if x.numel():
-            ops.normalize(x, vectors, call.activation, residual=residual, out=z)
+        channels, spare = _spare(x, call)
+        if call.training and call.group is None:
+            _count_batch(call)
+            form: dict[str, Any] = {"eps": call.eps, "absolute": call.absolute, "running": running}
+            form |= {"momentum": call.momentum, "residual": residual}
+            vectors = ops.forward(x, weight, bias, call.activation, **form, out=z)
+        else:
+            vectors, count = _given_vectors(x, weight, bias, call, running, count)
+            if x.numel():
+                ops.normalize(x, vectors, call.activation, residual=residual, out=z)
     if call.limits is not None:
-        poison(vectors, call.spare_channels, call.limits)
-    return vectors, count, layer
+        poison(vectors, channels, call.limits)
+    return vectors, count, layer, channels, spare
+
+
+def _spare(x: Tensor, call: Call) -> tuple[Tensor | None, Tensor | None]:
+    """The channels that cannot be inverted, and their input; to be asked for while that is still there."""
+    channels = None if call.answer is None else call.answer.channels()
+    return channels, None if channels is None else x.index_select(1, channels).contiguous()
 
 
 def _given_vectors(

@@ -5,30 +5,37 @@
 subnormal.
 
 [Note: asking the device] That depends on γ and β alone. But these live on the device, and how much is kept must be
-known on the host: somebody has to wait. Waiting in every layer would empty the device's queue fifty times in a step, so
-the first layer of a pass asks for all layers at once, and the others find their answers. An answer serves one forward,
-and only until a version counter moves or a backward of such a layer has run: after that optimizers write parameters,
-some of them behind the counter. What is left, a write to `.data` between the question and the forward, is seen by the
-forward itself: it makes such a channel's kept weight NaN, and with it the gradient.
+known on the host: somebody has to wait. Three things make that cheap. The first layer of a pass asks for all layers at
+once, and the others find their answers. The kernel writes the answers straight into memory of the host, so nothing is
+copied. And a layer that asked goes on: it reads the answer only before it overwrites its input, when the pass over its
+statistics is under way. A device that is behind then works on that while the host wakes up, and one that waits for
+work has answered long before.
+
+An answer serves one forward, and only until a version counter moves or a backward of such a layer has run: after that
+optimizers write parameters, some of them behind the counter. What is left, a write to `.data` between the question and
+the forward, is seen by the forward itself: it makes such a channel's kept weight NaN, and with it the gradient.
 """
 
 from __future__ import annotations
 
+import ctypes
 import importlib
+import itertools
 import math
+import threading
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-from leangrad._torch import version
+from leangrad._torch import norm_tensors, raw_stream, version
 from leangrad.kernels import INTERPRETED, serves
-from leangrad.ops.abn import Activation
 
-__all__ = ["Limits", "limits_of", "note_backward", "poison", "spare_channels"]
+__all__ = ["Answer", "Limits", "ask", "limits_of", "note_backward", "poison"]
 
 
 class Limits(NamedTuple):
@@ -39,39 +46,66 @@ class Limits(NamedTuple):
     upper: float
     shift: float
 
-    def wider(self) -> Limits:
-        """Limits that nobody passes who keeps to these, however the comparison is rounded."""
-        return Limits(self.lower / 2, 2 * self.ratio, 2 * self.upper, self.shift)
+
+@lru_cache
+def wider(limits: Limits) -> Limits:
+    """Limits that nobody passes who keeps to these, however the comparison is rounded."""
+    return Limits(limits.lower / 2, 2 * limits.ratio, 2 * limits.upper, limits.shift)
 
 
 @lru_cache
-def limits_of(act: Activation, dtype: torch.dtype, shift: float) -> Limits:
-    """See [Note: which channels invert]."""
+def limits_of(name: str, param: float, dtype: torch.dtype, shift: float) -> Limits:
+    """The limits for an activation over maps of this dtype; see [Note: which channels invert]."""
     info = torch.finfo(dtype)
-    slope = min(1.0, act.param) if act.name == "leaky_relu" else 1.0
-    upper = -0.5 * math.log(info.eps) if act.name == "elu" else math.inf
+    slope = min(1.0, param) if name == "leaky_relu" else 1.0
+    upper = -0.5 * math.log(info.eps) if name == "elu" else math.inf
     return Limits(info.smallest_normal / slope, 4.0, upper, shift)
 
 
-@dataclass
+class Row(NamedTuple):
+    """Where a layer's γ and β lie, for a kernel that reads them there."""
+
+    weight_pointer: int
+    bias_pointer: int
+    channels: int
+    dtype: torch.dtype
+
+
+@dataclass(slots=True, eq=False)
 class Answer:
-    """What the device said about one layer."""
+    """What the device says about one layer, or will have said when it comes to the question."""
 
     weight: Tensor
     bias: Tensor | None
-    versions: tuple[int, int]
     limits: Limits
-    passes: int
-    channels: Tensor | None
-    used: bool = False
+    roll: Roll | None = None  # None: the device has not been asked
+    layer: Callable[[], Any] = lambda: None  # weakly
+    row: Row | None = None
+    slot: int = 0
+    mark: int = 0  # of the question
+    versions: tuple[int, int] = (0, 0)
+    used: bool = True
 
-    def serves(self, weight: Tensor, bias: Tensor | None, limits: Limits) -> bool:
-        """Whether it still holds, for one forward."""
-        same = not self.used and self.weight is weight and self.bias is bias and self.limits == limits
-        return same and self.passes == _passes and self.versions == _versions(weight, bias)
+    def lies_at(self, weight: Tensor | None, bias: Tensor | None) -> bool:
+        """Whether these are the parameters that it was asked for, with their memory where it was."""
+        if weight is None or bias is None or weight is not self.weight or bias is not self.bias or self.row is None:
+            return False
+        weight_pointer, bias_pointer, channels, dtype = self.row
+        # Memory that was freed in between does not lie at the same address.
+        if weight.data_ptr() != weight_pointer or bias.data_ptr() != bias_pointer:
+            return False
+        if weight.dtype != dtype or weight.numel() != channels or not weight.is_contiguous():
+            return False
+        return bias.dtype == dtype and bias.numel() == channels and bias.is_contiguous()
+
+    def channels(self) -> Tensor | None:
+        """The channels that cannot be inverted, or None; waits for the device if that is behind."""
+        if self.roll is not None and self.roll.says_all_invert(self.slot, self.mark):
+            return None
+        channels = _unfit(self.weight.detach(), self.bias, *self.limits).nonzero().squeeze(1)
+        return channels if channels.numel() else None
 
 
-_answers: WeakKeyDictionary[Any, Answer] = WeakKeyDictionary()
 _passes = 0
 
 
@@ -81,27 +115,143 @@ def note_backward() -> None:
     _passes += 1
 
 
-def spare_channels(layer: Any, weight: Tensor | None, bias: Tensor | None, limits: Limits) -> Tensor | None:
-    """The channels of `layer` that cannot be inverted, or None; see [Note: asking the device]."""
+def ask(layer: Any, weight: Tensor | None, bias: Tensor | None, limits: Limits) -> Answer | None:
+    """Ask which channels of `layer` cannot be inverted, if nobody did; None if it has no weights, and all can be."""
     if weight is None:
         return None  # γ = 1, β = 0
-    if not (weight.is_cuda or INTERPRETED) or weight.dtype == torch.float64:
-        channels = _unfit(weight.detach(), bias, *limits).nonzero().squeeze(1)
-        return channels if channels.numel() else None
-    answer = _answers.get(layer)
-    if answer is None or not answer.serves(weight, bias, limits):
-        _ask({layer: limits, **_others(layer, weight.device)})
-        answer = _answers[layer]
-    answer.used = True
-    return answer.channels
+    if not (weight.is_cuda or INTERPRETED):
+        return Answer(weight, bias, limits)
+    place = (weight.get_device(), 0 if INTERPRETED else raw_stream(weight.device))
+    roll = _rolls.of.get(place)
+    if roll is None:
+        roll = _rolls.of[place] = Roll(weight.device)
+    return roll.answer(layer, weight, bias, limits)
 
 
 def poison(vectors: Tensor, channels: Tensor | None, limits: Limits) -> None:
     """Make γ̂ NaN in the channels that do not invert and are not spare: their gradients must not look right."""
-    unfit = _unfit(vectors[2], vectors[3], *limits.wider()._replace(shift=0.0))
+    unfit = _unfit(vectors[2], vectors[3], *wider(limits)._replace(shift=0.0))
     if channels is not None:
         unfit.index_fill_(0, channels, False)
     vectors[2].masked_fill_(unfit, math.nan)
+
+
+# ---- many layers ----------------------------------------------------------------------------------------------------
+
+LAYERS = 4096  # in one roll; whoever comes later asks for itself
+
+_marks = itertools.count(1)
+_words_to_lend: list[Tensor] = []
+
+
+class Roll:
+    """The layers that one thread has run on one stream, and the host's memory that their answers are written to.
+
+    Each question has a mark of its own, and a word is 2·mark, or one more if a channel does not invert. So a word says
+    by itself whether it is the answer, and whatever else is read there is no answer.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.answers: dict[int, Answer] = {}  # by the layer's id, for as long as that lives
+        self.passes = -1  # of the last question
+        self.question: Any = None  # about `asked_for`; None if those are others now
+        self.asked_for: list[Answer] = []
+        on_cuda = device.type == "cuda"
+        self.stream = torch.cuda.current_stream(device) if on_cuda else None
+        self.asked = torch.cuda.Event() if on_cuda else None
+        try:
+            self.memory = _words_to_lend.pop()
+        except IndexError:
+            self.memory = torch.zeros(LAYERS, dtype=torch.int32, pin_memory=on_cuda)
+        self.words = (ctypes.c_int32 * LAYERS).from_address(self.memory.data_ptr())
+
+    def __del__(self) -> None:
+        """Lend the memory to others; never free it, for the device may still write to it."""
+        if hasattr(self, "memory"):
+            _words_to_lend.append(self.memory)
+
+    def answer(self, layer: Any, weight: Tensor, bias: Tensor | None, limits: Limits) -> Answer:
+        """The answer about `layer`, for one forward; asks for all layers if there is none."""
+        answer = self.answers.get(id(layer))
+        known = answer is not None and answer.limits is limits and answer.lies_at(weight, bias)
+        if answer is None or not known:
+            row = _row(weight, bias, layer.num_features, self.device)
+            if row is None:
+                return Answer(weight, bias, limits)
+            answer = Answer(weight, bias, limits, self, self._watch(layer), row)
+            self.answers[id(layer)], self.question = answer, None
+        if answer.used or self.passes != _passes or answer.versions != _versions(weight, bias):
+            self._ask(answer)
+        answer.used = True
+        return answer
+
+    def _watch(self, layer: Any) -> Callable[[], Any]:
+        """A weak reference that takes the answer away together with the layer."""
+        key, answers = id(layer), self.answers
+        return weakref.ref(layer, lambda _: answers.pop(key, None))
+
+    def _ask(self, first: Answer) -> None:
+        """One question for `first`, and for all other layers whose parameters are still there to be read."""
+        there = [answer for answer in list(self.answers.values()) if answer is first or _is_there(answer)]
+        if self.question is None or there != self.asked_for:
+            self._change(there)
+        mark = next(_marks) % 2**30
+        for answer in self.asked_for:
+            answer.mark, answer.versions, answer.used = mark, _versions(answer.weight, answer.bias), False
+        self.passes = _passes
+        self.question(mark, self.memory)
+        if self.asked is not None:
+            self.asked.record(self.stream)
+
+    def _change(self, there: list[Answer]) -> None:
+        """From now on ask for these, as many as there are words for."""
+        for answer in self.answers.values():
+            answer.slot, answer.used = -1, True
+        self.asked_for = there[:LAYERS]
+        for slot, answer in enumerate(self.asked_for):
+            answer.slot = slot
+        self.question = _kernels().Question([(a.row, a.limits) for a in self.asked_for], self.device)
+
+    def says_all_invert(self, slot: int, mark: int) -> bool:
+        """Whether the answer says so; waits for it. False also where there is no answer."""
+        if slot < 0:
+            return False
+        if self.words[slot] >> 1 != mark and self.asked is not None:
+            self.asked.synchronize()
+        return bool(self.words[slot] == 2 * mark)
+
+
+class _Rolls(threading.local):
+    """As scratch memory is: what a stream runs is in order, but two threads may take turns at one."""
+
+    def __init__(self) -> None:
+        self.of: dict[tuple[int, int], Roll] = {}
+
+
+_rolls = _Rolls()
+
+
+def _row(weight: Tensor, bias: Tensor | None, size: int, device: torch.device) -> Row | None:
+    """Where they lie, if the kernel can read them there."""
+    if bias is None or bias.dtype != weight.dtype or not all(_has_memory(t, size, device) for t in (weight, bias)):
+        return None
+    return Row(weight.data_ptr(), bias.data_ptr(), size, weight.dtype)
+
+
+def _is_there(answer: Answer) -> bool:
+    """Whether the layer still has the parameters that it was asked for."""
+    layer = answer.layer()
+    return layer is not None and answer.lies_at(*norm_tensors(layer)[:2])
+
+
+def _has_memory(t: Tensor, size: int, device: torch.device) -> bool:
+    """Whether `t` has memory on this device. Sharded and offloaded parameters have it during their own forward only."""
+    if type(t) not in (Tensor, nn.Parameter) or t.numel() != size or t.device != device:
+        return False
+    if not serves(t) or not t.is_contiguous():
+        return False
+    return t.untyped_storage().nbytes() >= (t.storage_offset() + size) * t.element_size()
 
 
 def _versions(weight: Tensor, bias: Tensor | None) -> tuple[int, int]:
@@ -115,47 +265,7 @@ def _unfit(weight: Tensor, bias: Tensor | None, lower: Any, ratio: Any, upper: A
     return fits.logical_not_()
 
 
-def _others(first: nn.Module, device: torch.device) -> dict[Any, Limits]:
-    """The other layers that have asked before and whose parameters are there to be read."""
-    return {
-        layer: answer.limits
-        for layer, answer in _answers.items()
-        if layer is not first and all(_is_there(t, layer.num_features, device) for t in (layer.weight, layer.bias))
-    }
-
-
-def _is_there(t: Tensor | None, size: int, device: torch.device) -> bool:
-    """Whether `t` has memory on this device. Sharded and offloaded parameters have it during their own forward only."""
-    if type(t) not in (Tensor, nn.Parameter) or t is None or t.numel() != size or t.device != device:
-        return False
-    return t.untyped_storage().nbytes() >= (t.storage_offset() + size) * t.element_size()
-
-
 @cache
 def _kernels() -> Any:
     """Imported on first use: Triton is not everywhere."""
     return importlib.import_module("leangrad.kernels.abn")
-
-
-def _ask(layers: dict[Any, Limits]) -> None:
-    """One question to the device for all layers, and one wait; another one for each layer that has such channels."""
-    weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
-    counts = [1] * len(layers)
-    if all(
-        _is_plain(t, layer, weights[0].device)
-        for both in (weights, biases)
-        for t, layer in zip(both, layers, strict=True)
-    ):
-        counts = _kernels().unfit_counts(weights, biases, tuple(layers.values()), weights[0].device)
-    for (layer, limits), weight, bias, count in zip(layers.items(), weights, biases, counts, strict=True):
-        channels = _unfit(weight.detach(), bias, *limits).nonzero().squeeze(1) if count else None
-        if channels is not None and channels.numel() == 0:
-            channels = None
-        _answers[layer] = Answer(weight, bias, _versions(weight, bias), limits, _passes, channels)
-
-
-def _is_plain(t: Tensor | None, layer: Any, device: torch.device) -> bool:
-    """Whether the kernel can read this weight or bias by its address."""
-    if t is None or not serves(t) or t.dtype != torch.float32 or not t.is_contiguous():
-        return False
-    return _is_there(t, layer.num_features, device)

@@ -149,21 +149,26 @@ def fused_layer(
     if not serves(x):
         return None
     shape, place = x.shape, x.get_device()
-    key: list[Any] = [shape, x.stride(), x.dtype, place, act.name, act.param, inverted, added, absolute]
     # Kernels see addresses only: what lies there is checked here, each time.
-    for t in (weight, bias, *(running or (None, None)), counter):
+    dtypes: list[torch.dtype | None] = []
+    for t in (weight, bias, *(running or (None, None))):
         if t is None:
-            key.append(None)
-        elif t.is_contiguous() and t.get_device() == place and t.numel() == (1 if t is counter else shape[1]):
-            key.append(t.dtype)
+            dtypes.append(None)
+        elif t.numel() == shape[1] and t.get_device() == place and t.is_contiguous():
+            dtypes.append(t.dtype)
         else:
             return None
-    layer = _fused.get(tuple(key))
-    if layer is None and key[-3] == key[-2] and key[-1] in (None, torch.int64):
+    if dtypes[2] != dtypes[3]:
+        return None
+    if counter is not None and (counter.dtype != torch.int64 or counter.numel() != 1 or counter.get_device() != place):
+        return None
+    form = (act.name, act.param, inverted, added, absolute, *dtypes, counter is None)
+    key = (shape, x.stride(), x.dtype, place, form)
+    layer = _fused.get(key)
+    if layer is None:
         if len(_fused) >= 1 << 12:  # somebody's maps have a new size in every step
             _fused.clear()
-        layer = _layer(x, act, inverted, added, absolute, *key[-5:-2], counter is not None)
-        _fused[tuple(key)] = layer
+        layer = _fused[key] = _layer(x, act, inverted, added, absolute, *dtypes[:3], counter is not None)
     return layer
 
 
