@@ -163,7 +163,8 @@ class Recorder:
             sources = tuple(sorted(self._sources(value))) if rebuilt else ()
             joins = len({id(v.root or v) for v in value.inputs if not v.free}) > 1 if sources else False
             value.ordinal = len(self.items)
-            self.items.append(Item(value.nbytes, sources, choice=joins or value.depth > 0))
+            choice = joins or (value.depth > 0 and id(value) not in self._dear)
+            self.items.append(Item(value.nbytes, sources, choice))
         return value.ordinal
 
     def _sources(self, value: Value) -> set[int]:
@@ -260,14 +261,19 @@ DEAR = 64  # bytes that may be made to rebuild one byte: the statistics of a nor
 
 
 def _is_dear(value: Value) -> bool:
-    """Whether rebuilding ``value`` makes many times its bytes on the way. A link of a chain is the plan's to decide."""
-    if value.tensor is not None or value.function is None or value.depth:
+    """Whether rebuilding ``value`` makes many times its bytes on the way.
+
+    A link of a residual chain is the plan's to decide, however long the chain; a statistic of such a link is not.
+    """
+    if value.tensor is not None or value.function is None:
         return False
-    work, stack, seen = 0, [value], set()
+    work = largest = 0
+    stack, seen = [value], set()
     while stack:
         v = stack.pop()
         if v.tensor is None and id(v) not in seen:
             seen.add(id(v))
             work += v.nbytes
+            largest = max(largest, v.nbytes)
             stack.extend(v.inputs)
-    return work > DEAR * value.nbytes
+    return (largest if value.depth else work) > DEAR * value.nbytes

@@ -194,9 +194,9 @@ class Region:
         return True
 
     def unhook(self) -> None:
-        """Take them back, if that has not been done."""
-        if self._last != UNHOOKED:
-            self._last = UNHOOKED
+        """Take them back, if that has not been done; backward, run inside a call, has its own copy of what is set."""
+        self._last = UNHOOKED
+        if _torch.innermost_pack_hook() is self._hooks.pack_hook:
             self._hooks.__exit__()
 
     def anchor(self, tensor: Tensor) -> None:
