@@ -106,7 +106,8 @@ def cpu_row(width: int, depth: int, size: int, batch: int, rounds: int) -> dict[
     }
 
 
-def layer_row(channels: int, height: int, batch: int, rounds: int, kind: type[ABN]) -> dict[str, Any]:
+def layer_row(channels: int, height: int, batch: int, rounds: int, kind: type[ABN], copied: bool) -> dict[str, Any]:
+    """One layer alone: over a leaf, or over a copy in the place of a convolution, which InPlaceABN may overwrite."""
     plain = nn.Sequential(nn.BatchNorm2d(channels), nn.LeakyReLU(0.01, inplace=True)).cuda()
     lean = kind(channels).cuda()
     shape = (batch, channels, height, height)
@@ -117,13 +118,14 @@ def layer_row(channels: int, height: int, batch: int, rounds: int, kind: type[AB
         inputs = (x, *layer.parameters())
 
         def run() -> None:
-            torch.autograd.grad(layer(x), inputs, dz)
+            torch.autograd.grad(layer(x.clone() if copied else x), inputs, dz)
 
         return run
 
     times = interleave(step(plain), step(lean), "cuda", rounds, repeats=20)
     device_ms = {f"{name}_device_ms": busy_ms(step(layer)) for name, layer in (("plain", plain), ("lean", lean))}
-    return {"case": f"{kind.__name__} forward+backward, {shape}, bfloat16, channels_last", **times, **device_ms}
+    what = f"copy + {kind.__name__}" if copied else kind.__name__
+    return {"case": f"{what} forward+backward, {shape}, bfloat16, channels_last", **times, **device_ms}
 
 
 def busy_ms(step: Callable[[], object]) -> float:
@@ -197,8 +199,8 @@ def main() -> None:
         rows.append(lambda: cpu_row(width=128, depth=16, size=16, batch=batch, rounds=options.rounds))
     else:
         if options.only != "model":
-            for kind in (InPlaceABN, ABN):
-                rows += [partial(layer_row, c, h, batch, options.rounds, kind) for c, h in LAYERS]
+            for kind, copied in ((InPlaceABN, False), (InPlaceABN, True), (ABN, False)):
+                rows += [partial(layer_row, c, h, batch, options.rounds, kind, copied) for c, h in LAYERS]
         if options.only != "layers":
             rows += [partial(chain_row, images, size, options.rounds) for images, size in ((batch, 224), (16, 64))]
             rows.append(lambda: resnet50_row(batch, options.rounds))

@@ -205,3 +205,17 @@ def test_backward_with_a_shared_gradient_allocates_one_map() -> None:
     m = measure(lambda: (x + abn(x * 1)).backward(dz), timed_runs=1)
     maps = [e for e in m.timeline if "ABNFunctionBackward" in e.op and e.bytes >= dz.nbytes]
     assert len(maps) == 1
+
+
+@pytest.mark.parametrize("invert", [None, True])
+def test_a_leaf_that_autograd_holds_is_all_that_is_kept(invert: bool | None) -> None:
+    """Unless inversion is demanded: then that is the output."""
+    x, w = torch.randn(N, C, H, H, requires_grad=True), torch.randn(C, 1, 1)
+    abn = InPlaceABN(C, track_running_stats=False, invert=invert)
+    dz = torch.randn_like(x)
+    # One map is the product itself, where backward starts; it keeps only `w`, so any other is kept by the layer.
+    m = measure(lambda: torch.autograd.grad(abn(x) * w, x, dz), timed_runs=1)
+    assert m.kept_bytes == MAP + VECTORS + (MAP if invert else 0)
+    (ours,) = torch.autograd.grad(abn(x), x, dz)
+    (truth,) = torch.autograd.grad(F.leaky_relu(F.batch_norm(x.double(), None, None, training=True)), x, dz)
+    torch.testing.assert_close(ours, truth, rtol=1e-4, atol=1e-5)

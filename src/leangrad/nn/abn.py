@@ -195,7 +195,8 @@ class InPlaceABN(ABN):
     Equals `ABN`, and is used as in-place batch norms are: after a convolution or another op that does not need its own
     output. leaky_relu, elu and identity are inverted; all other activations keep the input instead, as `ABN` does. The
     input is overwritten only if an op made it that does not need it again, and it is no view, so data and parameters
-    are never changed. Who holds that tensor sees the output in it; another op that kept it raises, as for `F.relu_`.
+    are never changed. Who holds that tensor sees the output in it; another op that kept it raises, as for `F.relu_`. A
+    leaf that requires grad is alive until backward in any case: it is what the layer keeps then.
 
     Args:
         invert: True demands inversion, and raises ValueError for an activation without an inverse; False never
@@ -225,14 +226,15 @@ class InPlaceABN(ABN):
     ) -> None:
         able = self._function is None and self._known.inverts and residual is None
         coarse = self._known.name == "elu" and x.dtype.itemsize < 4
-        call.invert = able and (not coarse if self.invert is None else self.invert)
+        held = x.grad_fn is None and x.requires_grad  # a leaf, which autograd holds: to keep it costs nothing
+        call.invert = able and (not (coarse or held) if self.invert is None else self.invert)
         if not call.invert or not torch.is_grad_enabled():
             return
         if x.is_cuda and torch.cuda.is_current_stream_capturing():
             call.invert = False  # which channels do not invert will be another matter in each replay
             return
         call.in_place = _may_be_overwritten(x)
-        limits = limits_of(self._known, x.dtype, self.eps if self.absolute else 0.0)
+        limits = limits_of(self._known.name, self._known.param, x.dtype, self.eps if self.absolute else 0.0)
         call.answer = ask(self, weight, bias, limits)
         call.limits = limits if serves(x) else None
 

@@ -34,7 +34,6 @@ from torch import Tensor, nn
 
 from leangrad._torch import norm_tensors, raw_stream, version
 from leangrad.kernels import INTERPRETED, serves
-from leangrad.ops.abn import Activation
 
 __all__ = ["Answer", "Limits", "ask", "limits_of", "note_backward", "poison"]
 
@@ -55,39 +54,41 @@ def wider(limits: Limits) -> Limits:
 
 
 @lru_cache
-def limits_of(act: Activation, dtype: torch.dtype, shift: float) -> Limits:
-    """See [Note: which channels invert]."""
+def limits_of(name: str, param: float, dtype: torch.dtype, shift: float) -> Limits:
+    """The limits for an activation over maps of this dtype; see [Note: which channels invert]."""
     info = torch.finfo(dtype)
-    slope = min(1.0, act.param) if act.name == "leaky_relu" else 1.0
-    upper = -0.5 * math.log(info.eps) if act.name == "elu" else math.inf
+    slope = min(1.0, param) if name == "leaky_relu" else 1.0
+    upper = -0.5 * math.log(info.eps) if name == "elu" else math.inf
     return Limits(info.smallest_normal / slope, 4.0, upper, shift)
 
 
-@dataclass(slots=True)
+class Row(NamedTuple):
+    """Where a layer's γ and β lie, for a kernel that reads them there."""
+
+    weight_pointer: int
+    bias_pointer: int
+    channels: int
+    dtype: torch.dtype
+
+
+@dataclass(slots=True, eq=False)
 class Answer:
     """What the device says about one layer, or will have said when it comes to the question."""
 
     weight: Tensor
     bias: Tensor | None
     limits: Limits
+    roll: Roll | None = None  # None: the device has not been asked
     layer: Callable[[], Any] = lambda: None  # weakly
     row: Row | None = None
-    roll: Roll | None = None  # None: the device was not asked yet
     slot: int = 0
-    mark: int = 0
+    mark: int = 0  # of the question
     versions: tuple[int, int] = (0, 0)
-    passes: int = -1
-    used: bool = False
-
-    def serves(self, weight: Tensor, bias: Tensor | None, limits: Limits) -> bool:
-        """Whether it still holds, for one forward."""
-        if self.used or self.passes != _passes or self.limits is not limits:
-            return False
-        return self.weight is weight and self.bias is bias and self.versions == _versions(weight, bias)
+    used: bool = True
 
     def lies_at(self, weight: Tensor | None, bias: Tensor | None) -> bool:
         """Whether these are the parameters that it was asked for, with their memory where it was."""
-        if self.row is None or weight is None or bias is None or weight is not self.weight or bias is not self.bias:
+        if weight is None or bias is None or weight is not self.weight or bias is not self.bias or self.row is None:
             return False
         weight_pointer, bias_pointer, channels, dtype = self.row
         # Memory that was freed in between does not lie at the same address.
@@ -96,11 +97,6 @@ class Answer:
         if weight.dtype != dtype or weight.numel() != channels or not weight.is_contiguous():
             return False
         return bias.dtype == dtype and bias.numel() == channels and bias.is_contiguous()
-
-    def is_there(self) -> bool:
-        """Whether the layer still has the parameters that it was asked for."""
-        layer = self.layer()
-        return layer is not None and self.lies_at(*norm_tensors(layer)[:2])
 
     def channels(self) -> Tensor | None:
         """The channels that cannot be inverted, or None; waits for the device if that is behind."""
@@ -142,16 +138,6 @@ def poison(vectors: Tensor, channels: Tensor | None, limits: Limits) -> None:
 
 # ---- many layers ----------------------------------------------------------------------------------------------------
 
-
-class Row(NamedTuple):
-    """Where a layer's γ and β lie, for a kernel that reads them there."""
-
-    weight_pointer: int
-    bias_pointer: int
-    channels: int
-    dtype: torch.dtype
-
-
 LAYERS = 4096  # in one roll; whoever comes later asks for itself
 
 _marks = itertools.count(1)
@@ -168,11 +154,12 @@ class Roll:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.answers: dict[int, Answer] = {}  # by the layer's id, for as long as that lives
+        self.passes = -1  # of the last question
+        self.question: Any = None  # about `asked_for`; None if those are others now
+        self.asked_for: list[Answer] = []
         on_cuda = device.type == "cuda"
         self.stream = torch.cuda.current_stream(device) if on_cuda else None
         self.asked = torch.cuda.Event() if on_cuda else None
-        self.rows: list[tuple[Row | None, Limits]] = []
-        self.question: Any = None  # for these rows
         try:
             self.memory = _words_to_lend.pop()
         except IndexError:
@@ -187,12 +174,14 @@ class Roll:
     def answer(self, layer: Any, weight: Tensor, bias: Tensor | None, limits: Limits) -> Answer:
         """The answer about `layer`, for one forward; asks for all layers if there is none."""
         answer = self.answers.get(id(layer))
-        if answer is None or not answer.serves(weight, bias, limits):
-            if answer is None or answer.limits is not limits or not answer.lies_at(weight, bias):
-                row = _row(weight, bias, layer.num_features, self.device)
-                if row is None:
-                    return Answer(weight, bias, limits)
-                answer = self.answers[id(layer)] = Answer(weight, bias, limits, self._watch(layer), row)
+        known = answer is not None and answer.limits is limits and answer.lies_at(weight, bias)
+        if answer is None or not known:
+            row = _row(weight, bias, layer.num_features, self.device)
+            if row is None:
+                return Answer(weight, bias, limits)
+            answer = Answer(weight, bias, limits, self, self._watch(layer), row)
+            self.answers[id(layer)], self.question = answer, None
+        if answer.used or self.passes != _passes or answer.versions != _versions(weight, bias):
             self._ask(answer)
         answer.used = True
         return answer
@@ -204,23 +193,30 @@ class Roll:
 
     def _ask(self, first: Answer) -> None:
         """One question for `first`, and for all other layers whose parameters are still there to be read."""
+        there = [answer for answer in list(self.answers.values()) if answer is first or _is_there(answer)]
+        if self.question is None or there != self.asked_for:
+            self._change(there)
         mark = next(_marks) % 2**30
-        rows: list[tuple[Row | None, Limits]] = []
-        for answer in list(self.answers.values()):
-            if len(rows) == LAYERS or (answer is not first and not answer.is_there()):
-                answer.roll, answer.passes = None, -1  # an answer for nobody
-                continue
-            answer.roll, answer.slot, answer.mark = self, len(rows), mark
-            answer.versions, answer.passes, answer.used = _versions(answer.weight, answer.bias), _passes, False
-            rows.append((answer.row, answer.limits))
-        if rows != self.rows:
-            self.rows, self.question = rows, _kernels().Question(rows, self.device)
+        for answer in self.asked_for:
+            answer.mark, answer.versions, answer.used = mark, _versions(answer.weight, answer.bias), False
+        self.passes = _passes
         self.question(mark, self.memory)
         if self.asked is not None:
             self.asked.record(self.stream)
 
+    def _change(self, there: list[Answer]) -> None:
+        """From now on ask for these, as many as there are words for."""
+        for answer in self.answers.values():
+            answer.slot, answer.used = -1, True
+        self.asked_for = there[:LAYERS]
+        for slot, answer in enumerate(self.asked_for):
+            answer.slot = slot
+        self.question = _kernels().Question([(a.row, a.limits) for a in self.asked_for], self.device)
+
     def says_all_invert(self, slot: int, mark: int) -> bool:
         """Whether the answer says so; waits for it. False also where there is no answer."""
+        if slot < 0:
+            return False
         if self.words[slot] >> 1 != mark and self.asked is not None:
             self.asked.synchronize()
         return bool(self.words[slot] == 2 * mark)
@@ -238,12 +234,18 @@ _rolls = _Rolls()
 
 def _row(weight: Tensor, bias: Tensor | None, size: int, device: torch.device) -> Row | None:
     """Where they lie, if the kernel can read them there."""
-    if bias is None or bias.dtype != weight.dtype or not all(_is_there(t, size, device) for t in (weight, bias)):
+    if bias is None or bias.dtype != weight.dtype or not all(_has_memory(t, size, device) for t in (weight, bias)):
         return None
     return Row(weight.data_ptr(), bias.data_ptr(), size, weight.dtype)
 
 
-def _is_there(t: Tensor, size: int, device: torch.device) -> bool:
+def _is_there(answer: Answer) -> bool:
+    """Whether the layer still has the parameters that it was asked for."""
+    layer = answer.layer()
+    return layer is not None and answer.lies_at(*norm_tensors(layer)[:2])
+
+
+def _has_memory(t: Tensor, size: int, device: torch.device) -> bool:
     """Whether `t` has memory on this device. Sharded and offloaded parameters have it during their own forward only."""
     if type(t) not in (Tensor, nn.Parameter) or t.numel() != size or t.device != device:
         return False
