@@ -26,17 +26,21 @@ def may_chain(root: Value) -> bool:
     function = root.function
     if function not in TABLE or function in VIEWS:
         return False
-    if WEIGHTS[function] > 1 or (root.dtype is not None and is_mixed(root)):
+    if WEIGHTS[function] > 1 or is_mixed(root):
         return True
     return any(v.tensor is None and v.function in TABLE for v in root.inputs)
 
 
 def is_mixed(value: Value) -> bool:
     """Whether an operand at hand is of another floating dtype than the result: ATen's kernels for that are slow."""
-    dtype = value.dtype
-    return dtype is not None and any(
-        v.tensor is not None and v.tensor.dtype is not dtype and v.tensor.dtype in FLOATS for v in value.inputs
-    )
+    if value.dtype is None:
+        return False
+    for v in value.inputs:
+        while v.tensor is None and (v.function in VIEWS or v.function in FREE):
+            v = v.inputs[0]
+        if v.tensor is not None and v.tensor.dtype is not value.dtype and v.tensor.dtype in FLOATS:
+            return True
+    return False
 
 
 def is_number(a: Any) -> bool:
@@ -145,9 +149,7 @@ class Chain:
         number = codes[id(value)] = len(self.values)
         self.values.append(value)
         self.uses.append(0)
-        self.weight += WEIGHTS[function]
-        if value.dtype is not None and is_mixed(value):
-            self.weight += 1
+        self.weight += WEIGHTS[function] + is_mixed(value)
         if value.readers or value.parents > 1:
             self.outputs.append(number)
         self.key.append(tuple(part))

@@ -1,0 +1,182 @@
+"""The program of a chain over tensors of one kind: assembled, compiled, compared and run."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from leangrad import kernels
+from leangrad.kernels.launch import stream_for
+from leangrad.kernels.pointwise import BLOCK, Kernel, Program, compiled
+from leangrad.ledger.builder import Builder, Layout, RefusedError, Slot, numbers_of
+from leangrad.ledger.chain import Chain
+from leangrad.ledger.exact import is_exact, same_bits
+from leangrad.ledger.lowering import LOWERINGS, VARIANTS
+from leangrad.ledger.value import Value
+
+PROOFS = 3  # times that a program is compared before it is used
+PIECE = 1 << 22  # elements that are compared at once
+MAX_VARIETY = 32  # programs for one row of ops: beyond that shapes change too often to compile for each
+
+
+class InexactError(Exception):
+    """An op has other bits here than ATen's; the argument is its value."""
+
+
+class CutError(Exception):
+    """A value, whose number is the argument, lies in memory in another order: the chain has to end there."""
+
+
+class Proof:
+    """How often a program has yet to be compared."""
+
+    def __init__(self) -> None:
+        self.missing = PROOFS
+        self.failed = False
+
+
+_proofs: dict[Any, Proof] = {}
+_variety: defaultdict[tuple[str, ...], set[Program]] = defaultdict(set)  # the programs for each row of ops
+
+
+class Plan:
+    """A program for one kind of chain over tensors of one kind of layout.
+
+    n           elements of the result
+    leaves      which of the chain's leaves it reads, in the order of its arguments
+    scalars     which of the chain's numbers, and whether each is inverted
+    outputs     shape, strides and dtype of each; the last is the root
+    uses        how often the chain itself reads each
+    over        a leaf that each may be written over, if that is owned; else −1
+    """
+
+    def __init__(self, chain: Chain, leaves: list[Tensor], variant: int = 0) -> None:
+        if not any(kernels.serves(t) for t in leaves) or any(t.device != leaves[0].device for t in leaves):
+            raise RefusedError("not on one device that Triton serves")
+        builder = Builder(leaves, variant)
+        slots: list[Slot] = []
+        scalars = iter(range(len(chain.scalars)))
+        for value, (_, _, _, *parts) in zip(chain.values, chain.key, strict=False):
+            operands = _operands(builder, value, parts, slots, scalars)
+            slots.append(_lower(builder, value, operands))
+            if not is_exact(value, operands, chain.scalars, builder):
+                raise InexactError(value)
+        shape, stride = _layout(chain.values[-1], slots[-1])
+        program = builder.program(tuple(slots[k].number for k in chain.outputs), (shape, stride))
+        layouts = [_output_layout(k, chain.values[k], slots[k], builder) for k in chain.outputs]
+        self.n = shape.numel()
+        self.leaves = [k for k, _ in builder.inputs]
+        self.scalars = builder.scalars  # and not the builder, which holds the leaves
+        self.uses = [chain.uses[k] for k in chain.outputs]
+        self.outputs = [(*layouts[j], slots[k].dtype or torch.float32) for j, k in enumerate(chain.outputs)]
+        wide = max(self.n, *(_reach(leaves[k]) for k in self.leaves)) >= 2**31 - BLOCK
+        self.kernel: Kernel = _compiled(chain, program, wide)
+        self.device = leaves[0].device
+        self.launch = self.kernel.launcher(self.device, self.n)
+        self.over = self._find_over(builder, leaves)
+        varies = any(step.op in VARIANTS for step in program.steps)
+        self.proof = _proofs.setdefault((program, shape, stride) if varies else program, Proof())
+        self.launches = 0
+
+    def _find_over(self, builder: Builder, leaves: list[Tensor]) -> list[int]:
+        """For each output a leaf that it may be written over, if that is owned; else −1."""
+        found = []
+        for shape, stride, dtype in self.outputs:
+            fitting = [
+                k
+                for k, t in enumerate(leaves)
+                if (t.dtype, t.shape, t.stride()) == (dtype, shape, stride)
+                and k not in found
+                and all(i.terms is None for number, i in builder.inputs if number == k)
+            ]
+            found.append(fitting[0] if fitting else -1)
+        return found
+
+    def run(self, leaves: Sequence[Tensor], owned: Sequence[bool], scalars: list[float]) -> list[Tensor]:
+        """The outputs of the program, in memory that nobody else sees."""
+        outputs = [
+            leaves[k] if k >= 0 and owned[k] else torch.empty_strided(s, t, dtype=d, device=self.device)
+            for k, (s, t, d) in zip(self.over, self.outputs, strict=True)
+        ]
+        tensors = (*(leaves[k] for k in self.leaves), *outputs)
+        self.launch(stream_for(self.device), tensors, tuple(numbers_of(self.scalars, scalars)))
+        self.launches += 1
+        return outputs
+
+    def agrees(self, leaves: list[Tensor], scalars: list[float], expected: list[Tensor | None]) -> bool:
+        """Whether the program gives the bits of ``expected``, tried in pieces; NaN is NaN."""
+        inputs, numbers = [leaves[k] for k in self.leaves], numbers_of(self.scalars, scalars)
+        flat = []
+        for t, (shape, stride, dtype) in zip(expected, self.outputs, strict=True):
+            if t is None or t.shape != shape or t.dtype != dtype or not _alike(t.stride(), stride, shape):
+                return False
+            flat.append(t.as_strided((self.n,), (1,)))
+        for start in range(0, self.n, PIECE):
+            n = min(PIECE, self.n - start)
+            pieces = [torch.empty(n, dtype=d, device=self.device) for _, _, d in self.outputs]
+            self.kernel.launch(inputs, numbers, pieces, n, start)
+            if not all(same_bits(mine, f[start : start + n]) for mine, f in zip(pieces, flat, strict=True)):
+                return False
+        return True
+
+
+def _operands(b: Builder, value: Value, parts: list[Any], slots: list[Slot], scalars: Iterator[int]) -> list[Any]:
+    """The arguments of one op, with slots for tensors and numbers; ``slots``: the results of the ops before it."""
+    operands: list[Any] = []
+    for part, a in zip(parts, value.args, strict=False):
+        if type(a) is Value:
+            operands.append(slots[part] if part >= 0 else b.leaf(-1 - part))
+        else:
+            operands.append(Slot("scalar", next(scalars)) if part is float else part)
+    return operands
+
+
+def _lower(b: Builder, value: Value, operands: list[Any]) -> Slot:
+    """The steps of one op."""
+    try:
+        slot = LOWERINGS[value.function](b, *operands, **value.kwargs)
+    except (TypeError, AttributeError, RuntimeError) as error:  # an operand is missing, or of another kind or shape
+        raise RefusedError(f"{value.op}: {error}") from error
+    return slot if value.dtype is None or value.dtype == slot.dtype else b.step("cast", value.dtype, slot)
+
+
+def _layout(root: Value, slot: Slot) -> Layout:
+    """The layout of the root: as it was when it was saved, else what can be told from its operands."""
+    layout = root.layout or (slot.shape, slot.stride)
+    if layout[0] != slot.shape or len(layout[1]) != len(layout[0]):
+        raise RefusedError("a layout that only ATen knows")
+    return layout
+
+
+def _output_layout(number: int, value: Value, slot: Slot, b: Builder) -> Layout:
+    """How an output lies in memory: as it did when it was saved, which must be as the program lays it."""
+    layout = b.layouts[slot.number]
+    if layout is None or slot.shape != layout[0]:
+        raise RefusedError("an output that is broadcast")
+    if value.layout is None:
+        return layout
+    if value.layout[0] != layout[0] or not _alike(value.layout[1], layout[1], layout[0]):
+        raise CutError(number)
+    return value.layout
+
+
+def _alike(a: tuple[int, ...], b: tuple[int, ...], shape: torch.Size) -> bool:
+    """Whether two rows of strides lay out ``shape`` alike."""
+    return a == b or all(n == 1 or x == y for x, y, n in zip(a, b, shape, strict=True))
+
+
+def _compiled(chain: Chain, program: Program, wide: bool) -> Kernel:
+    """The kernel of a program, unless there are too many such already."""
+    alike = _variety[tuple(v.op for v in chain.values)]
+    if program not in alike and len(alike) >= MAX_VARIETY:
+        raise RefusedError("too many shapes")
+    alike.add(program)
+    return compiled(program, wide)
+
+
+def _reach(tensor: Tensor) -> int:
+    return sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
