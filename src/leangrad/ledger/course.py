@@ -30,7 +30,7 @@ class Call(NamedTuple):
     function: Any
     first: int = 0  # how many tensors were saved before it
     last: int = -1  # the last tensor that it saves and that is rebuilt; -1: there is none
-    anchors: tuple[str, ...] = ()  # what it saves and recipes read, by the names of its node
+    anchors: tuple[str, ...] = ()  # what it saves after that and recipes read, by the names of its node
 
 
 class Course(NamedTuple):
@@ -116,8 +116,9 @@ class Following:
             return self._look(run, function, handler, args, kwargs)
         if call.last >= 0:
             self._book.packs = call.first
-            return self._hooked(call.last, run, function, handler, args, kwargs)
-        out = run(function, handler, args, kwargs)
+            out = self._hooked(call.last, run, function, handler, args, kwargs)
+        else:
+            out = run(function, handler, args, kwargs)
         if call.anchors:
             node = out.grad_fn if type(out) is Tensor else None
             for name in call.anchors:

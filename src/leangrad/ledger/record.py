@@ -234,8 +234,8 @@ class Recorder:
                 places = [(place, name) for place, name in enumerate(call.names, call.first) if not self.bare[place]]
                 seen += len(places)
                 last = max((p for p, name in places if self._fates[p] not in kept or name is None), default=-1)
-                anchors = tuple(name for p, name in places if name is not None and self._has_node[p])
-                calls.append(Call(call.function, call.first, last, anchors if last < 0 else ()))
+                anchors = tuple(n for p, n in places if p > last and n is not None and self._has_node[p])
+                calls.append(Call(call.function, call.first, last, anchors))
         handled = {call.function for call in self.recording.calls if call.handled}
         passes = frozenset(f for f, found in saves.items() if not found and f not in handled)
         return Course(calls, saves, passes) if seen == self.bare.count(False) else None
