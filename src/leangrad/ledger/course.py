@@ -31,6 +31,7 @@ class Call(NamedTuple):
     first: int = 0  # how many tensors were saved before it
     last: int = -1  # the last tensor that it saves and that is rebuilt; -1: there is none
     anchors: tuple[str, ...] = ()  # what it saves after that and recipes read, by the names of its node
+    catches: bool = False  # its output was kept in the stead of a larger tensor
 
 
 class Course(NamedTuple):
@@ -45,6 +46,8 @@ class Book(Protocol):
     """What the calls of a step ask of its region."""
 
     packs: int  # tensors that were saved so far
+    call: int  # the number of the call that runs, while a step is recorded
+    catches: bool  # whether the output of a product is held for a while
 
     def hook(self, last: int) -> bool:
         """Set the hooks, up to saved tensor ``last``; False where others have set theirs since the region began."""
@@ -79,6 +82,7 @@ class Recording:
     def call(self, run: Run, function: Any, handler: Handler | None, args: Any, kwargs: Any) -> Any:
         """Run one call and note what it saved."""
         first = self._book.packs
+        self._book.call = len(self.calls)
         out = run(function, handler, args, kwargs)
         count = self._book.packs - first
         self.calls.append(
@@ -99,7 +103,7 @@ class Following:
 
     def lose(self) -> None:
         """The step has left its course: from now on hooks are set around every call that may save."""
-        self._lost = True
+        self._lost = self._book.catches = True
 
     def call(self, run: Run, function: Any, handler: Handler | None, args: Any, kwargs: Any) -> Any:
         """Run one call, with hooks if it saves what is rebuilt."""
@@ -114,6 +118,7 @@ class Following:
         if call.function is not function:
             self._book.differ()
             return self._look(run, function, handler, args, kwargs)
+        self._book.catches = call.catches
         if call.last >= 0:
             self._book.packs = call.first
             out = self._hooked(call.last, run, function, handler, args, kwargs)

@@ -114,7 +114,7 @@ class Ledger:
 
         That takes memory in forward; a model whose recorded step caught none runs without it.
         """
-        return self._decisions is None or self._recorder is None or self._recorder.caught > 0
+        return self._decisions is None or self._recorder is None or bool(self._recorder.caught)
 
     @property
     def cap(self) -> int:

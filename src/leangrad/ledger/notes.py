@@ -44,6 +44,8 @@ class Book(Protocol):
     fence: int
     packing: bool  # the region itself is at work
     changing: Any  # the tensor that a function is changing in place right now
+    call: int  # the number of the call that runs, while a step is recorded
+    catches: bool  # whether the output of a product is held for a while, to be kept in the stead of a larger tensor
     # Anchors that plain would not have kept: parameters by their id, other tensors by their memory.
     watched_parameters: dict[int, list[weakref.ref[Anchor]]]
     watched_memory: dict[int, list[weakref.ref[Anchor]]]
@@ -55,10 +57,9 @@ class Book(Protocol):
 class Notes(TorchFunctionMode):
     """The function override of one region."""
 
-    def __init__(self, book: Book, *, hold_sources: bool) -> None:
+    def __init__(self, book: Book) -> None:
         super().__init__()
         self.book = book
-        self.hold_sources = hold_sources
         self.recent: deque[Tensor] = deque(maxlen=RECENT)
         self.guide: Guide | None = None
         self.passes: frozenset[Any] = frozenset()  # functions that are known to need nothing of us
@@ -239,14 +240,14 @@ def _pooled(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
 
 def _source(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     out = func(*args, **kwargs)
-    if not notes.hold_sources:
+    if not notes.book.catches:
         return out
     if type(out) is Tensor and out.nbytes >= notes.book.min_bytes:
         made = out._base if out._is_view() else out
         node: Any = made.grad_fn if made is not None else None
         if node is not None and made is not None:
             held = made.detach()
-            node.metadata[LIVE] = (weakref.ref(held), held._version)
+            node.metadata[LIVE] = (weakref.ref(held), held._version, notes.book.call)
             notes.recent.append(held)
     return out
 

@@ -24,7 +24,7 @@ Node = Any  # torch.autograd.graph.Node, whose saved attributes differ from clas
 # What we write into a node's metadata. Weak references only, and plain constants: see [Note: what a value may hold].
 VALUES = [("leangrad", i) for i in range(64)]
 NOTE = "leangrad.note"  # constants that the node forgets: {name: constant or Operand}
-# This op is never computed twice: (weak reference to its output, version), or None where outputs are not held.
+# This op is never computed twice: (weak reference to its output, version, number of the call).
 LIVE = "leangrad.live"
 CAST = "leangrad.cast"  # what was saved of it went the short way: see ``cast.py``
 OPAQUE = "leangrad.opaque"  # the output was changed behind autograd's back: it cannot be replayed

@@ -33,7 +33,7 @@ class Recorder:
         self.entries: list[Entry] = []
         self.items: list[Item] = []
         self.reads: list[int] = []
-        self.caught = 0  # tensors kept although autograd did not ask for them
+        self.caught: set[int] = set()  # the calls of which a tensor was kept although autograd did not ask for it
         self.signatures: list[tuple[str, int]] = []  # of every decision, in order
         self._decided: list[tuple[Value, str, str]] = []  # value, module, why it was kept
         self._places: list[int] = []  # the saved tensor that every decision was made for
@@ -229,13 +229,13 @@ class Recorder:
         for call in self.recording.calls:
             saves[call.function] = bool(call.names) or saves.get(call.function, False)
         calls, seen = [], 0
-        for call in self.recording.calls:
+        for number, call in enumerate(self.recording.calls):
             if saves[call.function]:
                 places = [(place, name) for place, name in enumerate(call.names, call.first) if not self.bare[place]]
                 seen += len(places)
                 last = max((p for p, name in places if self._fates[p] not in kept or name is None), default=-1)
                 anchors = tuple(n for p, n in places if p > last and n is not None and self._has_node[p])
-                calls.append(Call(call.function, call.first, last, anchors))
+                calls.append(Call(call.function, call.first, last, anchors, number in self.caught))
         handled = {call.function for call in self.recording.calls if call.handled}
         passes = frozenset(f for f, found in saves.items() if not found and f not in handled)
         return Course(calls, saves, passes) if seen == self.bare.count(False) else None

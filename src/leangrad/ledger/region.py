@@ -93,10 +93,11 @@ class Region:
         self._decided = 0
         self._bare = ledger.bare
         self._planned = len(self._bare)
-        self.packs = 0
+        self.packs = self.call = 0
+        self.catches = ledger.catches
         self._walk = Walk(self)
         self._recorder = recorder
-        self._notes = Notes(self, hold_sources=ledger.catches)
+        self._notes = Notes(self)
         self._hooks = saved_tensors_hooks(self.pack, unpack if recorder is None else _recorded_unpack(recorder))
         self._following: Following | None = None
         if recorder is not None:
@@ -379,10 +380,11 @@ class Region:
                 return False
         for b, t in zip(value.blocked, tensors, strict=True):
             assert t is not None
+            assert b.live is not None
             b.keep(t)
             self.watch(b)
             if self._recorder is not None:
-                self._recorder.caught += 1
+                self._recorder.caught.add(b.live[2])
         value.blocked = ()
         value.settle_lineage()
         return True
