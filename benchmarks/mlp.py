@@ -4,8 +4,9 @@
 
 One process serves both. Steps are timed in turns, plain first in one round and lean first in the next, and the time
 ratio is the median over the rounds. On CUDA a step is the wall time from an idle device to an idle device, and a row
-also says what the kernels alone took and how many were launched, since a step may be bound by either. On one thread of
-a CPU (`OMP_NUM_THREADS=1`) it is the time of the process, which neighbours on the machine disturb less.
+also says what the kernels alone took and how many were launched, since a step may be bound by either. All cases are
+timed before the first is profiled: a profiler that has been on once makes each launch of the process dearer. On one
+thread of a CPU (`OMP_NUM_THREADS=1`) it is the time of the process, which neighbours on the machine disturb less.
 Peaks are above the parameters, gradients and scratch included.
 """
 
@@ -98,8 +99,10 @@ def time_in_turns(steps: dict[str, Callable[[], None]], device: str, rounds: int
 
 
 def kernels_of(step: Callable[[], None], runs: int = 5) -> tuple[float, float]:
-    """Milliseconds in kernels, and launches, of one step on CUDA."""
+    """Milliseconds in kernels, and launches, of one step on CUDA, when steps have warmed it up."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    for _ in range(20):  # a device that was idle runs faster than one that works
+        step()
     with torch.profiler.profile(activities=activities) as profile:
         for _ in range(runs):
             step()
@@ -142,19 +145,32 @@ def largest_difference(plain: nn.Module, lean: nn.Module) -> float:
     return max(float(ratio) for ratio in ratios)
 
 
-def run(case: Case, device: str, rounds: int) -> dict[str, Any]:
+def build_steps(case: Case, device: str) -> tuple[dict[str, nn.Module], dict[str, Callable[[], None]], Tensor]:
+    """The models, a training step of each, and their input."""
     plain, lean = build(case, device)
     x = torch.randn(case.batch, case.width, device=device, dtype=getattr(torch, case.dtype))
     target = torch.randn_like(x)
     models = {"plain": plain, "lean": lean}
-    steps = {name: train_step(model, x, target) for name, model in models.items()}
+    return models, {name: train_step(model, x, target) for name, model in models.items()}, x
+
+
+def time_case(case: Case, device: str, rounds: int) -> dict[str, Any]:
+    models, steps, _ = build_steps(case, device)
     time_in_turns(steps, device, 20 if device == "cuda" else 2)
     row: dict[str, Any] = {**asdict(case), "rounds": rounds, "clock": clock_of(device)}
-    row["largest_gradient_difference"] = largest_difference(plain, lean)
+    row["largest_gradient_difference"] = largest_difference(models["plain"], models["lean"])
     times = time_in_turns(steps, device, rounds)
     row["time_ratio"] = statistics.median(b / a for a, b in zip(times["plain"], times["lean"], strict=True))
-    for name, model in models.items():
+    for name in models:
         row[f"{name}_ms"] = statistics.median(times[name]) * 1e3
+    return row
+
+
+def profile_case(case: Case, device: str) -> dict[str, Any]:
+    models, steps, x = build_steps(case, device)
+    row: dict[str, Any] = {}
+    for name, model in models.items():
+        steps[name]()
         if device == "cuda":
             row[f"{name}_kernel_ms"], row[f"{name}_launches"] = kernels_of(steps[name])
         row[f"{name}_peak_bytes"], row[f"{name}_kept_bytes"] = peak_and_kept_bytes(model, steps[name])
@@ -172,8 +188,9 @@ def main() -> None:
     options = parser.parse_args()
     rounds = options.rounds or (300 if options.device == "cuda" else 15)
     cases = [case for case in CASES[options.device] if options.case in (None, case.name)]
-    rows = [run(case, options.device, rounds) for case in cases]
-    for row in rows:
+    rows = [time_case(case, options.device, rounds) for case in cases]
+    for case, row in zip(cases, rows, strict=True):
+        row |= profile_case(case, options.device)
         print(json.dumps(row))
     if options.write:
         write_rows(options.write, options.device, rows)

@@ -159,26 +159,34 @@ def test_what_is_handed_over_comes_back(names):
 @pytest.mark.parametrize("spent", [True, False])
 @pytest.mark.parametrize("names", [("gelu",) * 6, ("silu", "gelu", "relu", "gelu", "silu", None), MIXED])
 def test_one_pass_for_rebuilding_and_backward(names, spent, monkeypatch):
-    """It is asked for where two maps have died, with the right map, and only where the maps are spent."""
-    used = []
+    """Asked for once for layers in a row with one activation, it gets the right maps, and only those that are spent."""
+    asked, used = [], []
 
     def both(record, z):
         def run(g, z):
             used.append(record.name)
-            into = torch.empty_like(g)
-            return record.backward(g, z, record.parameter, into), record.forward(z, record.parameter, None)
+            h = record.forward(z, record.parameter, None)
+            record.backward(g, z, record.parameter, g)
+            z.copy_(h)
 
+        asked.append(record.name)
         return None if record.gated else run
 
     monkeypatch.setattr(chain, "rebuild_and_backward", both)
     monkeypatch.setattr(Chain, "_backward_in_rooms", Chain._backward_on_device)
     tensors = layers(names)
+    rebuilt = spent and chain.REBUILD_MIN_BYTES == 0
     for needs in itertools.islice(wanted_gradients(len(tensors)), 24):
+        asked.clear()
         used.clear()
         y, g, expected = expect(names, tensors, needs, None)
+        before = g.clone()
         check(Chain(records(names), needs), tensors, needs, y, g, expected, spent=spent)
+        assert torch.equal(g, before)
         if all(needs) and names == ("gelu",) * 6:
-            assert len(used) == (3 if spent and chain.REBUILD_MIN_BYTES == 0 else 0)
+            assert (len(asked), len(used)) == ((1, 5) if rebuilt else (0, 0))
+        if all(needs) and names == MIXED:
+            assert (asked, used) == ((["swiglu", "gelu"], ["gelu"]) if rebuilt else ([], []))
 
 
 def chain_step(depth: int, activation: str, width: int = 64, rows: int = 1024, **options):
@@ -218,11 +226,18 @@ def test_peak_and_allocations(activation, depth):
 def test_the_kernel_for_one_pass_has_torchs_bits(activation, dtype):
     record, z = ACTIVATIONS[activation], torch.randn(777, 33, device="cuda", dtype=dtype) * 3
     g = torch.randn_like(z)
-    fused = rebuild_and_backward(record, z)  # compares every value of z; None if a bit differs
-    assert fused is not None
-    dz, h = fused(g, z)
+    one_pass = rebuild_and_backward(record, z)  # compares every value of z; None if a bit differs
+    assert one_pass is not None
+    dz, h = g.clone(), z.clone()
+    one_pass(dz, h)
     assert torch.equal(h, record.forward(z, record.parameter, None))
     assert torch.equal(dz, record.backward(g, z, record.parameter, torch.empty_like(g)))
+    for shift in (1, 8):  # elements: not aligned, and aligned with a rest
+        dz, h = (torch.cat([t.new_zeros(shift), t.flatten()])[shift:] for t in (g, z))
+        one_pass(dz, h)
+        assert torch.equal(h.view_as(z), record.forward(z, record.parameter, None))
+        assert torch.equal(dz.view_as(g), record.backward(g, z, record.parameter, torch.empty_like(g)))
+    one_pass(g[:0], z[:0])  # nothing to do is not an error
     assert rebuild_and_backward(record, z.float()) is None
 
 

@@ -59,16 +59,20 @@ def is_profiling() -> bool:
     return False if ask is None else bool(ask())
 
 
+_keeps_graph: Callable[[], bool] | None = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+
+
 def graph_is_kept() -> bool:
     """Whether the backward that runs now may run again (`retain_graph=True`); True where torch does not tell."""
-    ask = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
-    return True if ask is None else bool(ask())
+    return True if _keeps_graph is None else _keeps_graph()
+
+
+_transforms_active: Callable[[], bool] | None = getattr(torch._C, "_are_functorch_transforms_active", None)
 
 
 def transforms_active() -> bool:
     """Whether a `torch.func` transform (vmap, grad, jvp) is running; False where torch does not tell."""
-    ask = getattr(torch._C, "_are_functorch_transforms_active", None)
-    return False if ask is None else bool(ask())
+    return False if _transforms_active is None else _transforms_active()
 
 
 _graph_task_id: Callable[[], int] | None = getattr(torch._C, "_current_graph_task_id", None)
@@ -109,10 +113,12 @@ def has_tensor_hooks(tensor: Tensor) -> bool:
     return bool(getattr(tensor, "_backward_hooks", True))
 
 
+_top_hooks: Callable[[bool], Any] | None = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+
+
 def saved_tensor_hooks_active() -> bool:
     """Whether saved-tensor hooks, such as those of checkpointing, are in force; True where torch does not tell."""
-    ask = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    return True if ask is None else ask(True) is not None
+    return True if _top_hooks is None else _top_hooks(True) is not None
 
 
 def forward_mode_active() -> bool:
@@ -475,41 +481,52 @@ def backward_elsewhere() -> bool:
     return False
 
 
-_top_hooks: Callable[[bool], Any] | None = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-
-
 def innermost_pack_hook() -> Any:
     """The pack function of the saved-tensor hooks that are in force; None without any, or where torch does not tell."""
     hooks = None if _top_hooks is None else _top_hooks(True)
     return None if hooks is None else hooks[0]
 
 
-def compile_elementwise(code: str, name: str, outputs: int) -> Callable[..., Any] | None:
-    """A CUDA kernel from the C++ for one element, as `torch.cuda.jiterator` makes it; None where torch has none."""
-    launch = getattr(torch._C, "_cuda_jiterator_compile_and_launch_kernel", None)
-    return None if launch is None else lambda *tensors: launch(code, name, True, outputs, tensors, {})
+def compile_kernel(code: str, name: str, types: str, warps: int) -> Callable[..., None] | None:
+    """`launch(blocks, stream, *arguments)` of a CUDA kernel, from its C++, on the current device; or None.
 
-
-def weight_and_bias(linear: torch.nn.Linear) -> tuple[Tensor, Tensor | None]:
-    """`linear.weight, linear.bias`, without the failed lookup that comes before `__getattr__` finds a parameter."""
+    `types` has a letter for each argument: O for an address, l for a long. None where torch has no compiler at run
+    time, or no way to start what it made.
+    """
+    build = getattr(torch.cuda, "_compile_kernel", None)
+    start = getattr(getattr(torch._C, "_StaticCudaLauncher", None), "_launch_kernel", None)
+    if build is None or start is None:
+        return None
     try:
-        parameters: dict[str, Any] = linear._parameters
-        return parameters["weight"], parameters["bias"]
-    except (AttributeError, KeyError):
-        return linear.weight, linear.bias
+        kernel = build(code, name)
+        function = int(kernel.func.value)
+    except (AttributeError, ImportError, OSError, RuntimeError, TypeError):
+        return None
+
+    def launch(blocks: int, stream: int, *arguments: int) -> None:
+        start(function, blocks, 1, 1, warps, 0, types, arguments, stream)
+
+    launch.kernel = kernel  # type: ignore[attr-defined]  # its module must live as long
+    return launch
 
 
-def any_has_hooks(modules: Iterable[torch.nn.Module]) -> bool:
-    """`has_hooks` for each of them, or for every module there is, in one call."""
+def bare_parameters(modules: Iterable[torch.nn.Module]) -> list[dict[str, Any]] | None:
+    """The parameters of each module by name; None if calling one does more than its `forward`, or torch does not tell.
+
+    In one call for all of them, and without the failed lookup that comes before `module.weight` is found.
+    """
+    found: list[dict[str, Any]] = []
     try:
         for module in modules:
-            if module._forward_hooks or module._forward_pre_hooks:
-                return True
-            if module._backward_hooks or module._backward_pre_hooks:
-                return True
-    except AttributeError:
-        return True
-    return has_global_hooks()
+            own = module.__dict__
+            if own["_forward_hooks"] or own["_forward_pre_hooks"]:
+                return None
+            if own["_backward_hooks"] or own["_backward_pre_hooks"]:
+                return None
+            found.append(own["_parameters"])
+    except (AttributeError, KeyError):
+        return None
+    return None if has_global_hooks() else found
 
 
 _is_tracing: Callable[[], bool] = getattr(torch._C, "_is_tracing", torch.jit.is_tracing)  # type: ignore[attr-defined]

@@ -13,7 +13,7 @@ from leangrad._torch import is_watched
 from leangrad.ops.activation import Activation, resolve
 from leangrad.own import owned
 
-__all__ = ["activate", "autocast_enabled", "runs_plain"]
+__all__ = ["activate", "are_ordinary", "autocast_enabled", "runs_plain"]
 
 
 def activate(x: Tensor, activation: str | Activation, parameter: float | None = None) -> Tensor:
@@ -47,10 +47,15 @@ def activate(x: Tensor, activation: str | Activation, parameter: float | None = 
 
 def runs_plain(*tensors: Tensor | None) -> bool:
     """Whether these tensors belong to somebody who must see torch's own ops: a compiler, a tracer, a subclass."""
-    return is_watched() or not _OWN_TYPES.issuperset(map(type, tensors))
+    return is_watched() or not are_ordinary(*tensors)
 
 
-_OWN_TYPES = frozenset((Tensor, torch.nn.Parameter, type(None)))
+_ORDINARY = frozenset((Tensor, torch.nn.Parameter, type(None)))
+
+
+def are_ordinary(*tensors: Tensor | None) -> bool:
+    """Whether none of these is of a class that may have a will of its own."""
+    return _ORDINARY.issuperset(map(type, tensors))
 
 
 def autocast_enabled(device_type: str) -> bool:

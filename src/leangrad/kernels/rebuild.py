@@ -1,13 +1,15 @@
-"""An activation rebuilt and run backward in one pass: h = act(z) again, and dz = g act'(z).
+"""An activation rebuilt and run backward in one pass, in place: h = act(z) again, and dz = g act'(z).
 
-    h, dz = act(z), g · act'(z)
+    g, z = g · act'(z), act(z)
 
-One launch instead of two, and z is read once. The C++ for one element says what torch's own kernels compute, rounding
-by rounding, and is compiled by torch (`torch.cuda.jiterator`) as those were, so the bits are theirs.
+One launch instead of two, z is read once, and no memory is asked for: z is dead when h is there, and g when dz is. The
+C++ for one element says what torch's own kernels compute, rounding by rounding, and is compiled at run time by the
+compiler that made those, so the bits are theirs.
 
 [Note: proof] That is not taken on trust. Before its first use on a device a kernel is compared with torch's two ops on
-every value that z can have, each with 16 gradients, and a single bit that differs means that it is never used there.
-A float32 has too many values for that; it is left to the two ops.
+every value that z can have. dz is a product with g, and a power of two in g moves only its exponent: so each z is tried
+with every mantissa that g can have, and with 16 more gradients of random bits. A single bit that differs means that
+the kernel is never used there. A float32 has too many values for that; it is left to the two ops.
 """
 
 from __future__ import annotations
@@ -19,81 +21,151 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from leangrad._torch import compile_elementwise
+from leangrad._torch import compile_kernel, dispatch_modes_active, raw_stream
 
 if TYPE_CHECKING:
     from leangrad.ops.activation import Activation
 
 __all__ = ["rebuild_and_backward"]
 
-Fused = Callable[[Tensor, Tensor], "tuple[Tensor, Tensor]"]
+OnePass = Callable[[Tensor, Tensor], None]
+Launch = Callable[..., None]
 
+# One element, in float32.
 _CODE = {
     "gelu": """
-        const T twice_cdf = T(1) + ::erf(z * T(0.70710678118654752440));
-        const T pdf = ::exp(T(-0.5) * z * z) * T(0.39894228040143267794);
-        h = z * T(0.5) * twice_cdf;
-        dz = g * (T(0.5) * twice_cdf + z * pdf);
+        const float twice_cdf = 1.0f + erff(z * 0.70710678118654752440f);
+        const float pdf = expf(-0.5f * z * z) * 0.39894228040143267794f;
+        h = z * 0.5f * twice_cdf;
+        dz = g * (0.5f * twice_cdf + z * pdf);
     """,
     "gelu_tanh": """
-        const T beta = T(0.79788456080286535588), kappa = T(0.044715);
-        const T tanh = ::tanh(beta * (z + kappa * (z * z * z)));
-        const T half = T(0.5) * z;
-        h = half * (T(1) + tanh);
-        dz = g * (T(0.5) * (T(1) + tanh)
-                  + half * (T(1) - tanh * tanh) * (beta * (T(1) + T(3) * kappa * (z * z))));
+        const float beta = 0.79788456080286535588f, kappa = 0.044715f;
+        const float tanh = tanhf(beta * (z + kappa * (z * z * z)));
+        const float half = 0.5f * z;
+        h = half * (1.0f + tanh);
+        dz = g * (0.5f * (1.0f + tanh)
+                  + half * (1.0f - tanh * tanh) * (beta * (1.0f + 3.0f * kappa * (z * z))));
     """,
     "silu": """
-        const T down = T(1) + ::exp(-z);
-        const T sigmoid = T(1) / down;
+        const float down = 1.0f + expf(-z);
+        const float sigmoid = 1.0f / down;
         h = z / down;
-        dz = g * sigmoid * (T(1) + z * (T(1) - sigmoid));
+        dz = g * sigmoid * (1.0f + z * (1.0f - sigmoid));
     """,
 }
-_DTYPES = (torch.bfloat16, torch.float16)
-_proven: dict[tuple[str, torch.dtype, int], Fused | None] = {}
+_ROUND = {torch.bfloat16: "cvt.rn.bf16.f32", torch.float16: "cvt.rn.f16.f32"}
+_WIDEN = {
+    torch.bfloat16: "return __uint_as_float((unsigned int)bits << 16);",
+    torch.float16: 'float x; asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits)); return x;',
+}
+
+_ELEMENTS, _WARPS = 8, 8  # of a thread: 16 bytes of either map; of a block
+_SOURCE = """
+typedef unsigned short half_t;
+union Eight { uint4 all; half_t each[8]; };
+
+__device__ __forceinline__ float widen(half_t bits) { WIDEN }
+__device__ __forceinline__ half_t narrow(float x) {
+    half_t bits;
+    asm("ROUND %0, %1;" : "=h"(bits) : "f"(x));
+    return bits;
+}
+
+__device__ __forceinline__ void element(half_t& g_dz, half_t& z_h) {
+    const float g = widen(g_dz), z = widen(z_h);
+    float dz, h;
+    CODE
+    g_dz = narrow(dz);
+    z_h = narrow(h);
+}
+
+extern "C" __global__ void again(half_t* g_dz, half_t* z_h, long long n) {
+    const long long i = 8 * (blockIdx.x * (long long)blockDim.x + threadIdx.x);
+    const bool aligned = (((size_t)g_dz | (size_t)z_h) & 15) == 0;
+    if (aligned && i + 8 <= n) {
+        Eight a, b;
+        a.all = *(const uint4*)(g_dz + i);
+        b.all = *(const uint4*)(z_h + i);
+        #pragma unroll
+        for (int k = 0; k < 8; ++k) element(a.each[k], b.each[k]);
+        *(uint4*)(g_dz + i) = a.all;
+        *(uint4*)(z_h + i) = b.all;
+    } else {
+        for (long long k = i; k < n && k < i + 8; ++k) element(g_dz[k], z_h[k]);
+    }
+}
+"""
+
+_proven: dict[tuple[object, ...], Launch | None] = {}
 _lock = threading.Lock()
 
 
-def rebuild_and_backward(record: Activation, z: Tensor) -> Fused | None:
-    """The kernel `(g, z) -> (dz, h)` for this activation, dtype and device; None where there is none that is proven.
+def rebuild_and_backward(record: Activation, z: Tensor) -> OnePass | None:
+    """The pass `(g, z) -> None` for this activation and maps like z, on the current stream; None where none is proven.
+
+    Both must be contiguous memory of their own. g is dz afterwards, and z is h.
 
     >>> from leangrad.ops.activation import ACTIVATIONS
     >>> print(rebuild_and_backward(ACTIVATIONS["gelu"], torch.ones(1)))  # not on the CPU
     None
     """
-    if not z.is_cuda or z.dtype not in _DTYPES or record.name not in _CODE:
+    if not z.is_cuda or z.dtype not in _ROUND or record.name not in _CODE:
         return None
-    key = (record.name, z.dtype, z.device.index)
+    device = z.device
+    if torch.cuda.current_device() != device.index or dispatch_modes_active():
+        return None
+    launch = _launch_of(record, z.dtype, device)
+    if launch is None:
+        return None
+    stream = raw_stream(device)
+
+    def run(g: Tensor, z: Tensor) -> None:
+        _run(launch, stream, g, z)
+
+    return run
+
+
+def _run(launch: Launch, stream: int, g: Tensor, z: Tensor) -> None:
+    assert g.is_contiguous()
+    assert z.is_contiguous()
+    n = z.numel()
+    if n:
+        launch(-(-n // (32 * _WARPS * _ELEMENTS)), stream, g.data_ptr(), z.data_ptr(), n)
+
+
+def _launch_of(record: Activation, dtype: torch.dtype, device: torch.device) -> Launch | None:
+    key = (record.name, record.forward, record.backward, dtype, device.index)
     if key not in _proven:
         if torch.cuda.is_current_stream_capturing():  # no proof can be read inside a CUDA graph: ask again later
             return None
         with _lock:
             if key not in _proven:
-                _proven[key] = _prove(record, z)
+                _proven[key] = _prove(record, dtype, device)
     return _proven[key]
 
 
 @torch.no_grad()
-def _prove(record: Activation, z: Tensor) -> Fused | None:
+def _prove(record: Activation, dtype: torch.dtype, device: torch.device) -> Launch | None:
     """Compile the kernel and compare it with torch's ops; see [Note: proof]."""
-    name = f"{record.name}_again"
-    code = f"template <typename T> void {name}(T g, T z, T& dz, T& h) {{{_CODE[record.name]}}}"
-    fused = compile_elementwise(code, name, outputs=2)
-    if fused is None:
+    source = _SOURCE.replace("WIDEN", _WIDEN[dtype]).replace("ROUND", _ROUND[dtype]).replace("CODE", _CODE[record.name])
+    launch = compile_kernel(source, "again", "OOl", _WARPS)
+    if launch is None:
         return None
-    every_z = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int16, device=z.device).repeat(16).view(z.dtype)
-    generator = torch.Generator(z.device).manual_seed(0)  # the caller's random state is not touched
-    g = torch.randn(every_z.shape, device=z.device, generator=generator).mul_(4).to(z.dtype)
-    try:
-        dz, h = fused(g, every_z)
-    except RuntimeError:  # this machine has no compiler at run time
-        return None
-    expected_h = record.forward(every_z, record.parameter, None)
-    expected_dz = record.backward(g, every_z, record.parameter, None)
-    return fused if _same_bits(dz, expected_dz) and _same_bits(h, expected_h) else None
+    generator = torch.Generator(device).manual_seed(0)  # the caller's random state is not touched
+    random = torch.randint(-(1 << 15), 1 << 15, (16, 1 << 16), dtype=torch.int16, device=device, generator=generator)
+    eps = torch.finfo(dtype).eps
+    mantissas = 1 + eps * torch.arange(round(1 / eps), device=device)
+    every_z = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int16, device=device).view(dtype).expand(16, -1)
+    different = torch.zeros((), dtype=torch.bool, device=device)
+    for g in (random.view(dtype), *mantissas.to(dtype).view(-1, 16, 1).expand(-1, 16, 1 << 16)):
+        dz, h = g.clone(memory_format=torch.contiguous_format), every_z.clone(memory_format=torch.contiguous_format)
+        _run(launch, raw_stream(device), dz, h)
+        different |= _differ(h, record.forward(every_z, record.parameter, None))
+        different |= _differ(dz, record.backward(g, every_z, record.parameter, None))
+    return None if different else launch
 
 
-def _same_bits(a: Tensor, b: Tensor) -> bool:
-    different = a.view(torch.int16) != b.view(torch.int16)
-    return not bool((different & ~(a.isnan() & b.isnan())).any())
+def _differ(a: Tensor, b: Tensor) -> Tensor:
+    """Whether a bit differs, but for those of NaN."""
+    return ((a.view(torch.int16) != b.view(torch.int16)) & ~(a.isnan() & b.isnan())).any()

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from leangrad._torch import any_has_hooks, weight_and_bias
-from leangrad.functional import activate, autocast_enabled, runs_plain
+from leangrad._torch import autocast_may_be_on, bare_parameters, is_watched
+from leangrad.functional import activate, are_ordinary, autocast_enabled
 from leangrad.node import run_recorded
 from leangrad.ops.activation import Activation, resolve
 from leangrad.ops.chain import Chain
@@ -71,7 +71,8 @@ class Dense(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in_features) to (..., out_features)."""
-        return _forward(x, _Program([self.record], [self.weight, self.bias]))
+        program = _Program([self.record], [self.weight, self.bias])
+        return program.plain(x, self.weight, self.bias) if is_watched() else _forward(x, program)
 
     def extra_repr(self) -> str:
         """As nn.Linear, and the activation."""
@@ -116,7 +117,7 @@ class MLP(nn.Sequential):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., sizes[0]) to (..., sizes[-1])."""
-        program = None if torch.compiler.is_compiling() else self._program()
+        program = None if is_watched() else self._program()
         if program is None:
             y: Tensor = super().forward(x)
             return y
@@ -124,14 +125,15 @@ class MLP(nn.Sequential):
 
     def _program(self) -> "_Program | None":
         """The children as a chain, or None if one of them is not what this class made, or has hooks."""
+        owned = bare_parameters(self)
+        if owned is None:
+            return None
         records: list[Activation | None] = []
         parameters: list[Tensor | None] = []
-        if any_has_hooks(self):
-            return None
-        for child in self:
-            if type(child) is nn.Linear:
+        for child, own in zip(self, owned, strict=True):
+            if type(child) is nn.Linear and "weight" in own and "bias" in own:
                 records.append(None)
-                parameters += weight_and_bias(child)
+                parameters += (own["weight"], own["bias"])
             elif type(child) is Activate and records and records[-1] is None:
                 records[-1] = child.record
             else:
@@ -167,13 +169,13 @@ class _Program:
 def _forward(x: Tensor, program: _Program) -> Tensor:
     """Run the layers as one node, or plainly where that is all that can be done."""
     parameters = program.parameters
-    if runs_plain(x, *parameters):
+    if not are_ordinary(x, *parameters):
         return program.plain(x, *parameters)
-    device_type = x.device.type
-    if not autocast_enabled(device_type):
+    if not autocast_may_be_on() or not autocast_enabled(x.device.type):  # to ask for a device is dear
         return _run(x, program, parameters)
     if any(record is not None and record.float32_in_autocast for record in program.records):
         return program.plain(x, *parameters)
+    device_type = x.device.type
     dtype = torch.get_autocast_dtype(device_type)
     x, *parameters = (_autocast(t, dtype) for t in (x, *parameters))  # type: ignore[assignment]
     with torch.autocast(device_type, enabled=False):
