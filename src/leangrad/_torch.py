@@ -161,7 +161,7 @@ def packed(saved: Any) -> Any:
 
 def passed_no_hook(saved: Any) -> bool:
     """Whether a saved tensor is as autograd saved it."""
-    return getattr(saved, "unpack_hook", None) is None
+    return saved.unpack_hook is None
 
 
 _HALF, _BYTE = torch.zeros((), dtype=torch.float16, device="cpu"), torch.zeros((), dtype=torch.int8, device="cpu")
@@ -352,7 +352,7 @@ def _missing_ledger_names() -> list[str]:
     wanted = {
         "Tensor": (tensor, ("_version", "_base", "_is_view")),
         "Node": (node, ("_sequence_nr", "_input_metadata", "metadata", "_saved_self", "_raw_saved_self")),
-        "SavedTensor": (raw, ("data",)),
+        "SavedTensor": (raw, ("data", "unpack_hook")),
     }
     return [f"{of}.{name}" for of, (owner, names) in wanted.items() for name in names if not hasattr(type(owner), name)]
 
