@@ -5,12 +5,15 @@ As a script, under `TRITON_INTERPRET=1`, the kernels take CPU tensors. Shapes ar
 
 import gc
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from leangrad.kernels import abn as kernels
 from leangrad.kernels import serves
+from leangrad.kernels.abn_question import Question
 from leangrad.nn import abn_spare
 from leangrad.nn.abn import ABN, InPlaceABN
 from leangrad.nn.abn_recipe import rebuilding
@@ -159,14 +162,14 @@ def reference(x: Tensor, dz: Tensor) -> Tensor:
 def check_one_question(device: str) -> None:
     """However many layers invert, the device is asked once in a step; and again once parameters could have changed."""
     asked: list[list[Tensor]] = []
-    question = kernels.Question.__call__
+    question = Question.__call__
     roll = lambda: next(iter(abn_spare._rolls.of.values()))  # noqa: E731
 
-    def listen(self: kernels.Question, mark: int, out: Tensor) -> None:
+    def listen(self: Question, mark: int, out: Tensor) -> None:
         asked.append([a.weight for a in roll().answers.values() if a.mark == mark])
         question(self, mark, out)
 
-    kernels.Question.__call__ = listen
+    Question.__call__ = listen
     try:
         model = torch.nn.Sequential(InPlaceABN(3), InPlaceABN(3, activation="elu"), InPlaceABN(3)).to(device)
         with torch.no_grad():
@@ -193,7 +196,7 @@ def check_one_question(device: str) -> None:
         gc.collect()
         assert len(roll().answers) == before - 3, "a layer that died is still asked for"
     finally:
-        kernels.Question.__call__ = question
+        Question.__call__ = question
 
 
 def check_every_dtype_of_parameters(device: str) -> None:
@@ -249,24 +252,46 @@ def check_all(device: str) -> None:
     check_one_question(device)
     check_every_dtype_of_parameters(device)
     check_hidden_write(device)
+    check_layers(device)
+    with planned(ONCE=0):  # as for large maps
+        check_module(device)
+        check_layers(device)
+
+
+def check_layers(device: str) -> None:
     for name in ops.Activation.NAMES:
         check_layer("channels_last", name, torch.float32, device, ABN, added=name in ("relu", "identity"))
         check_layer("planes", name, torch.float32, device, InPlaceABN, added=False)
     for layout in SHAPES:
         check_layer(layout, "relu", torch.bfloat16, device, ABN, added=True)
+        check_layer(layout, "leaky_relu", torch.float32, device, InPlaceABN, added=False)
+
+
+@contextmanager
+def planned(**names: object) -> Iterator[None]:
+    """Inside, layers are planned with other constants or functions of `leangrad.kernels.abn`."""
+    before = {name: getattr(kernels, name) for name in names}
+
+    def change(values: dict[str, object]) -> None:
+        for name, value in values.items():
+            setattr(kernels, name, value)
+        kernels.layer.cache_clear()
+        ops._fused.clear()
+
+    change(names)
+    try:
+        yield
+    finally:
+        change(before)
 
 
 def check_wide_offsets() -> None:
     """The 64-bit path of the offsets, on a small map."""
     plan = kernels.plan
-    kernels.plan = lambda *args: plan(*args)._replace(wide=True)
-    kernels.layer.cache_clear()
-    ops._fused.clear()
-    try:
+    with planned(plan=lambda *args: plan(*args)._replace(wide=True)):
         for layout in ("rows", "planes"):
             check_passes(layout, ops.Activation("relu"), torch.float32, "cpu", inverted=False, added=False)
-    finally:
-        kernels.plan = plan
+            check_layer(layout, "leaky_relu", torch.float32, "cpu", InPlaceABN, added=False)
 
 
 if __name__ == "__main__":
