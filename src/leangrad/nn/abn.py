@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import Node
 
 from leangrad._torch import forward_mode_active, is_view, keeps_output, norm_tensors, transforms_active
 from leangrad.kernels import serves
@@ -303,13 +304,13 @@ def _fits(shape: torch.Size, other: torch.Size) -> bool:
     return shape == other or torch.broadcast_shapes(shape, other) == other
 
 
-def _may_be_overwritten(x: Tensor, maker: object) -> bool:
+def _may_be_overwritten(x: Tensor, maker: Node | None) -> bool:
     """Only what an op made that does not need it again: a tensor without a history is the caller's own data."""
     if maker is None or is_view(x) or keeps_output(type(maker)):
         return False
-    if not isinstance(maker, BackwardCFunction):
-        return True
-    return not isinstance(getattr(maker, "call", None), Call)  # another in-place norm, which keeps its output
+    written_in_python = issubclass(type(maker), BackwardCFunction)
+    # Another in-place norm keeps its output.
+    return not (written_in_python and isinstance(getattr(maker, "call", None), Call))
 
 
 def _must_be_plain(x: Tensor) -> bool:
