@@ -219,6 +219,42 @@ def check_every_dtype_of_parameters(device: str) -> None:
         assert not answer.roll.says_all_invert(answer.slot, answer.mark - 1)
 
 
+def check_more_layers_than_words(device: str) -> None:
+    """Whoever has no word in the roll finds out for itself."""
+    x, dz, _ = case("planes", torch.float32, device)
+    x.requires_grad_()
+    words = abn_spare.LAYERS
+    abn_spare.LAYERS = 1
+    try:
+        layers = [InPlaceABN(3).to(device) for _ in range(3)]
+        for layer in layers:
+            with torch.no_grad():
+                layer.weight[2] = 0.0
+        for _ in range(2):
+            for layer in layers:
+                ours = torch.autograd.grad(layer(x * 1), [x, *layer.parameters()], dz)
+                exact = torch.autograd.grad(layer(x), [x, *layer.parameters()], dz)  # keeps its input
+                for a, b in zip(ours, exact, strict=True):
+                    close("with few words", a, b, torch.float32)
+    finally:
+        abn_spare.LAYERS = words
+
+
+def check_change_behind_the_counter(device: str) -> None:
+    """Parameters that are written through `.data` after backward, as simple optimizers do, are asked for again."""
+    layer = InPlaceABN(3).to(device)
+    x, dz, _ = case("planes", torch.float32, device)
+    x.requires_grad_()
+    for weight in (1.0, 0.0, 2.0, 1e-30):
+        layer.weight.data[1] = weight
+        version = layer.weight._version
+        ours = torch.autograd.grad(layer(x * 1), [x, *layer.parameters()], dz)
+        exact = torch.autograd.grad(layer(x), [x, *layer.parameters()], dz)
+        assert layer.weight._version == version
+        for a, b in zip(ours, exact, strict=True):
+            close(f"with a weight of {weight}", a, b, torch.float32)
+
+
 def check_hidden_write(device: str) -> None:
     """A weight that is written through `.data` after the device was asked gives NaN, not a wrong gradient."""
     layers = [InPlaceABN(3).to(device) for _ in range(2)]
@@ -254,6 +290,8 @@ def check_all(device: str) -> None:
     check_one_question(device)
     check_every_dtype_of_parameters(device)
     check_hidden_write(device)
+    check_more_layers_than_words(device)
+    check_change_behind_the_counter(device)
     check_layers(device)
     with planned(ONCE=0):  # as for large maps
         check_module(device)
