@@ -288,10 +288,12 @@ def private_names() -> dict[str, bool]:
     owners += [torch.autograd.Variable, torch.autograd.graph]
     owners += [torch.nn.Module(), torch.nn.modules.module, torch.ops.aten, torch.ops.aten.add.Tensor]
     owners += [tensor, tensor.untyped_storage(), tensor.grad_fn]
+    owners += [torch.cuda, getattr(torch._C, "_StaticCudaLauncher", None)]
     there = {name for owner in owners for name in dir(owner)}
-    has_cuda = torch.backends.cuda.is_built()
     names = _private_names_in(ast.parse(inspect.getsource(sys.modules[__name__])))
-    return {name: name in there for name in names if has_cuda or not name.startswith("_cuda")}
+    if not torch.backends.cuda.is_built():
+        names = [name for name in names if "cuda" not in name.lower() and name != "_launch_kernel"]
+    return {name: name in there for name in names}
 
 
 def _private_names_in(source: ast.Module) -> list[str]:
@@ -510,12 +512,12 @@ def compile_kernel(code: str, name: str, types: str, warps: int) -> Callable[...
     return launch
 
 
-def bare_parameters(modules: Iterable[torch.nn.Module]) -> list[dict[str, Any]] | None:
-    """The parameters of each module by name; None if calling one does more than its `forward`, or torch does not tell.
+def bare_modules(modules: Iterable[torch.nn.Module]) -> list[tuple[torch.nn.Module, dict[str, Any]]] | None:
+    """Each module and its parameters by name; None if calling one does more than its `forward`, or torch does not tell.
 
     In one call for all of them, and without the failed lookup that comes before `module.weight` is found.
     """
-    found: list[dict[str, Any]] = []
+    found = []
     try:
         for module in modules:
             own = module.__dict__
@@ -523,7 +525,7 @@ def bare_parameters(modules: Iterable[torch.nn.Module]) -> list[dict[str, Any]] 
                 return None
             if own["_backward_hooks"] or own["_backward_pre_hooks"]:
                 return None
-            found.append(own["_parameters"])
+            found.append((module, own["_parameters"]))
     except (AttributeError, KeyError):
         return None
     return None if has_global_hooks() else found

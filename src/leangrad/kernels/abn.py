@@ -14,6 +14,7 @@ import triton
 from torch import Tensor
 
 from leangrad.kernels import abn_passes as passes
+from leangrad.kernels.abn_question import BLOCK, Question, asking_stats_kernel
 from leangrad.kernels.launch import Launch, scratch, stream_for
 
 __all__ = ["Kind", "Layer", "layer"]
@@ -124,6 +125,7 @@ class Layer:
         given = (k.weight is not None, k.bias is not None, k.absolute, k.running is not None, k.counted)
         masked = k.added and k.act != "identity"
         self._stats = self._shared(passes.stats_kernel, self.first, FORWARD)
+        self._asking_stats = self._shared(asking_stats_kernel, self.first, FORWARD, BLOCK)
         self._finish_stats = self._merge(passes.finish_stats_kernel, self.first, 1)
         # Each pair: without and with a check of γ̂ and β, with dy not stored and stored.
         g = plan(k.size, k.rows, k.device, FORWARD, True) if self.once else self.first
@@ -177,13 +179,23 @@ class Layer:
         self._finish_stats(stream, (table, out))
         return out
 
-    def begin(self, x: Tensor) -> tuple[int | None, Tensor]:
-        """The first launch of a forward, over the statistics; its result is for `finish` alone, which follows."""
+    def begin(self, x: Tensor, asked: tuple[Question, int, Tensor] | None = None) -> tuple[int | None, Tensor]:
+        """The first launch of a forward, over the statistics; its result is for `finish` alone, which follows.
+
+        What is `asked`, a question with its mark and the place for its answers, goes along.
+        """
         g, stream = self.first, stream_for(self.kind.device)
         if self.once:
+            if asked is not None:
+                asked[0].ask(*asked[1:])
             return stream, x  # there is no table
         table = scratch(self.kind.device, stream, 2 * g.splits * g.C)
-        self._stats(stream, (x, table))
+        if asked is None:
+            self._stats(stream, (x, table))
+        else:
+            question, mark, words = asked
+            maps = (x, table, question.rows, question.limits, words)
+            self._asking_stats(stream, maps, (mark, question.layers))
         return stream, table
 
     def finish(

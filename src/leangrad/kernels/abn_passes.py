@@ -24,7 +24,7 @@ from leangrad.kernels.activation import activate, derivative, invert
 
 __all__ = [
     "backward_kernel", "finish_stats_kernel", "finish_sums_kernel", "forward_kernel", "input_kernel",
-    "normalize_kernel", "stats_kernel", "sums_kernel",
+    "normalize_kernel", "share", "stats_kernel", "sums_kernel",
 ]  # fmt: skip
 
 
@@ -92,7 +92,7 @@ def _source(vectors_ptr, c, C, INVERTED: tl.constexpr):
 
 
 @triton.jit
-def _share(
+def share(
     x_ptr, c, split, splits, M, C, S, tiles,
     ROWS: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
@@ -190,7 +190,7 @@ def stats_kernel(
     """Mean and squared deviations of this program's share."""
     c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     split, splits = tl.program_id(1), tl.num_programs(1)
-    center, m2 = _share(x_ptr, c, split, splits, M, C, S, tiles, ROWS, WIDE, BLOCK_M, BLOCK_C)
+    center, m2 = share(x_ptr, c, split, splits, M, C, S, tiles, ROWS, WIDE, BLOCK_M, BLOCK_C)
     at = table_ptr + split * C + c
     tl.store(at, center, mask=c < C)
     tl.store(at + splits * C, m2, mask=c < C)
@@ -220,7 +220,7 @@ def forward_kernel(
     c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     split, splits = tl.program_id(1), tl.num_programs(1)
     if ONCE:
-        mean, var = _share(x_ptr, c, split, splits, M, C, S, tiles, ROWS, WIDE, BLOCK_M, BLOCK_C)
+        mean, var = share(x_ptr, c, split, splits, M, C, S, tiles, ROWS, WIDE, BLOCK_M, BLOCK_C)
         var = var / M
     else:
         mean, var = _moments(table_ptr, c, M, C, tiles, splits, BLOCK_M, BLOCK_C, BLOCK_P)

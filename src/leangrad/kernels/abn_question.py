@@ -11,10 +11,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from leangrad.kernels.abn_passes import share
 from leangrad.kernels.launch import Launch, stream_for
 
-__all__ = ["Question"]
+__all__ = ["BLOCK", "Question", "asking_stats_kernel"]
 
+BLOCK = 512  # channels that are looked at together
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of parameters, as `_magnitudes` counts them
 
 
@@ -30,10 +32,9 @@ def _magnitudes(address, dtype, c, inside):
     return tl.abs(v)
 
 
-@triton.jit(do_not_specialize=["mark"])
-def unfit_kernel(rows_ptr, limits_ptr, out_ptr, mark, BLOCK: tl.constexpr):
-    """2·mark for each layer, or one more if a channel does not invert; a row is (γ's address, β's, channels, dtype)."""
-    row = tl.program_id(0)
+@triton.jit
+def _answer(rows_ptr, limits_ptr, words_ptr, mark, row, BLOCK: tl.constexpr):
+    """Write 2·mark for a layer, or one more if a channel does not invert."""
     weights, biases = tl.load(rows_ptr + 4 * row), tl.load(rows_ptr + 4 * row + 1)
     C, dtype = tl.load(rows_ptr + 4 * row + 2).to(tl.int32), tl.load(rows_ptr + 4 * row + 3)
     lower, ratio = tl.load(limits_ptr + 4 * row), tl.load(limits_ptr + 4 * row + 1)
@@ -44,7 +45,29 @@ def unfit_kernel(rows_ptr, limits_ptr, out_ptr, mark, BLOCK: tl.constexpr):
         gamma, beta = _magnitudes(weights, dtype, c, c < C) + shift, _magnitudes(biases, dtype, c, c < C)
         fits = (gamma >= lower) & (beta <= ratio * gamma) & (6 * gamma + beta <= upper)
         unfit = tl.maximum(unfit, tl.where(fits | (c >= C), 0, 1))
-    tl.store(out_ptr + row, 2 * mark + tl.max(unfit, 0))
+    tl.store(words_ptr + row, 2 * mark + tl.max(unfit, 0), cache_modifier=".wt")  # at once, for the host waits
+
+
+@triton.jit(do_not_specialize=["mark"])
+def unfit_kernel(rows_ptr, limits_ptr, words_ptr, mark, BLOCK: tl.constexpr):
+    """A word for each layer."""
+    _answer(rows_ptr, limits_ptr, words_ptr, mark, tl.program_id(0), BLOCK)
+
+
+@triton.jit(do_not_specialize=["mark", "layers"])
+def asking_stats_kernel(
+    x_ptr, table_ptr, rows_ptr, limits_ptr, words_ptr, mark, layers, M, C, S, tiles, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """A word for each layer, and then what `stats_kernel` does: the host has the words before the map is read."""
+    split, splits = tl.program_id(1), tl.num_programs(1)
+    for row in range(tl.program_id(0) * splits + split, layers, tl.num_programs(0) * splits):
+        _answer(rows_ptr, limits_ptr, words_ptr, mark, row, BLOCK)
+    c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    center, m2 = share(x_ptr, c, split, splits, M, C, S, tiles, ROWS, WIDE, BLOCK_M, BLOCK_C)
+    at = table_ptr + split * C + c
+    tl.store(at, center, mask=c < C)
+    tl.store(at + splits * C, m2, mask=c < C)
 
 
 class Question:
@@ -52,12 +75,12 @@ class Question:
 
     def __init__(self, layers: list[tuple[Any, tuple[float, ...]]], device: torch.device) -> None:
         """Take (γ's address, β's, channels, dtype) of each layer, and its limits, both as in nn/abn_spare.py."""
-        self.device = device
         rows = [(*row[:3], DTYPES.index(row[3])) for row, _ in layers]
-        self._rows = torch.tensor(rows, dtype=torch.int64).to(device)
-        self._limits = torch.tensor([limits for _, limits in layers], dtype=torch.float32).to(device)
-        self._launch = Launch(unfit_kernel, device, (len(layers),), (512,), 4)
+        self.device, self.layers = device, len(layers)
+        self.rows = torch.tensor(rows, dtype=torch.int64).to(device)
+        self.limits = torch.tensor([limits for _, limits in layers], dtype=torch.float32).to(device)
+        self._launch = Launch(unfit_kernel, device, (len(layers),), (BLOCK,), 4)
 
-    def __call__(self, mark: int, out: Tensor) -> None:
-        """Write a word for each layer into `out`, which may be pinned memory of the host; does not wait."""
-        self._launch(stream_for(self.device), (self._rows, self._limits, out), (mark,))
+    def ask(self, mark: int, words: Tensor) -> None:
+        """Have a word for each layer written to `words`, which may be pinned memory of the host; does not wait."""
+        self._launch(stream_for(self.device), (self.rows, self.limits, words), (mark,))
