@@ -22,6 +22,7 @@ from torch import Tensor
 from leangrad import _torch
 from leangrad.ledger.calls import Handler, Run
 from leangrad.ledger.cast import Packed
+from leangrad.ledger.hooks import Hooks
 
 
 class Call(NamedTuple):
@@ -48,12 +49,7 @@ class Book(Protocol):
     packs: int  # tensors that were saved so far
     call: int  # the number of the call that runs, while a step is recorded
     catches: bool  # whether the output of a product is held for a while
-
-    def hook(self, last: int) -> bool:
-        """Set the hooks, up to saved tensor ``last``; False where others have set theirs since the region began."""
-
-    def unhook(self) -> None:
-        """Take them back."""
+    hooks: Hooks
 
     def anchor(self, tensor: Tensor) -> None:
         """A tensor that autograd keeps may be read by recipes."""
@@ -141,13 +137,13 @@ class Following:
         return out
 
     def _hooked(self, last: int, run: Run, function: Any, handler: Handler | None, args: Any, kwargs: Any) -> Any:
-        book = self._book
-        if not book.hook(last):
+        hooks = self._book.hooks
+        if not hooks.set(last):
             return run(function, handler, args, kwargs)
         try:
             return run(function, handler, args, kwargs)
         finally:
-            book.unhook()
+            hooks.take_back()
 
 
 ALL = sys.maxsize

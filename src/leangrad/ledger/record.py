@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from leangrad import _torch
 from leangrad.ledger.cast import Packed
 from leangrad.ledger.course import Call, Course, Recording
+from leangrad.ledger.hooks import unpack
 from leangrad.ledger.plan import Item, Record
 from leangrad.ledger.value import Bare, Value
 
@@ -181,6 +182,11 @@ class Recorder:
         return found
 
     # ---------------------------------------------------------------- in backward
+
+    def unpack(self, packed: Packed) -> Tensor:
+        """Backward asks for what was saved: note it, and hand it out."""
+        self.read(packed)
+        return unpack(packed)
 
     def read(self, packed: Packed) -> None:
         """Backward asked for what was saved. A step is learned from only if its backward came to its end."""

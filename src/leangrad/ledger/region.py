@@ -11,23 +11,19 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
 from leangrad import _torch
-from leangrad.errors import ChangedError
 from leangrad.ledger import cast
 from leangrad.ledger.cast import Anchor, Cast, Packed
 from leangrad.ledger.course import Course, Following, Recording
+from leangrad.ledger.hooks import Hooks, unpack
 from leangrad.ledger.notes import Notes
 from leangrad.ledger.origins import CAST, NOTHING, OPAQUE, VALUES, NoRecipeError, Operand, Walk, enter, join, key_of
 from leangrad.ledger.record import Recorder
-from leangrad.ledger.value import Bare, Value, changed, released, wait
+from leangrad.ledger.value import Bare, Value, released, wait
 
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)
-UNHOOKED = -1
 DEEPEST = 32  # joins that a recipe may run through: each takes some frames of Python's stack
-
-AUTOCAST_DEVICES = ("cuda", "cpu") if torch.backends.cuda.is_built() else ("cpu",)
 
 Decision = tuple[str, int, bool]  # op, bytes, and whether the tensor is simply kept
 
@@ -98,7 +94,7 @@ class Region:
         self._walk = Walk(self)
         self._recorder = recorder
         self._notes = Notes(self)
-        self._hooks = saved_tensors_hooks(self.pack, unpack if recorder is None else _recorded_unpack(recorder))
+        self.hooks = Hooks(self.pack, unpack if recorder is None else recorder.unpack)
         self._following: Following | None = None
         if recorder is not None:
             recorder.recording = Recording(self, recorder.saved)
@@ -107,17 +103,15 @@ class Region:
             self._following = Following(self, ledger.course)
             self._notes.guide, self._notes.passes = self._following.call, ledger.course.passes
         self._anchors: list[Value] = []  # what recipes may read and nobody else holds as a value
-        self._last = UNHOOKED
-        self._outer: Any = None  # the hooks that were set when the region began
 
     def __enter__(self) -> Region:
         Operand.noted.clear()
         self.fence = _torch.next_sequence_nr()  # what was made before, nobody watched
         self._notes.__enter__()
         if self._following is None:
-            self._hooks.__enter__()
+            self.hooks.set_all()
         else:
-            self._outer = _torch.innermost_pack_hook()
+            self.hooks.start()
         _active.region = self
         if self._recorder is not None:
             self._recorder.start()
@@ -128,7 +122,7 @@ class Region:
     ) -> None:
         _active.region = None
         if self._following is None:
-            self._hooks.__exit__()
+            self.hooks.take_back_all()
         self._anchors.clear()
         self._notes.__exit__(kind, error, trace)
         self._notes.recent.clear()
@@ -146,8 +140,8 @@ class Region:
         """Autograd wants to keep ``tensor``; what it gets is a value that can give it back."""
         n = self.packs
         self.packs = n + 1
-        if n == self._last:  # autograd has taken the hooks for this tensor; there is none for the next
-            self.unhook()
+        if n == self.hooks.last:  # autograd has called for this tensor; the next one is saved as plain
+            self.hooks.take_back()
         self.packing = True
         try:
             if n < self._planned and self._bare[n]:
@@ -185,20 +179,6 @@ class Region:
         return value
 
     # ------------------------------------------- along a course: see [Note: hooks only where they are needed]
-
-    def hook(self, last: int) -> bool:
-        """Set the hooks, up to saved tensor ``last``; False where others have set theirs or no hooks may be set."""
-        if _torch.innermost_pack_hook() is not self._outer or not _torch.saved_tensor_hooks_allowed():
-            return False
-        self._hooks.__enter__()
-        self._last = last
-        return True
-
-    def unhook(self) -> None:
-        """Take them back, if that has not been done; backward, run inside a call, has its own copy of what is set."""
-        self._last = UNHOOKED
-        if _torch.innermost_pack_hook() is self._hooks.pack_hook:
-            self._hooks.__exit__()
 
     def anchor(self, tensor: Tensor) -> None:
         """A tensor that autograd keeps may be read by recipes."""
@@ -417,31 +397,3 @@ class Region:
 
 def _see(base: Tensor, shape: torch.Size, stride: tuple[int, ...], offset: int) -> Tensor:
     return base.as_strided(shape, stride, base.storage_offset() + offset)
-
-
-def _recorded_unpack(recorder: Recorder) -> Any:
-    def recorded(packed: Packed) -> Tensor:
-        recorder.read(packed)
-        return unpack(packed)
-
-    return recorded
-
-
-def unpack(packed: Packed) -> Tensor:
-    """Autograd wants its tensor back."""
-    if type(packed) is Bare:
-        bare = packed.tensor
-        if bare._version != packed.version:
-            raise ChangedError(changed(packed.what(), bare, packed.version))
-        return bare
-    tensor = packed.tensor
-    if tensor is not None and type(packed) is Value and tensor._version == packed.version:
-        return tensor
-    if torch.is_grad_enabled():
-        with torch.no_grad():
-            return unpack(packed)
-    for device in AUTOCAST_DEVICES:
-        if torch.is_autocast_enabled(device):
-            with torch.autocast(device, enabled=False):
-                return unpack(packed)
-    return packed.read()

@@ -1,0 +1,74 @@
+"""The hooks that autograd calls: where they are set, and how a tensor is handed back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from leangrad import _torch
+from leangrad.errors import ChangedError
+from leangrad.ledger.cast import Packed
+from leangrad.ledger.value import Bare, Value, changed
+
+AUTOCAST_DEVICES = ("cuda", "cpu") if torch.backends.cuda.is_built() else ("cpu",)
+
+TAKEN_BACK = -1
+
+
+class Hooks:
+    """The saved-tensor hooks of one region: set for all of it, or call by call up to a known saved tensor."""
+
+    def __init__(self, pack: Callable[[Tensor], Packed], unpack: Callable[[Packed], Tensor]) -> None:
+        self._hooks = saved_tensors_hooks(pack, unpack)
+        self._outer: Any = None
+        self.last = TAKEN_BACK  # the saved tensor after which they are taken back
+
+    def start(self) -> None:
+        """A region begins in which they are set call by call."""
+        self._outer = _torch.innermost_pack_hook()
+
+    def set_all(self) -> None:
+        """Set them until ``take_back_all``."""
+        self._hooks.__enter__()
+
+    def take_back_all(self) -> None:
+        """Whatever was set inside has been taken back by whoever set it."""
+        self._hooks.__exit__()
+
+    def set(self, last: int) -> bool:
+        """Set them, up to saved tensor ``last``; False where others have set theirs or no hooks may be set."""
+        if _torch.innermost_pack_hook() is not self._outer or not _torch.saved_tensor_hooks_allowed():
+            return False
+        self._hooks.__enter__()
+        self.last = last
+        return True
+
+    def take_back(self) -> None:
+        """If that has not been done. A backward that runs inside a call has its own copy of what is set."""
+        self.last = TAKEN_BACK
+        if _torch.innermost_pack_hook() is self._hooks.pack_hook:
+            self._hooks.__exit__()
+
+
+def unpack(packed: Packed) -> Tensor:
+    """Autograd wants its tensor back."""
+    if type(packed) is Bare:
+        bare = packed.tensor
+        if bare._version != packed.version:
+            raise ChangedError(changed(packed.what(), bare, packed.version))
+        return bare
+    tensor = packed.tensor
+    if tensor is not None and type(packed) is Value and tensor._version == packed.version:
+        return tensor
+    if torch.is_grad_enabled():
+        with torch.no_grad():
+            return unpack(packed)
+    for device in AUTOCAST_DEVICES:
+        if torch.is_autocast_enabled(device):
+            with torch.autocast(device, enabled=False):
+                return unpack(packed)
+    return packed.read()
