@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import leangrad
-from leangrad.kernels.pointwise import OPS, Input, Program, Step, compiled, source
+from leangrad.kernels.pointwise import BLOCK, OPS, Input, Program, Step, compiled, source
 from leangrad.ledger import fused
 from leangrad.ledger.builder import RefusedError, find_terms
 from leangrad.ledger.rules import RULES
@@ -23,6 +23,7 @@ from leangrad.ledger.value import Value
 f32, bf16, f16 = torch.float32, torch.bfloat16, torch.float16
 STEPS = 3 + fused.PROOFS
 DEVICE = "cpu"
+NEGATED = (Step("neg", (0,), f32),)
 PROGRAMS: dict[str, Callable[[Any], list[Tensor]]] = {}
 
 
@@ -51,9 +52,22 @@ def check_layouts() -> None:
         for x in operands:
             terms = find_terms(x.shape, x.stride(), shape, dense.stride())
             result = torch.empty_strided(shape, dense.stride())
-            program = Program((Input(f32, terms),), 0, (Step("neg", (0,), f32),), (0,))
+            program = Program((Input(f32, terms),), 0, NEGATED, (0,))
             compiled(program).launch([x], [], [result], result.numel())
             assert torch.equal(result, -x.expand(shape)), (shape, dense.stride(), x.shape, x.stride(), terms)
+
+
+def check_rows() -> None:
+    """Statistics of rows, where a block lies within one row: read once a block, for pieces too."""
+    out = torch.empty(6, 2 * BLOCK)
+    for x in (torch.randn(6, 1), torch.randn(6, 3)[:, 1:2], torch.randn(()), torch.randn(2 * BLOCK)):
+        program = Program((Input(f32, find_terms(x.shape, x.stride(), out.shape, out.stride())),), 0, NEGATED, (0,))
+        assert ("tl.full" in source(program, False)) == (x.dim() != 1)
+        for start in (0, 3 * BLOCK):
+            n = out.numel() - start
+            mine = torch.empty(n)
+            compiled(program).launch([x], [], [mine], n, start)
+            assert torch.equal(mine, -x.expand(out.shape).reshape(-1)[start:])
 
 
 def _dense_strides(x: Tensor) -> tuple[int, ...]:
@@ -277,10 +291,14 @@ def made(node: str, *args: Any, like: Tensor | None = None, dtype: torch.dtype |
 
 
 def branches(
-    x: Tensor, y: Tensor, number: float = 2.5, power: float = 2.0, dtype: torch.dtype = bf16, twice: bool = False
+    x: Tensor, y: Tensor, number: float = 2.5, power: float = 2.0, dtype: torch.dtype = bf16, **options: bool
 ) -> Value:
-    """cast(relu(x·number + y)^power · (x·number − y)); ``twice``: the product is one value for both."""
-    h, other = kept(x), kept(y)
+    """cast(relu(x·number + y)^power · (x·number − y)).
+
+    ``twice``: the product is one value for both; ``alike``: x and y are one value.
+    """
+    h = kept(x)
+    other, twice = h if options.get("alike") else kept(y), options.get("twice")
     first = made("MulBackward0", h, torch.tensor(number, dtype=torch.float64))
     second = first if twice else made("MulBackward0", h, torch.tensor(number, dtype=torch.float64))
     left = made("PowBackward0", made("ReluBackward0", made("AddBackward0", first, other, alpha=1)), power)
@@ -304,6 +322,8 @@ def check_what_tells_chains_apart() -> None:
         "one value": (1, branches(x, y, twice=True)),
         "other strides": (1, branches(x, across)),
         "another shape": (1, branches(x, torch.randn(64))),
+        "one tensor": (0, branches(x, x)),
+        "one leaf": (1, branches(x, x, alike=True)),
         "an operand in bfloat16": (1, branches(x, y.to(bf16))),
         "a part of a complex tensor": (1, branches(x, complexes.imag)),
     }
@@ -387,6 +407,7 @@ if __name__ == "__main__":
     fused.MIN_BYTES = 0  # the interpreter is slow
     check_terms()
     check_layouts()
+    check_rows()
     check_rounding()
     check_recipes("cpu")
     check_what_tells_chains_apart()
