@@ -5,6 +5,8 @@ As a script, under `TRITON_INTERPRET=1`, the kernels take CPU tensors. Shapes ar
 
 import gc
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -159,14 +161,16 @@ def reference(x: Tensor, dz: Tensor) -> Tensor:
 def check_one_question(device: str) -> None:
     """However many layers invert, the device is asked once in a step; and again once parameters could have changed."""
     asked: list[list[Tensor]] = []
-    question = kernels.Question.__call__
+    take = abn_spare.Roll.take_question
     roll = lambda: next(iter(abn_spare._rolls.of.values()))  # noqa: E731
 
-    def listen(self: kernels.Question, mark: int, out: Tensor) -> None:
-        asked.append([a.weight for a in roll().answers.values() if a.mark == mark])
-        question(self, mark, out)
+    def listen(self: abn_spare.Roll) -> object:
+        taken = take(self)
+        if taken is not None:
+            asked.append([a.weight for a in self.asked_for])
+        return taken
 
-    kernels.Question.__call__ = listen
+    abn_spare.Roll.take_question = listen
     try:
         model = torch.nn.Sequential(InPlaceABN(3), InPlaceABN(3, activation="elu"), InPlaceABN(3)).to(device)
         with torch.no_grad():
@@ -193,7 +197,7 @@ def check_one_question(device: str) -> None:
         gc.collect()
         assert len(roll().answers) == before - 3, "a layer that died is still asked for"
     finally:
-        kernels.Question.__call__ = question
+        abn_spare.Roll.take_question = take
 
 
 def check_every_dtype_of_parameters(device: str) -> None:
@@ -206,12 +210,49 @@ def check_every_dtype_of_parameters(device: str) -> None:
                 layer.bias.fill_(0.5)
             answer = abn_spare.ask(layer, layer.weight, layer.bias, abn_spare.limits_of("leaky_relu", 0.01, dtype, 0.0))
             channels = answer.channels()
+            assert answer.take_question() is None, "asked twice"
             assert answer.roll is not None, "the kernel was not asked"
             assert answer.roll.says_all_invert(answer.slot, answer.mark) == (expected is None)
             assert (None if channels is None else channels.tolist()) == expected
         # Whoever is too late for a word finds no answer in it, and looks for itself.
         abn_spare.ask(layer, layer.weight, layer.bias, answer.limits)
         assert not answer.roll.says_all_invert(answer.slot, answer.mark - 1)
+
+
+def check_more_layers_than_words(device: str) -> None:
+    """Whoever has no word in the roll finds out for itself."""
+    x, dz, _ = case("planes", torch.float32, device)
+    x.requires_grad_()
+    words = abn_spare.LAYERS
+    abn_spare.LAYERS = 1
+    try:
+        layers = [InPlaceABN(3).to(device) for _ in range(3)]
+        for layer in layers:
+            with torch.no_grad():
+                layer.weight[2] = 0.0
+        for _ in range(2):
+            for layer in layers:
+                ours = torch.autograd.grad(layer(x * 1), [x, *layer.parameters()], dz)
+                exact = torch.autograd.grad(layer(x), [x, *layer.parameters()], dz)  # keeps its input
+                for a, b in zip(ours, exact, strict=True):
+                    close("with few words", a, b, torch.float32)
+    finally:
+        abn_spare.LAYERS = words
+
+
+def check_change_behind_the_counter(device: str) -> None:
+    """Parameters that are written through `.data` after backward, as simple optimizers do, are asked for again."""
+    layer = InPlaceABN(3).to(device)
+    x, dz, _ = case("planes", torch.float32, device)
+    x.requires_grad_()
+    for weight in (1.0, 0.0, 2.0, 1e-30):
+        layer.weight.data[1] = weight
+        version = layer.weight._version
+        ours = torch.autograd.grad(layer(x * 1), [x, *layer.parameters()], dz)
+        exact = torch.autograd.grad(layer(x), [x, *layer.parameters()], dz)
+        assert layer.weight._version == version
+        for a, b in zip(ours, exact, strict=True):
+            close(f"with a weight of {weight}", a, b, torch.float32)
 
 
 def check_hidden_write(device: str) -> None:
@@ -249,24 +290,48 @@ def check_all(device: str) -> None:
     check_one_question(device)
     check_every_dtype_of_parameters(device)
     check_hidden_write(device)
+    check_more_layers_than_words(device)
+    check_change_behind_the_counter(device)
+    check_layers(device)
+    with planned(ONCE=0):  # as for large maps
+        check_module(device)
+        check_layers(device)
+
+
+def check_layers(device: str) -> None:
     for name in ops.Activation.NAMES:
         check_layer("channels_last", name, torch.float32, device, ABN, added=name in ("relu", "identity"))
         check_layer("planes", name, torch.float32, device, InPlaceABN, added=False)
     for layout in SHAPES:
         check_layer(layout, "relu", torch.bfloat16, device, ABN, added=True)
+        check_layer(layout, "leaky_relu", torch.float32, device, InPlaceABN, added=False)
+
+
+@contextmanager
+def planned(**names: object) -> Iterator[None]:
+    """Inside, layers are planned with other constants or functions of `leangrad.kernels.abn`."""
+    before = {name: getattr(kernels, name) for name in names}
+
+    def change(values: dict[str, object]) -> None:
+        for name, value in values.items():
+            setattr(kernels, name, value)
+        kernels.layer.cache_clear()
+        ops._fused.clear()
+
+    change(names)
+    try:
+        yield
+    finally:
+        change(before)
 
 
 def check_wide_offsets() -> None:
     """The 64-bit path of the offsets, on a small map."""
     plan = kernels.plan
-    kernels.plan = lambda *args: plan(*args)._replace(wide=True)
-    kernels.layer.cache_clear()
-    ops._fused.clear()
-    try:
+    with planned(plan=lambda *args: plan(*args)._replace(wide=True)):
         for layout in ("rows", "planes"):
             check_passes(layout, ops.Activation("relu"), torch.float32, "cpu", inverted=False, added=False)
-    finally:
-        kernels.plan = plan
+            check_layer(layout, "leaky_relu", torch.float32, "cpu", InPlaceABN, added=False)
 
 
 if __name__ == "__main__":

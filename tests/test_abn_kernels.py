@@ -1,5 +1,7 @@
 """The Triton kernels of activated batch norm: under the interpreter everywhere, compiled where there is a GPU."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
@@ -57,6 +59,54 @@ def test_streams_and_a_captured_graph_on_a_gpu() -> None:
         torch.cuda.synchronize()
         for a, b in zip(captured, want, strict=True):
             assert torch.equal(a, b)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("height", [4, 64])
+def test_the_answer_is_waited_for_on_a_gpu(height: int) -> None:
+    """The device is far behind, and the write that makes a channel unfit is queued there, also behind the counter."""
+    from leangrad.nn.abn import InPlaceABN
+
+    layers = [InPlaceABN(16).cuda() for _ in range(2)]
+    x = torch.randn(64, 16, height, height, device="cuda", requires_grad=True)
+    dz, large = torch.randn_like(x), torch.randn(4096, 4096, device="cuda")
+    for weight in (1.0, 0.0, 0.5, 1e-30):
+        for _ in range(20):
+            large = large @ large * 1e-3
+        for layer in layers:
+            layer.weight.data[3] = weight
+        ours = [torch.autograd.grad(layer(x * 1), [x, *layer.parameters()], dz) for layer in layers]
+        exact = [torch.autograd.grad(layer(x), [x, *layer.parameters()], dz) for layer in layers]  # keeps its input
+        for found, wanted in zip(ours, exact, strict=True):
+            for a, b in zip(found, wanted, strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4 * b.abs().max().item())
+
+
+@pytest.mark.gpu
+def test_threads_and_streams_ask_for_themselves_on_a_gpu() -> None:
+    """Each thread has its own answers on each stream, and memory that a thread leaves behind serves the next one."""
+    from leangrad.nn.abn import InPlaceABN
+
+    layer = InPlaceABN(16).cuda()
+    with torch.no_grad():
+        layer.weight[3] = 0.0
+    x = torch.randn(64, 16, 32, 32, device="cuda", requires_grad=True)
+    dz = torch.randn_like(x)
+    exact = torch.autograd.grad(layer(x), [x, *layer.parameters()], dz)
+    torch.cuda.synchronize()
+
+    def run(_: int) -> list[torch.Tensor]:
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            found = [torch.autograd.grad(layer(x * 1), [x, *layer.parameters()], dz) for _ in range(5)][-1]
+        stream.synchronize()
+        return list(found)
+
+    for _ in range(3):
+        with ThreadPoolExecutor(4) as pool:
+            for found in pool.map(run, range(4)):
+                for a, b in zip(found, exact, strict=True):
+                    torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4 * b.abs().max().item())
 
 
 @pytest.mark.gpu

@@ -1,7 +1,7 @@
 """Activated batch norm on CUDA: which tiles a map is cut into, and the launches for it.
 
 Maps are taken as they are, dense and all of one layout: channels as the fastest dimension (`rows`), or planes. A
-layer's forward is two launches, its backward two; `leangrad.kernels.abn_passes` has the kernels and says why.
+layer's forward is two launches, its backward two, over a small map one; `leangrad.kernels.abn_passes` says why.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ import triton
 from torch import Tensor
 
 from leangrad.kernels import abn_passes as passes
+from leangrad.kernels.abn_question import BLOCK, Question, asking_stats_kernel
 from leangrad.kernels.launch import Launch, scratch, stream_for
 
-__all__ = ["Kind", "Layer", "Question", "layer"]
+__all__ = ["Kind", "Layer", "layer"]
 
 
 class Shape(NamedTuple):
@@ -33,6 +34,11 @@ FORWARD = Shape(tile=8192, warps=16, programs=2)
 BACKWARD = Shape(tile=2048, warps=8, programs=3)
 SINGLE = Shape(tile=4096, warps=8, programs=4)  # one tile per program
 MERGED = 4096  # elements of the table that are read at a time
+
+# Up to this many elements a program has its channels to itself; of channels in rows it then takes few, so that there
+# are many programs. The device takes about as long as with two launches, and the host is spared one.
+ONCE = 1 << 17
+ONCE_CHANNELS = 8
 
 
 class Grid(NamedTuple):
@@ -66,14 +72,14 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
-def plan(size: torch.Size, rows: bool, device: torch.device, shape: Shape) -> Grid:
-    """The tiles of a map."""
+def plan(size: torch.Size, rows: bool, device: torch.device, shape: Shape, once: bool = False) -> Grid:
+    """The tiles of a map; `once` if they are not split."""
     C, S = size[1], 1 if rows else size[2:].numel()
     M = size.numel() // max(1, C)
-    block_c = min(64, triton.next_power_of_2(C)) if rows else 1
+    block_c = min(ONCE_CHANNELS if once else 64, triton.next_power_of_2(C)) if rows else 1
     block_m = min(shape.tile // block_c, max(16, triton.next_power_of_2(M)))
     tiles, c_blocks = triton.cdiv(M, block_m), triton.cdiv(C, block_c)
-    splits = max(1, min(tiles, shape.programs * _processors(device) // c_blocks))
+    splits = 1 if once else max(1, min(tiles, shape.programs * _processors(device) // c_blocks))
     block_p = min(max(1, MERGED // block_c), triton.next_power_of_2(splits))
     wide = (M + block_m) * (C + block_c) >= 2**31
     return Grid(M, C, S, rows, wide, block_m, block_c, block_p, tiles, c_blocks, splits)
@@ -114,13 +120,17 @@ class Layer:
         self.first, self.second, self.single = (
             plan(k.size, k.rows, k.device, shape) for shape in (FORWARD, BACKWARD, SINGLE)
         )
+        per_program = k.size.numel() // max(1, k.size[1]) * (min(ONCE_CHANNELS, k.size[1]) if k.rows else 1)
+        self.once = per_program <= ONCE
         given = (k.weight is not None, k.bias is not None, k.absolute, k.running is not None, k.counted)
         masked = k.added and k.act != "identity"
         self._stats = self._shared(passes.stats_kernel, self.first, FORWARD)
+        self._asking_stats = self._shared(asking_stats_kernel, self.first, FORWARD, BLOCK)
         self._finish_stats = self._merge(passes.finish_stats_kernel, self.first, 1)
         # Each pair: without and with a check of γ̂ and β, with dy not stored and stored.
+        g = plan(k.size, k.rows, k.device, FORWARD, True) if self.once else self.first
         self._forward = [
-            self._shared(passes.forward_kernel, self.first, FORWARD, k.act, k.added, *given, check, merges=True)
+            self._shared(passes.forward_kernel, g, FORWARD, k.act, k.added, *given, check, self.once, merges=True)
             for check in (False, True)
         ]
         self._sums = [
@@ -129,9 +139,12 @@ class Layer:
         ]
         self._finish_sums = self._merge(passes.finish_sums_kernel, self.second, 2)
         self._backward = [
-            self._shared(passes.backward_kernel, self.second, BACKWARD, act, k.inverted, residual, merges=True)
+            self._shared(passes.backward_kernel, self.second, BACKWARD, act, k.inverted, residual, False, merges=True)
             for act, residual in ((k.act, masked), ("identity", False))
         ]
+        if self.once:
+            g, flags = plan(k.size, k.rows, k.device, SINGLE, True), (k.act, k.inverted, masked, True)
+            self._backward[0] = self._shared(passes.backward_kernel, g, SINGLE, *flags, merges=True)
         self._normalize = self._tiled(passes.normalize_kernel, k.act, k.added)
         # What results look like: `empty_like` is cheaper than to say it all each time.
         self._like = [
@@ -166,11 +179,23 @@ class Layer:
         self._finish_stats(stream, (table, out))
         return out
 
-    def begin(self, x: Tensor) -> tuple[int | None, Tensor]:
-        """The first launch of a forward, over the statistics; its result is for `finish` alone, which follows."""
+    def begin(self, x: Tensor, asked: tuple[Question, int, Tensor] | None = None) -> tuple[int | None, Tensor]:
+        """The first launch of a forward, over the statistics; its result is for `finish` alone, which follows.
+
+        What is `asked`, a question with its mark and the place for its answers, goes along.
+        """
         g, stream = self.first, stream_for(self.kind.device)
+        if self.once:
+            if asked is not None:
+                asked[0].ask(*asked[1:])
+            return stream, x  # there is no table
         table = scratch(self.kind.device, stream, 2 * g.splits * g.C)
-        self._stats(stream, (x, table))
+        if asked is None:
+            self._stats(stream, (x, table))
+        else:
+            question, mark, words = asked
+            maps = (x, table, question.rows, question.limits, words)
+            self._asking_stats(stream, maps, (mark, question.layers))
         return stream, table
 
     def finish(
@@ -178,7 +203,7 @@ class Layer:
         residual: Tensor | None, out: Tensor, *, eps: float, running: tuple[Tensor, Tensor] | None, momentum: float,
         counter: Tensor | None, check: tuple[float, float, float] | None,
     ) -> Tensor:  # fmt: skip
-        """The second launch: z into `out`; returns the vectors, moves running statistics and counter on.
+        """The second launch, or the only one: z into `out`; returns the vectors, moves the running statistics on.
 
         With `check` (lower, ratio, upper), γ̂ is returned as NaN where the channel does not invert.
         """
@@ -226,31 +251,14 @@ class Layer:
     def backward(
         self, kept: Tensor, dz: Tensor, residual: Tensor | None, vectors: Tensor, *, dy_out: Tensor | None, out: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Both passes in two launches: dy into `dy_out` if that is given, dx into `out`; returns dγ̂ and dβ."""
+        """Both passes, in at most two launches: dy into `dy_out` if given, dx into `out`; returns dγ̂ and dβ."""
         k, stream = self.kind, stream_for(self.kind.device)
         dweight, dbias = torch.empty_like(self._like[1]), torch.empty_like(self._like[2])
-        table = self._table(stream, kept, dz, residual, dy_out, vectors)
+        table = vectors  # which is not read, if there is one launch
+        if not self.once or dy_out is not None:
+            table = self._table(stream, kept, dz, residual, dy_out, vectors)
         if dy_out is not None:
             dz, residual = dy_out, None
         maps = (kept, dz, kept if residual is None else residual, out)
         self._backward[dy_out is not None](stream, (*maps, table, vectors, dweight, dbias), (k.p,))
         return dweight, dbias
-
-
-# ---- many layers ----------------------------------------------------------------------------------------------------
-
-
-class Question:
-    """Which of many layers have channels that do not invert, asked again and again for the same parameters."""
-
-    def __init__(self, layers: list[tuple[Any, tuple[float, ...]]], device: torch.device) -> None:
-        """Take (γ's address, β's, channels, dtype) of each layer, and its limits, both as in nn/abn_spare.py."""
-        self.device = device
-        rows = [(*row[:3], passes.DTYPES.index(row[3])) for row, _ in layers]
-        self._rows = torch.tensor(rows, dtype=torch.int64).to(device)
-        self._limits = torch.tensor([limits for _, limits in layers], dtype=torch.float32).to(device)
-        self._launch = Launch(passes.unfit_kernel, device, (len(layers),), (512,), 4)
-
-    def __call__(self, mark: int, out: Tensor) -> None:
-        """Write a word for each layer into `out`, which may be pinned memory of the host; does not wait."""
-        self._launch(stream_for(self.device), (self._rows, self._limits, out), (mark,))

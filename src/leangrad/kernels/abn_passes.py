@@ -7,7 +7,8 @@ values of them, so that all programs move through memory together.
 [Note: two launches] A reduction leaves one row per program in a (splits, channels) table; each program of the pass that
 follows reads its channels' rows and reduces them for itself. That costs it a few µs of reading from the L2 cache, less
 than a third launch would, and there are no atomics: results do not depend on timing. The second pass walks backwards,
-and finds the end of the map still in the cache.
+and finds the end of the map still in the cache. Where a map is so small that a program can have all values of its
+channels to itself (`ONCE`), it reduces them on the spot, and there is one launch.
 
 `vectors` is (mean, invstd, γ̂, β), a (4, channels) float32 tensor.
 """
@@ -16,7 +17,6 @@ and finds the end of the map still in the cache.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
@@ -24,7 +24,7 @@ from leangrad.kernels.activation import activate, derivative, invert
 
 __all__ = [
     "backward_kernel", "finish_stats_kernel", "finish_sums_kernel", "forward_kernel", "input_kernel",
-    "normalize_kernel", "stats_kernel", "sums_kernel", "unfit_kernel",
+    "normalize_kernel", "share", "stats_kernel", "sums_kernel",
 ]  # fmt: skip
 
 
@@ -92,6 +92,30 @@ def _source(vectors_ptr, c, C, INVERTED: tl.constexpr):
 
 
 @triton.jit
+def share(
+    x_ptr, c, split, splits, M, C, S, tiles,
+    ROWS: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """Mean and squared deviations of every `splits`-th tile, by Welford's update in every lane of the tile."""
+    mean = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
+    m2 = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
+    for tile in range(split, tiles, splits):
+        offsets, inside = _tile(tile, c, M, C, S, ROWS, WIDE, BLOCK_M)
+        x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+        step = (tile - split) // splits + 1
+        delta = tl.where(inside, x - mean, 0.0)
+        mean += delta * (1.0 / step)
+        m2 += delta * (x - mean)
+    # Every lane saw every step, but for those that the last tile of the map leaves out.
+    steps = (tiles - 1 - split) // splits + 1
+    m = (split + (steps - 1) * splits) * BLOCK_M + tl.arange(0, BLOCK_M)
+    count = tl.where(m < M, steps, steps - 1).to(tl.float32)[:, None]
+    center = tl.sum(count * mean, 0) / tl.sum(count, 0)
+    away = mean - center[None, :]
+    return center, tl.sum(m2 + count * away * away, 0)
+
+
+@triton.jit
 def _moments(
     table_ptr, c, M, C, tiles, splits, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr
 ):  # fmt: skip
@@ -120,6 +144,31 @@ def _moments(
 
 
 @triton.jit
+def _share_of_sums(
+    kept_ptr, dz_ptr, residual_ptr, dy_ptr, vectors_ptr, p, c, split, splits, M, C, S, tiles,
+    ACT: tl.constexpr, INVERTED: tl.constexpr, HAS_RESIDUAL: tl.constexpr, STORE_DY: tl.constexpr,
+    ROWS: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """Σ dy and Σ x̂·dy of every `splits`-th tile."""
+    center, factor, scale, bias = _source(vectors_ptr, c, C, INVERTED)
+    sum_dy = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
+    sum_away_dy = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
+    for tile in range(split, tiles, splits):
+        offsets, inside = _tile(tile, c, M, C, S, ROWS, WIDE, BLOCK_M)
+        kept = tl.load(kept_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+        dz = tl.load(dz_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+        residual = 0.0
+        if HAS_RESIDUAL:
+            residual = tl.load(residual_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+        away, dy = _gradient(kept, dz, residual, center, scale, bias, p, ACT, INVERTED)
+        if STORE_DY:
+            tl.store(dy_ptr + offsets, dy.to(dy_ptr.dtype.element_ty), mask=inside)
+        sum_dy += dy
+        sum_away_dy += dy * away
+    return tl.sum(sum_dy, 0), tl.sum(sum_away_dy, 0) * factor
+
+
+@triton.jit
 def _total(table_ptr, c, C, splits, BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr):
     """The sum of a table's rows."""
     total = tl.zeros([BLOCK_P, BLOCK_C], tl.float32)
@@ -138,27 +187,13 @@ def stats_kernel(
     x_ptr, table_ptr, M, C, S, tiles,
     ROWS: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Mean and squared deviations of this program's share, by Welford's update in every lane of the tile."""
+    """Mean and squared deviations of this program's share."""
     c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     split, splits = tl.program_id(1), tl.num_programs(1)
-    mean = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
-    m2 = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
-    for tile in range(split, tiles, splits):
-        offsets, inside = _tile(tile, c, M, C, S, ROWS, WIDE, BLOCK_M)
-        x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
-        step = (tile - split) // splits + 1
-        delta = tl.where(inside, x - mean, 0.0)
-        mean += delta * (1.0 / step)
-        m2 += delta * (x - mean)
-    # Every lane saw every step, but for those that the last tile of the map leaves out.
-    steps = (tiles - 1 - split) // splits + 1
-    m = (split + (steps - 1) * splits) * BLOCK_M + tl.arange(0, BLOCK_M)
-    count = tl.where(m < M, steps, steps - 1).to(tl.float32)[:, None]
-    center = tl.sum(count * mean, 0) / tl.sum(count, 0)
-    away = mean - center[None, :]
+    center, m2 = share(x_ptr, c, split, splits, M, C, S, tiles, ROWS, WIDE, BLOCK_M, BLOCK_C)
     at = table_ptr + split * C + c
     tl.store(at, center, mask=c < C)
-    tl.store(at + splits * C, tl.sum(m2 + count * away * away, 0), mask=c < C)
+    tl.store(at + splits * C, m2, mask=c < C)
 
 
 @triton.jit
@@ -178,12 +213,17 @@ def forward_kernel(
     counter_ptr, eps, momentum, unbias, p, lower, ratio, upper, M, C, S, tiles,
     ACT: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
     ABSOLUTE: tl.constexpr, HAS_RUNNING: tl.constexpr, HAS_COUNTER: tl.constexpr, CHECK: tl.constexpr,
+    ONCE: tl.constexpr,
     ROWS: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
     """z from x and the table of shares; the first split also stores the vectors and moves the running statistics."""
     c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     split, splits = tl.program_id(1), tl.num_programs(1)
-    mean, var = _moments(table_ptr, c, M, C, tiles, splits, BLOCK_M, BLOCK_C, BLOCK_P)
+    if ONCE:
+        mean, var = share(x_ptr, c, split, splits, M, C, S, tiles, ROWS, WIDE, BLOCK_M, BLOCK_C)
+        var = var / M
+    else:
+        mean, var = _moments(table_ptr, c, M, C, tiles, splits, BLOCK_M, BLOCK_C, BLOCK_P)
     invstd = 1.0 / tl.sqrt(var + eps)
     weight = tl.full([BLOCK_C], 1.0, tl.float32)
     bias = tl.zeros([BLOCK_C], tl.float32)
@@ -253,24 +293,13 @@ def sums_kernel(
     """Σ dy and Σ x̂·dy of this program's share; stores dy where it is the gradient of a residual."""
     c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     split, splits = tl.program_id(1), tl.num_programs(1)
-    center, factor, scale, bias = _source(vectors_ptr, c, C, INVERTED)
-    sum_dy = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
-    sum_away_dy = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
-    for tile in range(split, tiles, splits):
-        offsets, inside = _tile(tile, c, M, C, S, ROWS, WIDE, BLOCK_M)
-        kept = tl.load(kept_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
-        dz = tl.load(dz_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
-        residual = 0.0
-        if HAS_RESIDUAL:
-            residual = tl.load(residual_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
-        away, dy = _gradient(kept, dz, residual, center, scale, bias, p, ACT, INVERTED)
-        if STORE_DY:
-            tl.store(dy_ptr + offsets, dy.to(dy_ptr.dtype.element_ty), mask=inside)
-        sum_dy += dy
-        sum_away_dy += dy * away
+    sum_dy, sum_xhat_dy = _share_of_sums(
+        kept_ptr, dz_ptr, residual_ptr, dy_ptr, vectors_ptr, p, c, split, splits, M, C, S, tiles,
+        ACT, INVERTED, HAS_RESIDUAL, STORE_DY, ROWS, WIDE, BLOCK_M, BLOCK_C,
+    )  # fmt: skip
     at = table_ptr + split * C + c
-    tl.store(at, tl.sum(sum_dy, 0), mask=c < C)
-    tl.store(at + splits * C, tl.sum(sum_away_dy, 0) * factor, mask=c < C)
+    tl.store(at, sum_dy, mask=c < C)
+    tl.store(at + splits * C, sum_xhat_dy, mask=c < C)
 
 
 @triton.jit
@@ -288,14 +317,20 @@ def finish_sums_kernel(
 @triton.jit
 def backward_kernel(
     kept_ptr, dz_ptr, residual_ptr, out_ptr, table_ptr, vectors_ptr, dweight_ptr, dbias_ptr, p, M, C, S, tiles,
-    ACT: tl.constexpr, INVERTED: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    ACT: tl.constexpr, INVERTED: tl.constexpr, HAS_RESIDUAL: tl.constexpr, ONCE: tl.constexpr,
     ROWS: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
     """dx from the table of sums; the first split also stores dγ̂ and dβ."""
     c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     split, splits = tl.program_id(1), tl.num_programs(1)
-    sum_dy = _total(table_ptr, c, C, splits, BLOCK_C, BLOCK_P)
-    sum_xhat_dy = _total(table_ptr + splits * C, c, C, splits, BLOCK_C, BLOCK_P)
+    if ONCE:
+        sum_dy, sum_xhat_dy = _share_of_sums(
+            kept_ptr, dz_ptr, residual_ptr, dz_ptr, vectors_ptr, p, c, split, splits, M, C, S, tiles,
+            ACT, INVERTED, HAS_RESIDUAL, False, ROWS, WIDE, BLOCK_M, BLOCK_C,
+        )  # fmt: skip
+    else:
+        sum_dy = _total(table_ptr, c, C, splits, BLOCK_C, BLOCK_P)
+        sum_xhat_dy = _total(table_ptr + splits * C, c, C, splits, BLOCK_C, BLOCK_P)
     if split == 0:
         tl.store(dweight_ptr + c, sum_xhat_dy.to(dweight_ptr.dtype.element_ty), mask=c < C)
         tl.store(dbias_ptr + c, sum_dy.to(dbias_ptr.dtype.element_ty), mask=c < C)
@@ -335,37 +370,3 @@ def input_kernel(
         slope = scale * (tl.load(sums_ptr + C + c, mask=c < C, other=0.0) * part) * factor
         dx = dx - constant[None, :] - slope[None, :] * away
     tl.store(out_ptr + offsets, dx.to(out_ptr.dtype.element_ty), mask=inside)
-
-
-# ---- questions ------------------------------------------------------------------------------------------------------
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of parameters, as `_magnitudes` counts them
-
-
-@triton.jit
-def _magnitudes(address, dtype, c, inside):
-    """|values| at an address."""
-    if dtype == 0:
-        v = tl.load(address.to(tl.pointer_type(tl.float32)) + c, mask=inside, other=0.0)
-    elif dtype == 1:
-        v = tl.load(address.to(tl.pointer_type(tl.bfloat16)) + c, mask=inside, other=0.0).to(tl.float32)
-    else:
-        v = tl.load(address.to(tl.pointer_type(tl.float16)) + c, mask=inside, other=0.0).to(tl.float32)
-    return tl.abs(v)
-
-
-@triton.jit(do_not_specialize=["mark"])
-def unfit_kernel(rows_ptr, limits_ptr, out_ptr, mark, BLOCK: tl.constexpr):
-    """2·mark for each layer, or one more if a channel does not invert; a row is (γ's address, β's, channels, dtype)."""
-    row = tl.program_id(0)
-    weights, biases = tl.load(rows_ptr + 4 * row), tl.load(rows_ptr + 4 * row + 1)
-    C, dtype = tl.load(rows_ptr + 4 * row + 2).to(tl.int32), tl.load(rows_ptr + 4 * row + 3)
-    lower, ratio = tl.load(limits_ptr + 4 * row), tl.load(limits_ptr + 4 * row + 1)
-    upper, shift = tl.load(limits_ptr + 4 * row + 2), tl.load(limits_ptr + 4 * row + 3)
-    unfit = tl.zeros([BLOCK], tl.int32)
-    for start in range(0, C, BLOCK):
-        c = start + tl.arange(0, BLOCK)
-        gamma, beta = _magnitudes(weights, dtype, c, c < C) + shift, _magnitudes(biases, dtype, c, c < C)
-        fits = (gamma >= lower) & (beta <= ratio * gamma) & (6 * gamma + beta <= upper)
-        unfit = tl.maximum(unfit, tl.where(fits | (c >= C), 0, 1))
-    tl.store(out_ptr + row, 2 * mark + tl.max(unfit, 0))

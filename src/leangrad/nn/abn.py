@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import Node
 
 from leangrad._torch import forward_mode_active, is_view, keeps_output, norm_tensors, transforms_active
 from leangrad.kernels import serves
@@ -224,17 +226,20 @@ class InPlaceABN(ABN):
     def _prepare(
         self, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, call: Call
     ) -> None:
-        able = self._function is None and self._known.inverts and residual is None
-        coarse = self._known.name == "elu" and x.dtype.itemsize < 4
-        held = x.grad_fn is None and x.requires_grad  # a leaf, which autograd holds: to keep it costs nothing
-        call.invert = able and (not (coarse or held) if self.invert is None else self.invert)
-        if not call.invert or not torch.is_grad_enabled():
+        known, maker = self._known, x.grad_fn
+        if residual is not None or self._function is not None or not known.inverts or self.invert is False:
             return
-        if x.is_cuda and torch.cuda.is_current_stream_capturing():
-            call.invert = False  # which channels do not invert will be another matter in each replay
+        if self.invert is None:
+            if known.name == "elu" and x.dtype.itemsize < 4:
+                return  # too coarse
+            if maker is None and x.requires_grad:
+                return  # a leaf, which autograd holds until backward: to keep it costs nothing
+        capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
+        call.invert = not capturing  # which channels do not invert will be another matter in each replay
+        if capturing or not torch.is_grad_enabled():
             return
-        call.in_place = _may_be_overwritten(x)
-        limits = limits_of(self._known.name, self._known.param, x.dtype, self.eps if self.absolute else 0.0)
+        call.in_place = _may_be_overwritten(x, maker)
+        limits = limits_of(known.name, known.param, x.dtype, self.eps if self.absolute else 0.0)
         call.answer = ask(self, weight, bias, limits)
         call.limits = limits if serves(x) else None
 
@@ -299,12 +304,13 @@ def _fits(shape: torch.Size, other: torch.Size) -> bool:
     return shape == other or torch.broadcast_shapes(shape, other) == other
 
 
-def _may_be_overwritten(x: Tensor) -> bool:
+def _may_be_overwritten(x: Tensor, maker: Node | None) -> bool:
     """Only what an op made that does not need it again: a tensor without a history is the caller's own data."""
-    maker = x.grad_fn
     if maker is None or is_view(x) or keeps_output(type(maker)):
         return False
-    return not isinstance(getattr(maker, "call", None), Call)  # another in-place norm, which keeps its output
+    written_in_python = issubclass(type(maker), BackwardCFunction)
+    # Another in-place norm keeps its output.
+    return not (written_in_python and isinstance(getattr(maker, "call", None), Call))
 
 
 def _must_be_plain(x: Tensor) -> bool:

@@ -234,7 +234,7 @@ def _normalize(
             counter=call.counter, added=residual is not None,
         )  # fmt: skip
     if layer is not None:
-        begun = layer.begin(x)  # which gives the device something to do while the host waits for its answer
+        begun = layer.begin(x, None if call.answer is None else call.answer.take_question())
         channels, spare = _spare(x, call)
         check = wider(call.limits)[:3] if call.limits is not None and channels is None else None
         vectors = layer.finish(

@@ -7,9 +7,9 @@ subnormal.
 [Note: asking the device] That depends on γ and β alone. But these live on the device, and how much is kept must be
 known on the host: somebody has to wait. Three things make that cheap. The first layer of a pass asks for all layers at
 once, and the others find their answers. The kernel writes the answers straight into memory of the host, so nothing is
-copied. And a layer that asked goes on: it reads the answer only before it overwrites its input, when the pass over its
-statistics is under way. A device that is behind then works on that while the host wakes up, and one that waits for
-work has answered long before.
+copied. And the question goes to the device in the same launch as the layer's statistics, before these; the layer reads
+the answer when it is about to overwrite its input. A device that is behind then works on the statistics while the host
+wakes up, and one that waits for work has answered long before.
 
 An answer serves one forward, and only until a version counter moves or a backward of such a layer has run: after that
 optimizers write parameters, some of them behind the counter. What is left, a write to `.data` between the question and
@@ -98,10 +98,17 @@ class Answer:
             return False
         return bias.dtype == dtype and bias.numel() == channels and bias.is_contiguous()
 
+    def take_question(self) -> tuple[Any, int, Tensor] | None:
+        """The question, its mark and the place for its words, if it is still to be put to the device."""
+        return None if self.roll is None else self.roll.take_question()
+
     def channels(self) -> Tensor | None:
         """The channels that cannot be inverted, or None; waits for the device if that is behind."""
-        if self.roll is not None and self.roll.says_all_invert(self.slot, self.mark):
-            return None
+        if self.roll is not None:
+            if (taken := self.roll.take_question()) is not None:
+                taken[0].ask(*taken[1:])
+            if self.roll.says_all_invert(self.slot, self.mark):
+                return None
         channels = _unfit(self.weight.detach(), self.bias, *self.limits).nonzero().squeeze(1)
         return channels if channels.numel() else None
 
@@ -155,11 +162,12 @@ class Roll:
         self.device = device
         self.answers: dict[int, Answer] = {}  # by the layer's id, for as long as that lives
         self.passes = -1  # of the last question
+        self.mark = 0
+        self.open = False  # whether the last question has not been put to the device
         self.question: Any = None  # about `asked_for`; None if those are others now
         self.asked_for: list[Answer] = []
         on_cuda = device.type == "cuda"
         self.stream = torch.cuda.current_stream(device) if on_cuda else None
-        self.asked = torch.cuda.Event() if on_cuda else None
         try:
             self.memory = _words_to_lend.pop()
         except IndexError:
@@ -192,17 +200,20 @@ class Roll:
         return weakref.ref(layer, lambda _: answers.pop(key, None))
 
     def _ask(self, first: Answer) -> None:
-        """One question for `first`, and for all other layers whose parameters are still there to be read."""
+        """Have one question ready for `first`, and for all other layers whose parameters are still there to be read."""
         there = [answer for answer in list(self.answers.values()) if answer is first or _is_there(answer)]
         if self.question is None or there != self.asked_for:
             self._change(there)
-        mark = next(_marks) % 2**30
+        self.mark, self.open, self.passes = next(_marks) % 2**30, True, _passes
         for answer in self.asked_for:
-            answer.mark, answer.versions, answer.used = mark, _versions(answer.weight, answer.bias), False
-        self.passes = _passes
-        self.question(mark, self.memory)
-        if self.asked is not None:
-            self.asked.record(self.stream)
+            answer.mark, answer.versions, answer.used = self.mark, _versions(answer.weight, answer.bias), False
+
+    def take_question(self) -> tuple[Any, int, Tensor] | None:
+        """What is left to be put to the device, by whoever launches something next."""
+        if not self.open:
+            return None
+        self.open = False
+        return self.question, self.mark, self.memory
 
     def _change(self, there: list[Answer]) -> None:
         """From now on ask for these, as many as there are words for."""
@@ -217,8 +228,10 @@ class Roll:
         """Whether the answer says so; waits for it. False also where there is no answer."""
         if slot < 0:
             return False
-        if self.words[slot] >> 1 != mark and self.asked is not None:
-            self.asked.synchronize()
+        if self.stream is not None and self.words[slot] >> 1 != mark:
+            launched = self.stream.record_event()
+            while self.words[slot] >> 1 != mark and not launched.query():
+                pass  # each query lets other threads run, and raises what went wrong on the device
         return bool(self.words[slot] == 2 * mark)
 
 
@@ -268,4 +281,4 @@ def _unfit(weight: Tensor, bias: Tensor | None, lower: Any, ratio: Any, upper: A
 @cache
 def _kernels() -> Any:
     """Imported on first use: Triton is not everywhere."""
-    return importlib.import_module("leangrad.kernels.abn")
+    return importlib.import_module("leangrad.kernels.abn_question")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ class Activation:
 
     NAMES = ("leaky_relu", "elu", "identity", "relu", "silu", "gelu", "gelu_tanh")
 
-    @property
+    @cached_property
     def inverts(self) -> bool:
         """Whether y can be computed from z alone."""
         return self.name == "identity" or (self.name in ("leaky_relu", "elu") and self.param > 0)
