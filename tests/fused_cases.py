@@ -16,7 +16,9 @@ from torch import Tensor, nn
 import leangrad
 from leangrad.kernels.pointwise import BLOCK, OPS, Input, Program, Step, compiled, source
 from leangrad.ledger import fused
+from leangrad.ledger.assembly import Plan
 from leangrad.ledger.builder import RefusedError, find_terms
+from leangrad.ledger.chain import MAX_STREAMS
 from leangrad.ledger.rules import RULES
 from leangrad.ledger.value import Value
 
@@ -368,6 +370,46 @@ def check_held_bytes() -> None:
     assert fused.report()["launches"] == before + 1
 
 
+LINKS = 20
+
+
+def stream(region: Any) -> list[Tensor]:
+    """A residual stream whose links nobody saves; each is read by the next link and by a norm, written out."""
+    x, w = leaf(8, 64, dtype=bf16), leaf(64, 64, seed=1, dtype=bf16)
+    with region:
+        total = source_of(x)
+        for _ in range(LINKS):
+            h = total.float()
+            scale = (h.pow(2).mean(-1, keepdim=True) + 1).reciprocal()
+            total = total + F.linear((h * scale).to(bf16), w)
+        z = summed(total)
+    return backward(z, x, w)
+
+
+def check_links() -> None:
+    """Every link of a stream is added up once, in launches of a dozen tensors, though its readers come one by one."""
+    region = leangrad.saving(residual_depth=LINKS + 1, min_bytes=0)
+    for _ in range(STEPS):
+        stream(region)
+    launched: list[Program] = []
+    run = Plan.run
+
+    def logged(self: Plan, *args: Any) -> list[Tensor]:
+        if self.n == 8 * 64:
+            launched.append(self.kernel.program)
+        return run(self, *args)
+
+    Plan.run = logged  # type: ignore[method-assign]
+    try:
+        assert not _gathered(lambda: stream(region))
+    finally:
+        Plan.run = run  # type: ignore[method-assign]
+    added = sum(step.op == "add" for p in launched for step in p.steps)
+    assert added == LINKS - 1  # no norm reads the last one
+    assert max(len(p.inputs) + len(p.outputs) for p in launched) <= MAX_STREAMS + 3  # those of the last op
+    assert all(torch.equal(a, b) for a, b in zip(stream(region), stream(nullcontext()), strict=True))
+
+
 def check_an_op_of_other_bits() -> None:
     """An op that is not exact here is found out by itself, and the rest of its chain is fused without it."""
     before = fused.report()
@@ -412,6 +454,7 @@ if __name__ == "__main__":
     check_recipes("cpu")
     check_what_tells_chains_apart()
     check_held_bytes()
+    check_links()
     check_an_op_of_other_bits()
     check_a_norm_of_other_bits()
     print("all chains agree", file=sys.stdout)
