@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from leangrad.ops.activation import ACTIVATIONS, Activation, resolve
+from leangrad.ops.activation import ACTIVATIONS, FRESH, OVER, Activation, resolve
 
 PLAIN = {
     "relu": F.relu,
@@ -50,6 +50,22 @@ def case(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Activat
 def test_the_table_is_complete():
     assert set(ACTIVATIONS) == set(PLAIN)
     assert all(record.name == name for name, record in ACTIVATIONS.items())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", PLAIN)
+def test_one_function_of_torch_is_the_same_as_forward(name, dtype):
+    record, x, y, _, _ = case(name, (5, 37), dtype)
+    fresh, over = FRESH.get(record.forward), OVER.get(record.forward)
+    assert not ((fresh or over) and record.parameter_name)
+    if fresh:
+        before = x.clone()
+        assert torch.equal(fresh(x), y)
+        assert torch.equal(x, before)
+    if over:
+        assert record.in_place
+        assert over(x) is x
+        assert torch.equal(x, y)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -1,12 +1,14 @@
 """The chain of layers on bare tensors: autograd's bits, two gradients at a time, and only what it owns overwritten."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from leangrad.kernels import rebuild
 from leangrad.kernels.rebuild import rebuild_and_backward
 from leangrad.lease import release_scratch
 from leangrad.measure import measure
@@ -187,6 +189,20 @@ def test_one_pass_for_rebuilding_and_backward(names, spent, monkeypatch):
             assert (len(asked), len(used)) == ((1, 5) if rebuilt else (0, 0))
         if all(needs) and names == MIXED:
             assert (asked, used) == ((["swiglu", "gelu"], ["gelu"]) if rebuilt else ([], []))
+
+
+def test_an_activation_is_known_by_its_functions(monkeypatch):
+    """One of the same name that computes something else has a proof of its own to pass."""
+    asked = []
+    monkeypatch.setattr(rebuild, "_proven", {})
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(rebuild, "_prove", lambda record, dtype, device: asked.append(record))
+    gelu, device = ACTIVATIONS["gelu"], torch.device("cuda", 0)
+    other = replace(gelu, backward=ACTIVATIONS["silu"].backward)
+    for record in (gelu, other, gelu):
+        rebuild._launch_of(record, torch.bfloat16, device)
+    rebuild._launch_of(gelu, torch.float16, device)
+    assert asked == [gelu, other, gelu]
 
 
 def chain_step(depth: int, activation: str, width: int = 64, rows: int = 1024, **options):

@@ -415,6 +415,16 @@ def test_hooks_and_replaced_children_run_plain():
     assert mlp(x).requires_grad
 
 
+def test_a_weight_that_is_no_parameter_any_more_runs_plain():
+    mlp, plain = pair()
+    weight = mlp[2].weight.detach() * 2
+    for model in (mlp, plain):
+        del model[2].weight
+        model[2].weight = weight
+    x, g = torch.randn(4, 5), torch.randn(4, 3)
+    same(grads_of(mlp, x, g), grads_of(plain, x, g))
+
+
 def test_transforms_compile_and_trace():
     mlp, plain = pair()
     x = torch.randn(4, 5)

@@ -161,7 +161,18 @@ def packed(saved: Any) -> Any:
 
 def passed_no_hook(saved: Any) -> bool:
     """Whether a saved tensor is as autograd saved it."""
-    return getattr(saved, "unpack_hook", None) is None
+    return saved.unpack_hook is None
+
+
+_HALF, _BYTE = torch.zeros((), dtype=torch.float16, device="cpu"), torch.zeros((), dtype=torch.int8, device="cpu")
+
+
+def is_number(tensor: Tensor) -> bool:
+    """Whether a tensor is a Python number that torch wrapped for an op: unlike a tensor's, its dtype gives way."""
+    if tensor.dim() or not tensor.is_cpu:
+        return False
+    other = _HALF if tensor.dtype is torch.float64 else _BYTE if tensor.dtype is torch.int64 else None
+    return other is not None and torch.result_type(other, tensor) is other.dtype
 
 
 def softmax_backward(g: Tensor, y: Tensor) -> Tensor:
@@ -277,10 +288,12 @@ def private_names() -> dict[str, bool]:
     owners += [torch.autograd.Variable, torch.autograd.graph]
     owners += [torch.nn.Module(), torch.nn.modules.module, torch.ops.aten, torch.ops.aten.add.Tensor]
     owners += [tensor, tensor.untyped_storage(), tensor.grad_fn]
+    owners += [torch.cuda, getattr(torch._C, "_StaticCudaLauncher", None)]
     there = {name for owner in owners for name in dir(owner)}
-    has_cuda = torch.backends.cuda.is_built()
     names = _private_names_in(ast.parse(inspect.getsource(sys.modules[__name__])))
-    return {name: name in there for name in names if has_cuda or not name.startswith("_cuda")}
+    if not torch.backends.cuda.is_built():
+        names = [name for name in names if "cuda" not in name.lower() and name != "_launch_kernel"]
+    return {name: name in there for name in names}
 
 
 def _private_names_in(source: ast.Module) -> list[str]:
@@ -341,7 +354,7 @@ def _missing_ledger_names() -> list[str]:
     wanted = {
         "Tensor": (tensor, ("_version", "_base", "_is_view")),
         "Node": (node, ("_sequence_nr", "_input_metadata", "metadata", "_saved_self", "_raw_saved_self")),
-        "SavedTensor": (raw, ("data",)),
+        "SavedTensor": (raw, ("data", "unpack_hook")),
     }
     return [f"{of}.{name}" for of, (owner, names) in wanted.items() for name in names if not hasattr(type(owner), name)]
 
@@ -499,12 +512,12 @@ def compile_kernel(code: str, name: str, types: str, warps: int) -> Callable[...
     return launch
 
 
-def bare_parameters(modules: Iterable[torch.nn.Module]) -> list[dict[str, Any]] | None:
-    """The parameters of each module by name; None if calling one does more than its `forward`, or torch does not tell.
+def bare_modules(modules: Iterable[torch.nn.Module]) -> list[tuple[torch.nn.Module, dict[str, Any]]] | None:
+    """Each module and its parameters by name; None if calling one does more than its `forward`, or torch does not tell.
 
     In one call for all of them, and without the failed lookup that comes before `module.weight` is found.
     """
-    found: list[dict[str, Any]] = []
+    found = []
     try:
         for module in modules:
             own = module.__dict__
@@ -512,7 +525,7 @@ def bare_parameters(modules: Iterable[torch.nn.Module]) -> list[dict[str, Any]] 
                 return None
             if own["_backward_hooks"] or own["_backward_pre_hooks"]:
                 return None
-            found.append(own["_parameters"])
+            found.append((module, own["_parameters"]))
     except (AttributeError, KeyError):
         return None
     return None if has_global_hooks() else found

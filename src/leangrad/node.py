@@ -7,7 +7,6 @@ hooks, threads.
 
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -120,10 +119,13 @@ class _Node(torch.autograd.Function):
                 recording.take_back(kept)
             if isinstance(recording, Chain):
                 recording.writer = _writer_of(ctx, tensors)
-            # Autocast that is on around `.backward()` has no say in what forward computed in other dtypes.
+            spent = not (again or handed)
             try:
-                with torch.autocast(grad.device.type, enabled=False) if autocast_may_be_on() else nullcontext():
-                    gradients = recording.backward(grad, tensors, output, ours=ours, spent=not (again or handed))
+                if autocast_may_be_on():  # around `.backward()`; it has no say in what forward computed in other dtypes
+                    with torch.autocast(grad.device.type, enabled=False):
+                        gradients = recording.backward(grad, tensors, output, ours=ours, spent=spent)
+                else:
+                    gradients = recording.backward(grad, tensors, output, ours=ours, spent=spent)
             finally:
                 if isinstance(recording, Chain):
                     recording.writer = None  # it knows this node, which may keep the recording

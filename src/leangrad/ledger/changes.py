@@ -16,8 +16,8 @@ from torch import Tensor
 
 from leangrad import _torch
 from leangrad.ledger.calls import Handler, argument, constants_of, leave_note
+from leangrad.ledger.cast import Anchor
 from leangrad.ledger.origins import NOTE, OPAQUE, key_of
-from leangrad.ledger.value import Value
 
 if TYPE_CHECKING:
     from leangrad.ledger.notes import Notes
@@ -37,7 +37,7 @@ def before_change(notes: Notes, target: Any) -> None:
             before_change(notes, t)
 
 
-def _move(anchors: list[weakref.ref[Value]] | None) -> None:
+def _move(anchors: list[weakref.ref[Anchor]] | None) -> None:
     for ref in anchors or ():
         value = ref()
         if value is not None and value.tensor is not None:

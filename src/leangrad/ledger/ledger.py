@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from leangrad import _torch
+from leangrad.ledger.course import Course
 from leangrad.ledger.plan import best_cut
 from leangrad.ledger.record import Recorder
 from leangrad.ledger.region import DEEPEST, Decision, Region, region_is_open
@@ -43,6 +44,7 @@ class Ledger:
         self._recorded: Recorder | None = None  # of the last step that was recorded, for the summary
         self._decisions: list[Decision] | None = None
         self.bare: Sequence[bool] = ()  # for every saved tensor in order: it is kept, and no recipe reads it
+        self.course: Course | None = None  # the calls of the recorded step
         self._local = threading.local()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -88,6 +90,7 @@ class Ledger:
         if recorder is not None and recorder.was_read:
             cut = best_cut(recorder.record()) if self.residual_depth == "auto" else None
             self._decisions, self.bare = recorder.decisions(cut), recorder.bare
+            self.course = recorder.course(cut)
             return None
         if self._lessons >= MAX_LESSONS:
             return None
@@ -97,7 +100,7 @@ class Ledger:
 
     def differs(self) -> None:
         """This step is not like the one that was recorded."""
-        self._decisions, self._recorder, self.bare = None, None, ()
+        self._decisions, self._recorder, self.course, self.bare = None, None, None, ()
         self._lessons += 1
 
     @property
@@ -111,7 +114,7 @@ class Ledger:
 
         That takes memory in forward; a model whose recorded step caught none runs without it.
         """
-        return self._decisions is None or self._recorder is None or self._recorder.caught > 0
+        return self._decisions is None or self._recorder is None or bool(self._recorder.caught)
 
     @property
     def cap(self) -> int:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -22,13 +23,18 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from leangrad import _torch
-from leangrad.ledger.calls import Handler, argument, leave_note
+from leangrad.ledger.calls import Handler, Run, argument, leave_note
+from leangrad.ledger.cast import Anchor
 from leangrad.ledger.changes import after_change, aliased, before_change, leaked, mutating, swapped, write_out
 from leangrad.ledger.draws import dropout, dropout_inside
 from leangrad.ledger.origins import LIVE, NOTE, OPAQUE, Operand
 from leangrad.ledger.value import Value
 
 RECENT = 4  # how many outputs of sources are held: query, key, value and one more
+
+
+# What runs the calls in the stead of the override: it writes them down, or follows what was written.
+Guide = Callable[[Run, Any, Handler | None, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class Book(Protocol):
@@ -38,9 +44,11 @@ class Book(Protocol):
     fence: int
     packing: bool  # the region itself is at work
     changing: Any  # the tensor that a function is changing in place right now
+    call: int  # the number of the call that runs, while a step is recorded
+    catches: bool  # whether the output of a product is held for a while, to be kept in the stead of a larger tensor
     # Anchors that plain would not have kept: parameters by their id, other tensors by their memory.
-    watched_parameters: dict[int, list[weakref.ref[Value]]]
-    watched_memory: dict[int, list[weakref.ref[Value]]]
+    watched_parameters: dict[int, list[weakref.ref[Anchor]]]
+    watched_memory: dict[int, list[weakref.ref[Anchor]]]
 
     def settle(self, node: Any, nr: int, name: str) -> None:
         """Give the recipe of output ``nr`` of ``node`` to the value that was kept as its saved ``name``."""
@@ -49,27 +57,36 @@ class Book(Protocol):
 class Notes(TorchFunctionMode):
     """The function override of one region."""
 
-    def __init__(self, book: Book, *, hold_sources: bool) -> None:
+    def __init__(self, book: Book) -> None:
         super().__init__()
         self.book = book
-        self.hold_sources = hold_sources
         self.recent: deque[Tensor] = deque(maxlen=RECENT)
+        self.guide: Guide | None = None
+        self.passes: frozenset[Any] = frozenset()  # functions that are known to need nothing of us
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if torch.compiler.is_compiling():  # a compiled part of the model: dynamo traces this very function
             return func(*args, **(kwargs or {}))
+        if not kwargs:
+            if func in self.passes:
+                return func(*args)
+            kwargs = {}
+        if self.book.packing:
+            return func(*args, **kwargs)
         try:
             handler = HANDLERS[func]
         except KeyError:
             handler = HANDLERS[func] = mutating() if _torch.mutates(func) else None
-        if kwargs is None:
-            return func(*args) if handler is None or self.book.packing else handler(self, func, args, {})
-        if self.book.packing:
-            return func(*args, **kwargs)
-        if kwargs.get("out") is not None:
-            return write_out(self, func, args, kwargs)
+        if kwargs and kwargs.get("out") is not None:
+            handler = write_out
+        if self.guide is not None and torch.is_grad_enabled():  # nothing is saved otherwise
+            return self.guide(self.run, func, handler, args, kwargs)
+        return func(*args, **kwargs) if handler is None else handler(self, func, args, kwargs)
+
+    def run(self, func: Any, handler: Handler | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """One call, by its handler if it has one."""
         return func(*args, **kwargs) if handler is None else handler(self, func, args, kwargs)
 
 
@@ -223,14 +240,14 @@ def _pooled(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
 
 def _source(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     out = func(*args, **kwargs)
-    if not notes.hold_sources:
+    if not notes.book.catches:
         return out
     if type(out) is Tensor and out.nbytes >= notes.book.min_bytes:
         made = out._base if out._is_view() else out
         node: Any = made.grad_fn if made is not None else None
         if node is not None and made is not None:
             held = made.detach()
-            node.metadata[LIVE] = (weakref.ref(held), held._version)
+            node.metadata[LIVE] = (weakref.ref(held), held._version, notes.book.call)
             notes.recent.append(held)
     return out
 

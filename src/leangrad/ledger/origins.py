@@ -8,22 +8,25 @@ in parameters, in values that are known already, or in the outputs of ops that a
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 from leangrad import _torch
+from leangrad.ledger.cast import Cast
 from leangrad.ledger.rules import RULES, Rule
-from leangrad.ledger.value import Bare, Value, is_there, leaf_value, wait
+from leangrad.ledger.value import Bare, Value, fuses, is_there, leaf_value, wait
 
 Node = Any  # torch.autograd.graph.Node, whose saved attributes differ from class to class
 
 # What we write into a node's metadata. Weak references only, and plain constants: see [Note: what a value may hold].
 VALUES = [("leangrad", i) for i in range(64)]
 NOTE = "leangrad.note"  # constants that the node forgets: {name: constant or Operand}
-# This op is never computed twice: (weak reference to its output, version), or None where outputs are not held.
+# This op is never computed twice: (weak reference to its output, version, number of the call).
 LIVE = "leangrad.live"
+CAST = "leangrad.cast"  # what was saved of it went the short way: see ``cast.py``
 OPAQUE = "leangrad.opaque"  # the output was changed behind autograd's back: it cannot be replayed
 
 with torch.enable_grad():  # leangrad may be imported anywhere
@@ -111,40 +114,45 @@ class Walk:
         self.steps = self.operand_bytes = 0
 
     def start(self, node: Node, nr: int) -> Value:
-        """A new walk: the origin of output ``nr`` of ``node``."""
+        """A new walk: the origin of output ``nr`` of ``node``; NoRecipeError where there is none."""
         self.steps = self.operand_bytes = 0
-        return self.origin(node, nr)
+        form, metadata = form_of(node, nr), node.metadata
+        if form is None or LIVE in metadata:
+            raise NoRecipeError(f"{type(node).__name__} is never computed twice")
+        if node._sequence_nr() < self._book.fence:
+            raise NoRecipeError(f"the output of {type(node).__name__} was changed behind autograd's back")
+        return self._origin(node, nr, form, metadata)
 
     def forget(self) -> None:
         """The region ends: let go of the parameters that recipes read."""
         self._leaves.clear()
 
-    def origin(self, node: Node, nr: int) -> Value:
-        """A new value for output ``nr`` of ``node`` with a recipe; NoRecipeError where there is none."""
-        rule = rule_for(node, nr)
-        metadata = node.metadata
-        if rule is None or LIVE in metadata:
-            raise NoRecipeError(f"{type(node).__name__} is never computed twice")
-        if OPAQUE in metadata or node._sequence_nr() < self._book.fence:
+    def _origin(self, node: Node, nr: int, form: Form, metadata: dict[Any, Any]) -> Value:
+        """A new value for output ``nr`` of ``node`` with the recipe that ``form`` tells."""
+        if OPAQUE in metadata:
             raise NoRecipeError(f"the output of {type(node).__name__} was changed behind autograd's back")
         self.steps += 1
         if self.steps > MAX_WALK:
             raise NoRecipeError(f"more than {MAX_WALK} ops between the tensor and its anchors")
+        rule = form.rule
         value = Value(rule.node)
         if self._book.sizes:
             value.nbytes = _torch.output_nbytes(node, nr)
+        edges = node.next_functions
         if rule.twins:
-            before = node.next_functions[0][0]
+            before = edges[0][0]
             if type(before) is AccumulateGrad:
                 return self._cast(rule, value, node, before.variable)
-        args = self._arguments(rule, node)
+        args = self._arguments(form, node, edges, metadata)
         if rule.twins:
             if not _torch.same_device(node):
                 raise NoRecipeError("a copy from another device")
             twin = _twin(args, value)
             if twin is not None:
                 return twin
-        keywords = {key: self._constant(node, name) for key, name in rule.keywords} if rule.keywords else NOTHING
+        keywords = NOTHING
+        if form.keywords:
+            keywords = {key: self._constant(node, constant, metadata) for key, constant in form.keywords}
         value.set_recipe(rule.function, args, keywords)
         if rule.numbered:
             value.part = nr
@@ -152,6 +160,17 @@ class Walk:
         if len(rule.operands) > 1:
             value.dtype = _torch.output_fact(node, "dtype")
         return value
+
+    def parameter(self, node: Node) -> Tensor | None:
+        """The parameter that ``node`` casts, if it is one and the cast is not known as a value."""
+        before = node.next_functions[0][0]
+        if type(before) is not AccumulateGrad:
+            return None
+        metadata = node.metadata
+        if VALUES[0] in metadata or OPAQUE in metadata or node._sequence_nr() < self._book.fence:
+            return None
+        parameter: Tensor = before.variable
+        return parameter if type(parameter) is torch.nn.Parameter or type(parameter) is Tensor else None
 
     def input(self, edge: tuple[Node, int]) -> Value:
         """The value that flows in along an edge: known, a parameter, rebuilt, or absent."""
@@ -173,11 +192,12 @@ class Walk:
                     return value
         if node._sequence_nr() < self._book.fence:
             raise NoRecipeError(f"the output of {type(node).__name__} may have been changed unseen")
-        if LIVE in metadata or rule_for(node, nr) is None:
+        form = form_of(node, nr)
+        if form is None or LIVE in metadata:
             value = Value(type(node).__name__)
             value.live = metadata.get(LIVE)
         else:
-            value = self.origin(node, nr)
+            value = self._origin(node, nr, form, metadata)
         if value.blocked:
             wait(value)
         metadata[key] = weakref.ref(value)
@@ -205,11 +225,12 @@ class Walk:
         self._book.watch(value)
         return value
 
-    def _arguments(self, rule: Rule, node: Node) -> tuple[Any, ...]:
-        edges = node.next_functions
+    def _arguments(
+        self, form: Form, node: Node, edges: Sequence[tuple[Node, int]], metadata: dict[Any, Any]
+    ) -> tuple[Any, ...]:
         args: list[Any] = []
-        if rule.operands == LISTED:
-            noted = node.metadata.get(NOTE, {}).get("tensors", {})
+        if form.rule.operands == LISTED:
+            noted = metadata.get(NOTE, {}).get("tensors", {})
             args.append(
                 tuple(
                     self.input(e) if e[0] is not None else self._noted(noted.get(i, NOTE), "tensors")
@@ -217,31 +238,30 @@ class Walk:
                 )
             )
         else:
-            for name, edge in zip(rule.operands, edges, strict=False):
-                args.append(self.input(edge) if edge[0] is not None else self._constant(node, name))
-        for name in rule.constants:
-            args.append(self._constant(node, name))
+            for operand, edge in zip(form.operands, edges, strict=False):
+                args.append(self.input(edge) if edge[0] is not None else self._constant(node, operand, metadata))
+        for constant in form.constants:
+            if constant[0] is STATISTIC and not fuses():
+                break  # they come last
+            args.append(self._constant(node, constant, metadata))
         return tuple(args)
 
-    def _constant(self, node: Node, name: str) -> Any:
-        kind, attribute = _KINDS.get((type(node), name)) or _kind_of(node, name)
-        if kind == "constant":
-            constant = getattr(node, attribute)
-            return constant if type(constant) in UNSIGNED else signed(constant)
-        if kind == "fact":
+    def _constant(self, node: Node, constant: Constant, metadata: dict[Any, Any]) -> Any:
+        kind, attribute, name = constant
+        if kind is OWN:
+            found = getattr(node, attribute)
+            return found if type(found) in UNSIGNED else signed(found)
+        if kind is FACT:
             return _torch.output_fact(node, attribute)
-        if kind == "tensor":
-            return self._saved(getattr(node, attribute), name)
-        if kind == "statistic":
-            packed = _torch.packed(getattr(node, attribute))
-            return leaf_value(packed.tensor, packed.version) if type(packed) is Bare else packed
-        noted = node.metadata.get(NOTE)
-        if noted is None or attribute not in noted:
-            if attribute in DEFAULTS:
-                return DEFAULTS[attribute]
-            raise NoRecipeError(f"{type(node).__name__} does not remember its {attribute}")
-        constant = noted[attribute]
-        return constant if type(constant) in UNSIGNED else self._noted(constant, attribute)
+        if kind is NOTED:
+            noted = metadata.get(NOTE)
+            if noted is None or attribute not in noted:
+                if attribute in DEFAULTS:
+                    return DEFAULTS[attribute]
+                raise NoRecipeError(f"{type(node).__name__} does not remember its {attribute}")
+            found = noted[attribute]
+            return found if type(found) in UNSIGNED else self._noted(found, attribute)
+        return self._saved(node, getattr(node, attribute), name, parameter=kind is SAVED)
 
     def _noted(self, constant: Any, name: str) -> Any:
         if constant is NOTE:
@@ -253,57 +273,87 @@ class Walk:
         self._book.watch(value)
         return value
 
-    def _saved(self, raw: Any, name: str) -> Any:
+    def _saved(self, node: Node, raw: Any, name: str, *, parameter: bool) -> Any:
+        """A tensor that ``node`` saved, as an anchor; ``parameter``: it may be one."""
         if type(raw) is tuple:
-            return tuple(None if r is None else self._saved(r, name) for r in raw)
+            return tuple(None if r is None else self._saved(node, r, name, parameter=parameter) for r in raw)
+        if _torch.passed_no_hook(raw):
+            return self._unhooked(node, raw, name, parameter=parameter)
         packed = _torch.packed(raw)
         if type(packed) is Value or packed is None:
             return packed
-        if type(packed) is Bare and self._book.sharded:
+        if type(packed) is Cast:
+            return packed.value()
+        if type(packed) is not Bare:
+            raise NoRecipeError(f"{name} was packed by other hooks")
+        if parameter and self._book.sharded:
             raise NoRecipeError("a tensor that may be a sharded parameter")
-        if type(packed) is Bare:
-            # Autograd saved it as well, so plain PyTorch minds a change too: it need not be watched.
-            return leaf_value(packed.tensor, packed.version)
-        if isinstance(packed, Tensor) and packed.dim() == 0 and _torch.passed_no_hook(raw):
-            return packed  # a Python scalar that autograd wrapped: it passes no hook
-        raise NoRecipeError(f"{name} was packed by other hooks")
+        # Autograd saved it as well, so plain PyTorch minds a change too: it need not be watched.
+        return leaf_value(packed.tensor, packed.version)
+
+    def _unhooked(self, node: Node, raw: Any, name: str, *, parameter: bool) -> Any:
+        """A tensor that autograd saved itself: see [Note: hooks only where they are needed]."""
+        try:
+            tensor = getattr(node, "_saved_" + name)
+        except RuntimeError as error:
+            raise NoRecipeError(f"{name} was changed in place") from error
+        if type(tensor) is tuple:  # of several tensors, and the one at hand
+            tensor = _torch.packed(raw)
+        if tensor is None or (not tensor.dim() and _torch.is_number(tensor)):
+            return tensor
+        if parameter and self._book.sharded:
+            raise NoRecipeError("a tensor that may be a sharded parameter")
+        return leaf_value(tensor if tensor.is_leaf else tensor.detach(), tensor._version)
 
 
 # Constants that a composite op passes below every function override, where nobody can note them.
 DEFAULTS: dict[str, Any] = {"memory_format": torch.contiguous_format}
 
-_KINDS: dict[tuple[type, str], tuple[str, str]] = {}  # where nodes of a type have a constant: see ``_kind_of``
-_BY_TYPE: dict[type, tuple[Rule, ...]] = {}
+# Where nodes have a constant: in a note, as a fact of their output, as a saved tensor or statistic, or as their own.
+NOTED, FACT, SAVED, STATISTIC, OWN = "noted", "fact", "saved", "statistic", "own"
+Constant = tuple[str, str, str]  # where, the attribute or the key there, the name
 
 
-def _kind_of(node: Node, name: str) -> tuple[str, str]:
-    """Where this type of node has a constant: a fact of its output, a note, a statistic, a saved tensor, or itself."""
+class Form:
+    """A rule, and where the nodes of one type have its constants."""
+
+    __slots__ = ("constants", "keywords", "operands", "rule")
+
+    def __init__(self, rule: Rule, kind: type) -> None:
+        self.rule = rule
+        self.operands = [_place_of(kind, name) for name in rule.operands]
+        self.constants = [_place_of(kind, name) for name in rule.constants]
+        self.keywords = [(key, _place_of(kind, name)) for key, name in rule.keywords]
+
+
+def _place_of(kind: type, name: str) -> Constant:
     if name[0] == "@":
-        found = "fact", name[1:]
-    elif name[0] == "?":
-        found = "note", name[1:]
-    elif name[0] == "~":
-        found = "statistic", "_raw_saved_" + name[1:]
-    elif hasattr(type(node), "_raw_saved_" + name):
-        found = "tensor", "_raw_saved_" + name
-    elif hasattr(type(node), "_saved_" + name):
-        found = "constant", "_saved_" + name
-    else:
-        found = "note", name
-    _KINDS[type(node), name] = found
-    return found
+        return FACT, name[1:], name
+    if name[0] == "?":
+        return NOTED, name[1:], name
+    if name[0] == "~":
+        return STATISTIC, "_raw_saved_" + name[1:], name[1:]
+    if hasattr(kind, "_raw_saved_" + name):
+        return SAVED, "_raw_saved_" + name, name
+    if hasattr(kind, "_saved_" + name):
+        return OWN, "_saved_" + name, name
+    return NOTED, name, name
 
 
-def rule_for(node: Node, nr: int) -> Rule | None:
-    """The rule that rebuilds output ``nr`` of ``node``."""
+_FORMS: dict[type, tuple[Form, ...]] = {}
+
+
+def form_of(node: Node, nr: int) -> Form | None:
+    """The form that rebuilds output ``nr`` of ``node``."""
     kind = type(node)
     try:
-        rules = _BY_TYPE[kind]
+        forms = _FORMS[kind]
     except KeyError:
-        rules = _BY_TYPE[kind] = tuple(RULES.get(kind.__name__, ()))
-    for rule in rules:
+        forms = _FORMS[kind] = tuple(Form(rule, kind) for rule in RULES.get(kind.__name__, ()))
+    for form in forms:
+        rule = form.rule
         if (rule.output == nr or rule.output is None or rule.numbered) and (rule.when is None or rule.when(node)):
-            return rule
+            return form
     return None
 
 

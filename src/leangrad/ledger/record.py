@@ -8,6 +8,8 @@ from typing import Any
 from torch import nn
 
 from leangrad import _torch
+from leangrad.ledger.cast import Packed
+from leangrad.ledger.course import Call, Course, Recording
 from leangrad.ledger.plan import Item, Record
 from leangrad.ledger.value import Bare, Value
 
@@ -31,13 +33,16 @@ class Recorder:
         self.entries: list[Entry] = []
         self.items: list[Item] = []
         self.reads: list[int] = []
-        self.caught = 0  # tensors kept although autograd did not ask for them
+        self.caught: set[int] = set()  # the calls of which a tensor was kept although autograd did not ask for it
         self.signatures: list[tuple[str, int]] = []  # of every decision, in order
         self._decided: list[tuple[Value, str, str]] = []  # value, module, why it was kept
         self._places: list[int] = []  # the saved tensor that every decision was made for
         self._decisions: list[int] = []  # the item of every decision
         self._kept: list[bool] = []  # what became of it
-        self._packed: list[Value | Bare] = []  # what every saved tensor in order became
+        self.saved: list[Packed] = []  # what every saved tensor in order became
+        self.recording: Recording | None = None
+        self._has_node: list[bool] = []
+        self._fates: list[int] = []  # of each saved tensor: the item that it is, KEPT or REBUILT
         self.bare: list[bool] = []  # of each: whether it is kept and no recipe reads it
         self._dear: set[int] = set()  # the values that will be kept because rebuilding them is too much work
         self.on_accelerator = False
@@ -76,14 +81,14 @@ class Recorder:
         """The path of the module that runs now."""
         return self._stack[-1] if self._stack else self._root_name
 
-    def packed(self, packed: Value | Bare) -> None:
+    def packed(self, packed: Packed) -> None:
         """A tensor was saved."""
-        self._packed.append(packed)
+        self.saved.append(packed)
 
     def decided(self, value: Value, signature: tuple[str, int], why: str) -> None:
         """The ledger chose: ``value`` is kept because of ``why``, or rebuilt."""
         self.signatures.append(signature)
-        self._places.append(len(self._packed))
+        self._places.append(len(self.saved))
         self._decided.append((value, self.module(), why))
 
     def shared(self, value: Value, nbytes: int) -> None:
@@ -108,10 +113,13 @@ class Recorder:
             outcome = "kept" if value.tensor is not None else "rebuilt"
             self.entries.append(Entry(module, value.op, outcome, value.nbytes, why if outcome == "kept" else ""))
         needed = self._needed()
-        self.bare = [self._is_bare(p, needed) for p in self._packed]
+        self.bare = [self._is_bare(p, needed) for p in self.saved]
+        self._fates = [_fate(p) for p in self.saved]
+        self._has_node = [type(p) is Value and p.op != "input" for p in self.saved]
         for value, _, _ in self._decided:
             value.forget_recipe()
-        self._decided, self._packed, self._root, self._dear = [], [], None, set()
+        self._decided, self._root, self._dear = [], None, set()
+        self.saved.clear()
 
     def _spare(self) -> None:
         """Keep the smallest of what would be rebuilt: a recipe costs the host the same however little it saves."""
@@ -125,7 +133,7 @@ class Recorder:
 
     def _needed(self) -> set[int]:
         """The values that some recipe reads."""
-        stack = [p for p in self._packed if type(p) is Value and not self._is_kept(p) and not self._sees_kept(p)]
+        stack = [p for p in self.saved if type(p) is Value and not self._is_kept(p) and not self._sees_kept(p)]
         needed: set[int] = set()
         while stack:
             for v in stack.pop().inputs:
@@ -141,7 +149,7 @@ class Recorder:
     def _sees_kept(self, packed: Value) -> bool:
         return packed.op == "view" and self._is_kept(packed.inputs[0])
 
-    def _is_bare(self, packed: Value | Bare, needed: set[int]) -> bool:
+    def _is_bare(self, packed: Packed, needed: set[int]) -> bool:
         if type(packed) is Bare:
             return True
         assert type(packed) is Value
@@ -155,7 +163,8 @@ class Recorder:
             sources = tuple(sorted(self._sources(value))) if rebuilt else ()
             joins = len({id(v.root or v) for v in value.inputs if not v.free}) > 1 if sources else False
             value.ordinal = len(self.items)
-            self.items.append(Item(value.nbytes, sources, choice=joins or value.depth > 0))
+            choice = joins or (value.depth > 0 and id(value) not in self._dear)
+            self.items.append(Item(value.nbytes, sources, choice))
         return value.ordinal
 
     def _sources(self, value: Value) -> set[int]:
@@ -173,7 +182,7 @@ class Recorder:
 
     # ---------------------------------------------------------------- in backward
 
-    def read(self, packed: Value | Bare) -> None:
+    def read(self, packed: Packed) -> None:
         """Backward asked for what was saved. A step is learned from only if its backward came to its end."""
         if not self._is_reading:
             self._is_reading = True
@@ -198,14 +207,51 @@ class Recorder:
 
         Without a cut, what was kept is kept again and what was rebuilt is rebuilt again.
         """
-        made = []
-        for (op, nbytes), n, kept, place in zip(
-            self.signatures, self._decisions, self._kept, self._places, strict=True
-        ):
-            if not self.bare[place]:
-                chosen = cut is not None and n in cut
-                made.append((op, nbytes, chosen or (kept and (cut is None or not self.items[n].choice))))
-        return made
+        return [
+            (op, nbytes, self._stays(n, kept, cut))
+            for (op, nbytes), n, kept, place in zip(
+                self.signatures, self._decisions, self._kept, self._places, strict=True
+            )
+            if not self.bare[place]
+        ]
+
+    def _stays(self, item: int, kept: bool, cut: frozenset[int] | None) -> bool:
+        """Whether an item that was ``kept`` or rebuilt in the recorded step is simply kept under ``cut``."""
+        if cut is None or not self.items[item].choice:
+            return kept or (cut is not None and item in cut)
+        return item in cut
+
+    def course(self, cut: frozenset[int] | None) -> Course | None:
+        """The calls of the step; None if a tensor that is not simply kept was saved outside of all calls."""
+        assert self.recording is not None
+        kept = {KEPT} | {n for n, k in zip(self._decisions, self._kept, strict=True) if self._stays(n, k, cut)}
+        saves: dict[Any, bool] = {}
+        for call in self.recording.calls:
+            saves[call.function] = bool(call.names) or saves.get(call.function, False)
+        calls, seen = [], 0
+        for number, call in enumerate(self.recording.calls):
+            if saves[call.function]:
+                places = [(place, name) for place, name in enumerate(call.names, call.first) if not self.bare[place]]
+                seen += len(places)
+                last = max((p for p, name in places if self._fates[p] not in kept or name is None), default=-1)
+                anchors = tuple(n for p, n in places if p > last and n is not None and self._has_node[p])
+                calls.append(Call(call.function, call.first, last, anchors, number in self.caught))
+        handled = {call.function for call in self.recording.calls if call.handled}
+        passes = frozenset(f for f, found in saves.items() if not found and f not in handled)
+        return Course(calls, saves, passes) if seen == self.bare.count(False) else None
+
+
+KEPT, REBUILT = -1, -2
+
+
+def _fate(packed: Packed) -> int:
+    """The item that a saved tensor is, or a view of; KEPT or REBUILT where it is none."""
+    if type(packed) is Bare:
+        return KEPT
+    value: Any = packed
+    while value.ordinal < 0 and value.op == "view" and value.inputs:
+        value = value.inputs[0]
+    return value.ordinal if value.ordinal >= 0 else KEPT if value.tensor is not None else REBUILT
 
 
 SPARE = (
@@ -215,14 +261,19 @@ DEAR = 64  # bytes that may be made to rebuild one byte: the statistics of a nor
 
 
 def _is_dear(value: Value) -> bool:
-    """Whether rebuilding ``value`` makes many times its bytes on the way. A link of a chain is the plan's to decide."""
-    if value.tensor is not None or value.function is None or value.depth:
+    """Whether rebuilding ``value`` makes many times its bytes on the way.
+
+    A link of a residual chain is the plan's to decide, however long the chain; a statistic of such a link is not.
+    """
+    if value.tensor is not None or value.function is None:
         return False
-    work, stack, seen = 0, [value], set()
+    work = largest = 0
+    stack, seen = [value], set()
     while stack:
         v = stack.pop()
         if v.tensor is None and id(v) not in seen:
             seen.add(id(v))
             work += v.nbytes
+            largest = max(largest, v.nbytes)
             stack.extend(v.inputs)
-    return work > DEAR * value.nbytes
+    return (largest if value.depth else work) > DEAR * value.nbytes

@@ -15,17 +15,20 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from leangrad import _torch
 from leangrad.errors import ChangedError
+from leangrad.ledger import cast
+from leangrad.ledger.cast import Anchor, Cast, Packed
+from leangrad.ledger.course import Course, Following, Recording
 from leangrad.ledger.notes import Notes
-from leangrad.ledger.origins import NOTHING, OPAQUE, VALUES, NoRecipeError, Operand, Walk, enter, join, key_of
+from leangrad.ledger.origins import CAST, NOTHING, OPAQUE, VALUES, NoRecipeError, Operand, Walk, enter, join, key_of
 from leangrad.ledger.record import Recorder
 from leangrad.ledger.value import Bare, Value, changed, released, wait
 
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+UNHOOKED = -1
 DEEPEST = 32  # joins that a recipe may run through: each takes some frames of Python's stack
 
 AUTOCAST_DEVICES = ("cuda", "cpu") if torch.backends.cuda.is_built() else ("cpu",)
 
-Packed = Value | Bare
 Decision = tuple[str, int, bool]  # op, bytes, and whether the tensor is simply kept
 
 _active = threading.local()
@@ -52,6 +55,7 @@ class Knowledge(Protocol):
 
     min_bytes: int
     bare: Sequence[bool]
+    course: Course | None
     sharded: bool
 
     @property
@@ -81,25 +85,39 @@ class Region:
         self.changing: Any = None
         self.sizes = recorder is not None
         self.sharded = ledger.sharded  # parameters come and go between forward and backward: no recipe reads them
-        self.watched_parameters: dict[int, list[weakref.ref[Value]]] = {}
-        self.watched_memory: dict[int, list[weakref.ref[Value]]] = {}
+        self.watched_parameters: dict[int, list[weakref.ref[Anchor]]] = {}
+        self.watched_memory: dict[int, list[weakref.ref[Anchor]]] = {}
         self.waiting: list[weakref.ref[Value]] = []
         self._ledger = ledger
         self._decisions = ledger.decisions
         self._decided = 0
         self._bare = ledger.bare
         self._planned = len(self._bare)
-        self._packs = 0
+        self.packs = self.call = 0
+        self.catches = ledger.catches
         self._walk = Walk(self)
         self._recorder = recorder
-        self._notes = Notes(self, hold_sources=ledger.catches)
+        self._notes = Notes(self)
         self._hooks = saved_tensors_hooks(self.pack, unpack if recorder is None else _recorded_unpack(recorder))
+        self._following: Following | None = None
+        if recorder is not None:
+            recorder.recording = Recording(self, recorder.saved)
+            self._notes.guide = recorder.recording.call
+        elif ledger.course is not None:
+            self._following = Following(self, ledger.course)
+            self._notes.guide, self._notes.passes = self._following.call, ledger.course.passes
+        self._anchors: list[Value] = []  # what recipes may read and nobody else holds as a value
+        self._last = UNHOOKED
+        self._outer: Any = None  # the hooks that were set when the region began
 
     def __enter__(self) -> Region:
         Operand.noted.clear()
         self.fence = _torch.next_sequence_nr()  # what was made before, nobody watched
         self._notes.__enter__()
-        self._hooks.__enter__()
+        if self._following is None:
+            self._hooks.__enter__()
+        else:
+            self._outer = _torch.innermost_pack_hook()
         _active.region = self
         if self._recorder is not None:
             self._recorder.start()
@@ -109,7 +127,9 @@ class Region:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         _active.region = None
-        self._hooks.__exit__()
+        if self._following is None:
+            self._hooks.__exit__()
+        self._anchors.clear()
         self._notes.__exit__(kind, error, trace)
         self._notes.recent.clear()
         self._walk.forget()
@@ -124,8 +144,10 @@ class Region:
 
     def pack(self, tensor: Tensor) -> Packed:
         """Autograd wants to keep ``tensor``; what it gets is a value that can give it back."""
-        n = self._packs
-        self._packs = n + 1
+        n = self.packs
+        self.packs = n + 1
+        if n == self._last:  # autograd has taken the hooks for this tensor; there is none for the next
+            self.unhook()
         self.packing = True
         try:
             if n < self._planned and self._bare[n]:
@@ -154,9 +176,46 @@ class Region:
             base = tensor._base
             if tensor.layout is not torch.strided or (base is not None and base.grad_fn is None):
                 return Bare(tensor.detach(), tensor._version)
+            if self._recorder is None:
+                owner = tensor if base is None else base
+                if type(owner.grad_fn).__name__ == cast.NODE and (found := self._cast(tensor, owner)) is not None:
+                    return found
             value = self._value(tensor, base)
         value.readers += 1
         return value
+
+    # ------------------------------------------- along a course: see [Note: hooks only where they are needed]
+
+    def hook(self, last: int) -> bool:
+        """Set the hooks, up to saved tensor ``last``; False where others have set theirs or no hooks may be set."""
+        if _torch.innermost_pack_hook() is not self._outer or not _torch.saved_tensor_hooks_allowed():
+            return False
+        self._hooks.__enter__()
+        self._last = last
+        return True
+
+    def unhook(self) -> None:
+        """Take them back, if that has not been done; backward, run inside a call, has its own copy of what is set."""
+        self._last = UNHOOKED
+        if _torch.innermost_pack_hook() is self._hooks.pack_hook:
+            self._hooks.__exit__()
+
+    def anchor(self, tensor: Tensor) -> None:
+        """A tensor that autograd keeps may be read by recipes."""
+        if tensor.grad_fn is None or tensor.layout is not torch.strided:
+            return
+        base = tensor._base
+        if base is None or base.grad_fn is not None:
+            self._anchors.append(self._value(tensor, base))
+
+    def differ(self) -> None:
+        """This step is not like the one that was recorded: what was learned serves it no more."""
+        self._decisions, self._planned = None, 0
+        if self._following is not None:
+            self._following.lose()
+        self._ledger.differs()
+
+    # ---------------------------------------------------------------- the decision
 
     def watch(self, value: Value) -> None:
         """``value`` is an anchor that plain PyTorch would not have kept: it must not change under its recipe.
@@ -200,6 +259,31 @@ class Region:
             value = self._choose(tensor, node)
         metadata[key] = weakref.ref(value)
         return value
+
+    def _cast(self, tensor: Tensor, owner: Tensor) -> Cast | None:
+        """The short way for ``owner``, or a view of it, if it is the cast of a parameter and to be rebuilt."""
+        node: Any = owner.grad_fn
+        parameter = self._walk.parameter(node)
+        nbytes = owner.nbytes
+        if (
+            parameter is None
+            or self.sharded
+            or nbytes < self.min_bytes
+            or type(tensor) is not Tensor
+            or tensor.dtype != owner.dtype
+            or parameter.device != owner.device
+        ):
+            return None
+        if CAST not in node.metadata:
+            if self._decisions is not None:
+                n = self._decided
+                if n >= len(self._decisions) or self._decisions[n] != (cast.NODE, nbytes, False):
+                    return None
+                self._decided = n + 1
+            node.metadata[CAST] = True
+        made = Cast(parameter, tensor, owner)
+        self.watched_parameters.setdefault(id(parameter), []).append(weakref.ref(made))
+        return made
 
     def _kept(self, tensor: Tensor, op: str, *, free: bool = False) -> Value:
         value = Value(op)
@@ -266,8 +350,7 @@ class Region:
             decision = decisions[n]
             if nbytes == decision[1] and op == decision[0]:
                 return decision[2]
-        self._decisions, self._planned = None, 0
-        self._ledger.differs()
+        self.differ()
         return None
 
     def _keep_all_the_same(self, value: Value, tensor: Tensor, cap: int) -> str:
@@ -297,10 +380,11 @@ class Region:
                 return False
         for b, t in zip(value.blocked, tensors, strict=True):
             assert t is not None
+            assert b.live is not None
             b.keep(t)
             self.watch(b)
             if self._recorder is not None:
-                self._recorder.caught += 1
+                self._recorder.caught.add(b.live[2])
         value.blocked = ()
         value.settle_lineage()
         return True
@@ -351,7 +435,7 @@ def unpack(packed: Packed) -> Tensor:
             raise ChangedError(changed(packed.what(), bare, packed.version))
         return bare
     tensor = packed.tensor
-    if tensor is not None and tensor._version == packed.version:
+    if tensor is not None and type(packed) is Value and tensor._version == packed.version:
         return tensor
     if torch.is_grad_enabled():
         with torch.no_grad():

@@ -72,9 +72,8 @@ class Value:
     nbytes = 0
     ordinal = -1  # its place in the step, while the ledger learns
     free = False  # it costs nothing worth counting: a parameter, an input, or too small to look into
-    live: tuple[weakref.ref[Tensor], int] | None = (
-        None  # the tensor of an absent value, which may yet be caught, and its version
-    )
+    # The tensor of an absent value, which may yet be caught; its version; the number of the call that made it.
+    live: tuple[weakref.ref[Tensor], int, int] | None = None
     cap = 0  # the depth at which it is kept rather than rebuilt
     blocked: tuple[Value, ...] = ()  # the absent values that its recipe waits for
     waiters: list[weakref.ref[Value]] | None = None  # whose recipes wait for this one
@@ -319,6 +318,11 @@ def _fusable() -> dict[Any, Callable[[Value, dict[int, Tensor], int], tuple[Tens
     from leangrad.ledger.lowering import LOWERINGS, VIEWS
 
     return dict.fromkeys(LOWERINGS.keys() - VIEWS, replay)
+
+
+def fuses() -> bool:
+    """Whether recipes may be replayed together as one kernel."""
+    return bool(_fusable())
 
 
 MANY = 4  # see [Note: held for recipes]

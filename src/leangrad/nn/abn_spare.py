@@ -86,6 +86,12 @@ class Answer:
     versions: tuple[int, int] = (0, 0)
     used: bool = True
 
+    def serves(self, weight: Tensor, bias: Tensor | None, limits: Limits) -> bool:
+        """Whether it still holds, for one forward."""
+        if self.used or self.roll is None or self.roll.passes != _passes or self.limits is not limits:
+            return False
+        return self.weight is weight and self.bias is bias and self.versions == _versions(weight, bias)
+
     def lies_at(self, weight: Tensor | None, bias: Tensor | None) -> bool:
         """Whether these are the parameters that it was asked for, with their memory where it was."""
         if weight is None or bias is None or weight is not self.weight or bias is not self.bias or self.row is None:
@@ -147,7 +153,7 @@ def poison(vectors: Tensor, channels: Tensor | None, limits: Limits) -> None:
 
 LAYERS = 4096  # in one roll; whoever comes later asks for itself
 
-_marks = itertools.count(1)
+_marks = itertools.count()
 _words_to_lend: list[Tensor] = []
 
 
@@ -180,16 +186,15 @@ class Roll:
             _words_to_lend.append(self.memory)
 
     def answer(self, layer: Any, weight: Tensor, bias: Tensor | None, limits: Limits) -> Answer:
-        """The answer about `layer`, for one forward; asks for all layers if there is none."""
+        """The answer about `layer`, for one forward; has all layers asked for if there is none."""
         answer = self.answers.get(id(layer))
-        known = answer is not None and answer.limits is limits and answer.lies_at(weight, bias)
-        if answer is None or not known:
-            row = _row(weight, bias, layer.num_features, self.device)
-            if row is None:
-                return Answer(weight, bias, limits)
-            answer = Answer(weight, bias, limits, self, self._watch(layer), row)
-            self.answers[id(layer)], self.question = answer, None
-        if answer.used or self.passes != _passes or answer.versions != _versions(weight, bias):
+        if answer is None or not answer.serves(weight, bias, limits):
+            if answer is None or answer.limits is not limits or not answer.lies_at(weight, bias):
+                row = _row(weight, bias, layer.num_features, self.device)
+                if row is None:
+                    return Answer(weight, bias, limits)
+                answer = Answer(weight, bias, limits, self, self._watch(layer), row)
+                self.answers[id(layer)], self.question = answer, None
             self._ask(answer)
         answer.used = True
         return answer
@@ -204,7 +209,7 @@ class Roll:
         there = [answer for answer in list(self.answers.values()) if answer is first or _is_there(answer)]
         if self.question is None or there != self.asked_for:
             self._change(there)
-        self.mark, self.open, self.passes = next(_marks) % 2**30, True, _passes
+        self.mark, self.open, self.passes = next(_marks) % (2**30 - 1) + 1, True, _passes
         for answer in self.asked_for:
             answer.mark, answer.versions, answer.used = self.mark, _versions(answer.weight, answer.bias), False
 
@@ -217,7 +222,7 @@ class Roll:
 
     def _change(self, there: list[Answer]) -> None:
         """From now on ask for these, as many as there are words for."""
-        for answer in self.answers.values():
+        for answer in list(self.answers.values()):
             answer.slot, answer.used = -1, True
         self.asked_for = there[:LAYERS]
         for slot, answer in enumerate(self.asked_for):

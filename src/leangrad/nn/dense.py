@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from leangrad._torch import autocast_may_be_on, bare_parameters, is_watched
+from leangrad._torch import autocast_may_be_on, bare_modules, is_watched
 from leangrad.functional import activate, are_ordinary, autocast_enabled
 from leangrad.node import run_recorded
 from leangrad.ops.activation import Activation, resolve
@@ -125,12 +125,12 @@ class MLP(nn.Sequential):
 
     def _program(self) -> "_Program | None":
         """The children as a chain, or None if one of them is not what this class made, or has hooks."""
-        owned = bare_parameters(self)
-        if owned is None:
+        children = bare_modules(self)
+        if children is None:
             return None
         records: list[Activation | None] = []
         parameters: list[Tensor | None] = []
-        for child, own in zip(self, owned, strict=True):
+        for child, own in children:
             if type(child) is nn.Linear and "weight" in own and "bias" in own:
                 records.append(None)
                 parameters += (own["weight"], own["bias"])
@@ -186,7 +186,7 @@ def _run(x: Tensor, program: _Program, parameters: list[Tensor | None]) -> Tenso
     """As one node, or with no backward where nobody asks for one."""
     try:
         rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *parameters)):
+        if torch.is_grad_enabled() and any(t.requires_grad for t in (x, *parameters) if t is not None):
             y = run_recorded(program.record, program.plain, rows, *parameters)
         else:
             y = program.infer(rows, *parameters)

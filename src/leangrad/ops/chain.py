@@ -25,7 +25,7 @@ from torch import Tensor
 
 from leangrad.kernels.rebuild import rebuild_and_backward
 from leangrad.lease import return_scratch, take_scratch
-from leangrad.ops.activation import Activation
+from leangrad.ops.activation import FRESH, OVER, Activation
 
 __all__ = ["Chain"]
 
@@ -104,33 +104,37 @@ class Chain:
 
     def forward(self, tensors: Tensors) -> Tensor:
         """The output of the last layer, in memory of its own."""
-        needs, kept, last = self.needs, self.kept, len(self.records) - 1
-        h, flowing = tensors[0], needs[0]
+        needs, kept, hidden, last = self.needs, self.kept, self.hidden, len(self.records) - 1
+        h, first = tensors[0], needs.index(True) if True in needs else len(needs)
         assert h is not None
-        rooms = Rooms() if h.is_cpu else None
+        linear, rooms = F.linear, Rooms() if h.is_cpu else None
         self.can_overwrite = rooms is not None or self.records[last] is not None
+        asked = fresh = over = None
         for k, record in enumerate(self.records):
-            h = z = F.linear(h, tensors[2 * k + 1], tensors[2 * k + 2])  # type: ignore[arg-type]
-            flowing = flowing or needs[2 * k + 1] or needs[2 * k + 2]
-            read = k < last and needs[2 * k + 3]
+            i = 2 * k + 1
+            h = z = linear(h, tensors[i], tensors[i + 1])  # type: ignore[arg-type]
+            if record is not asked:
+                asked, fresh, over = record, *_torchs_own(record)
             if record is None:
                 pass
-            elif record.keeps == "output" or not flowing:
-                h = record.forward(z, record.parameter, z if record.in_place else None)
-                if flowing and k < last:
-                    kept[k] = h
-                self.reads_output = flowing and k == last
+            elif first > i + 1:  # nothing up to here wants a gradient
+                h = over(z) if over else record.forward(z, record.parameter, z if record.in_place else None)
+            elif record.keeps == "output":
+                kept[k] = h = over(z) if over else record.forward(z, record.parameter, z if record.in_place else None)
             else:
                 kept[k] = z
-                if k < last and z.numel() * z.element_size() >= REBUILD_MIN_BYTES:
-                    room = None if rooms is None else rooms.room(_shape_after(record, z), z)
-                    h, read = record.forward(z, record.parameter, room), False
-                    if rooms is not None:
-                        rooms.drop(h)  # the next layer reads it before anybody writes there again
+                is_rebuilt = k < last and z.nbytes >= REBUILD_MIN_BYTES
+                if is_rebuilt and rooms is not None:
+                    h = record.forward(z, record.parameter, rooms.room(_shape_after(record, z), z))
+                    rooms.drop(h)  # the next layer reads it before anybody writes there again
                 else:
-                    h = record.forward(z, record.parameter, None)
-            if read:
-                self.hidden[k] = h
+                    h = fresh(z) if fresh else record.forward(z, record.parameter, None)
+                if is_rebuilt:
+                    continue
+            if k < last and needs[i + 2]:
+                hidden[k] = h
+        if kept[last] is h:
+            kept[last], self.reads_output = None, True
         if rooms is not None:
             rooms.close()
         return h
@@ -156,42 +160,45 @@ class Chain:
         self, g: Tensor, tensors: Tensors, output: Tensor | None, ours: bool, spent: bool
     ) -> list[Tensor | None]:
         """On an accelerator, where the host is dear: `spare` is the gradient before the last one."""
-        needs, records, writer = self.needs, self.records, self.writer
+        needs, records, writer, mm = self.needs, self.records, self.writer, torch.mm
         found: list[Tensor | None] = [None] * len(needs)
-        first, last, spare = needs.index(True), len(records) - 1, None
-        asked, one_pass = None, None
+        first, last = needs.index(True), len(records) - 1
+        spare, spare_width, asked, one_pass = None, -1, None, None
         if records[last] is not None:
-            g, ours = self._activation_backward(last, g, output, ours, spent, None), True
+            g, ours = self._last_activation_backward(g, output, ours, spent, None), True
         for k in range(last, -1, -1):
-            weight: Tensor = tensors[2 * k + 1]  # type: ignore[assignment]
-            record, below = records[k - 1] if k else None, None
-            room = spare if spare is not None and spare.size(1) == weight.size(1) else None
-            if needs[2 * k + 2]:
-                found[2 * k + 2] = g.sum(0) if writer is None else writer.sum(2 * k + 2, g)
-            if needs[2 * k + 1]:
-                h = self.hidden[k - 1] if k else tensors[0]
-                if h is None and spent and first <= 2 * k:
+            i, record, z, h, below = 2 * k + 1, None, None, tensors[0], None
+            if k:
+                record, z, h = records[k - 1], self.kept[k - 1], self.hidden[k - 1]
+                if spent:
+                    self.kept[k - 1] = self.hidden[k - 1] = None
+            weight: Tensor = tensors[i]  # type: ignore[assignment]
+            rows, columns = weight.shape
+            room = spare if spare_width == columns else None
+            if needs[i + 1]:
+                found[i + 1] = g.sum(0) if writer is None else writer.sum(i + 1, g)
+            if needs[i]:
+                if h is None and spent and first < i:
                     if asked is not record:
-                        asked, one_pass = record, self._one_pass(k - 1)
+                        asked, one_pass = record, rebuild_and_backward(record, z)  # type: ignore[arg-type]
                     if one_pass is not None:
-                        below, h = torch.mm(g, weight, out=room), self._take(k - 1)
-                        one_pass(below, h)
+                        below, h = mm(g, weight) if room is None else mm(g, weight, out=room), z
+                        one_pass(below, h)  # type: ignore[arg-type]
                 if h is None:
-                    h = room = self._rebuild(k - 1, room)
-                found[2 * k + 1] = torch.mm(g.t(), h) if writer is None else writer.product(2 * k + 1, h, g)
-                del h  # it dies here, unless another name holds it
-            if first > 2 * k:  # nothing below wants a gradient
+                    h = room = record.forward(z, record.parameter, room)  # type: ignore[union-attr,arg-type]
+                found[i] = mm(g.t(), h) if writer is None else writer.product(i, h, g)
+            if first >= i:  # nothing below wants a gradient
                 break
-            if below is not None:
-                g, spare, ours = below, g if ours else None, True
-                continue
-            g, spare, ours = torch.mm(g, weight, out=room), g if ours else None, True
-            if record is None:
-                pass
-            elif spent and not record.gated:
-                g = record.backward(g, self._take(k - 1), record.parameter, g)
-            else:
-                g = self._activation_backward(k - 1, g, None, True, spent, None)
+            h = None  # it dies here, unless another name holds it
+            if below is None:
+                below = mm(g, weight) if room is None else mm(g, weight, out=room)
+                if record is not None and record.gated:
+                    below = _activation_backward(record, z, below, True, spent, None)  # type: ignore[arg-type]
+                elif record is not None:
+                    record.backward(below, z, record.parameter, below)  # type: ignore[arg-type]
+            if ours:
+                spare, spare_width = g, rows
+            g, ours = below, True
         found[0] = g if first == 0 else None
         return found
 
@@ -203,7 +210,7 @@ class Chain:
         found: list[Tensor | None] = [None] * len(needs)
         first, last = needs.index(True), len(records) - 1
         if records[last] is not None:
-            g, ours = self._activation_backward(last, g, output, ours, spent, rooms), True
+            g, ours = self._last_activation_backward(g, output, ours, spent, rooms), True
         for k in range(last, -1, -1):
             weight: Tensor = tensors[2 * k + 1]  # type: ignore[assignment]
             room = zeros = None
@@ -223,8 +230,8 @@ class Chain:
             g, ours = torch.mm(g, weight, out=room), True
             if zeros is not None:
                 g.masked_fill_(zeros, 0)
-            elif k and records[k - 1] is not None:
-                g = self._activation_backward(k - 1, g, None, True, spent, rooms)
+            elif k and (record := records[k - 1]) is not None:
+                g = _activation_backward(record, self._take(k - 1, spent), g, True, spent, rooms)
         found[0] = g if first == 0 else None
         rooms.close()
         return found
@@ -249,35 +256,17 @@ class Chain:
         assert z is not None
         return record.forward(z, record.parameter, room)
 
-    def _one_pass(self, k: int) -> Callable[[Tensor, Tensor], None] | None:
-        """The kernel that rebuilds h_k and runs its activation backward, if there is one; see [Note: one pass]."""
-        record, z = self.records[k], self.kept[k]
-        return None if record is None or z is None else rebuild_and_backward(record, z)
-
-    def _activation_backward(
-        self, k: int, g: Tensor, output: Tensor | None, ours: bool, spent: bool, rooms: Rooms | None
+    def _last_activation_backward(
+        self, g: Tensor, output: Tensor | None, ours: bool, spent: bool, rooms: Rooms | None
     ) -> Tensor:
-        """The gradient of z_k, over that of h_k where it is ours; for a gated one over z_k, which is as large."""
-        record, kept = self.records[k], self.kept[k]
+        """The gradient of the last z, from what is kept of it or from the output, which is the caller's."""
+        last = len(self.records) - 1
+        record = self.records[last]
         assert record is not None
-        if kept is None:
-            kept, spent = output, False
-            assert kept is not None
-        elif spent:
-            self.kept[k] = self.hidden[k] = None
-        if record.gated:
-            into: Tensor | None = kept if spent else torch.empty_like(kept)
-        elif ours:
-            into = g
-        else:
-            into = None if rooms is None else rooms.room(kept.shape, kept)
-        dz = record.backward(g, kept, record.parameter, into)
-        if rooms is not None:
-            if ours and into is not g:
-                rooms.drop(g)
-            if spent and into is not kept:
-                rooms.drop(kept)
-        return dz
+        if self.reads_output:
+            assert output is not None
+            return _activation_backward(record, output, g, ours, False, rooms)
+        return _activation_backward(record, self._take(last, spent), g, ours, spent, rooms)
 
     def _find_room(
         self, k: int, g: Tensor, weight: Tensor | None, rooms: Rooms, spent: bool
@@ -289,15 +278,40 @@ class Chain:
             return rooms.room_to_keep(shape), None
         record, kept = self.records[k - 1], self.kept[k - 1]
         if record is not None and record.zero_where_masked and kept is not None and spent and rooms.dead is None:
-            return self._take(k - 1), kept <= 0
+            return self._take(k - 1, spent), kept <= 0
         return rooms.room(shape, g), None
 
-    def _take(self, k: int) -> Tensor:
-        """Move the map of layer k out."""
+    def _take(self, k: int, spent: bool) -> Tensor:
+        """The map of layer k, moved out where it is spent."""
         kept = self.kept[k]
         assert kept is not None
-        self.kept[k] = self.hidden[k] = None
+        if spent:
+            self.kept[k] = self.hidden[k] = None
         return kept
+
+
+def _activation_backward(
+    record: Activation, kept: Tensor, g: Tensor, ours: bool, spent: bool, rooms: Rooms | None
+) -> Tensor:
+    """The gradient of z, over that of h where it is ours; for a gated one over z, which is as large."""
+    if record.gated:
+        into: Tensor | None = kept if spent else torch.empty_like(kept)
+    elif ours:
+        into = g
+    else:
+        into = None if rooms is None else rooms.room(kept.shape, kept)
+    dz = record.backward(g, kept, record.parameter, into)
+    if rooms is not None:
+        if ours and into is not g:
+            rooms.drop(g)
+        if spent and into is not kept:
+            rooms.drop(kept)
+    return dz
+
+
+def _torchs_own(record: Activation | None) -> tuple[Callable[[Tensor], Tensor] | None, ...]:
+    """The one function of torch that an activation is, if it is one: into new memory, and over its input."""
+    return (None, None) if record is None else (FRESH.get(record.forward), OVER.get(record.forward))
 
 
 def _shape_after(record: Activation, z: Tensor) -> torch.Size:

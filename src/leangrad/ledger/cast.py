@@ -1,0 +1,48 @@
+"""A parameter in autocast's dtype: half of what a model rebuilds that trains under autocast, so it has a short way.
+
+It needs no walk and no value: a parameter, its version and a dtype say all.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from leangrad.ledger.rules import RULES
+from leangrad.ledger.value import Bare, Value, is_there, leaf_value
+
+NODE = "ToCopyBackward0"
+(_RULE,) = RULES[NODE]
+
+
+class Cast:
+    """``parameter.to(dtype)``, or a view of it, made anew whenever it is read."""
+
+    __slots__ = ("__weakref__", "dtype", "tensor", "version", "view")
+
+    def __init__(self, parameter: Tensor, tensor: Tensor, owner: Tensor) -> None:
+        """``tensor`` is ``owner``, the cast of ``parameter``, or a view of it."""
+        self.tensor, self.version = parameter, parameter._version
+        self.dtype = tensor.dtype
+        self.view: tuple[torch.Size, tuple[int, ...], int] | None = None
+        if tensor is not owner:
+            offset = tensor.storage_offset() - owner.storage_offset()
+            self.view = tensor.shape, tensor.stride(), int(offset)
+
+    def read(self) -> Tensor:
+        """The tensor."""
+        parameter = self.tensor
+        if parameter._version != self.version or not is_there(parameter):
+            leaf_value(parameter, self.version).read()  # which says what is wrong
+        made: Tensor = _RULE.function(parameter, self.dtype)
+        return made if self.view is None else made.as_strided(*self.view)
+
+    def value(self) -> Value:
+        """The same as a value, for a recipe that reads it."""
+        value = Value(NODE)
+        value.set_recipe(self.read, (), {})
+        return value
+
+
+Anchor = Value | Cast  # what holds a tensor that recipes read
+Packed = Value | Bare | Cast  # what becomes of a saved tensor

@@ -1,0 +1,189 @@
+"""The course of a step: its calls, and which of them save a tensor that is not simply kept.
+
+[Note: hooks only where they are needed]
+A hook costs the host more than many an op, and most of what a model saves is kept as it is: parameters, statistics,
+anchors. The first step is recorded with hooks on all the time. It shows which calls save something that is rebuilt;
+later steps set the hooks around these calls alone, and everything else is saved by autograd itself, as plain PyTorch
+would. A tensor that recipes read, but that is kept, is read off the node that saved it.
+
+A course may be wrong without harm: what is saved with no hook is simply kept, what is saved with one is looked into. A
+call that is not the one of the recorded step ends the course, and the rest of the step runs with hooks around every
+call. Calls of functions that saved nothing, such as ``x.shape``, are no part of it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from leangrad import _torch
+from leangrad.ledger.calls import Handler, Run
+from leangrad.ledger.cast import Packed
+
+
+class Call(NamedTuple):
+    """One call of a function that saves tensors."""
+
+    function: Any
+    first: int = 0  # how many tensors were saved before it
+    last: int = -1  # the last tensor that it saves and that is rebuilt; -1: there is none
+    anchors: tuple[str, ...] = ()  # what it saves after that and recipes read, by the names of its node
+    catches: bool = False  # its output was kept in the stead of a larger tensor
+
+
+class Course(NamedTuple):
+    """The calls of a step in order, and what is known of the functions that it called."""
+
+    calls: Sequence[Call]
+    saves: dict[Any, bool]  # whether any call of a function saved anything
+    passes: frozenset[Any]  # those that saved nothing, and of which nothing need be noted
+
+
+class Book(Protocol):
+    """What the calls of a step ask of its region."""
+
+    packs: int  # tensors that were saved so far
+    call: int  # the number of the call that runs, while a step is recorded
+    catches: bool  # whether the output of a product is held for a while
+
+    def hook(self, last: int) -> bool:
+        """Set the hooks, up to saved tensor ``last``; False where others have set theirs since the region began."""
+
+    def unhook(self) -> None:
+        """Take them back."""
+
+    def anchor(self, tensor: Tensor) -> None:
+        """A tensor that autograd keeps may be read by recipes."""
+
+    def differ(self) -> None:
+        """This step is not like the one that was recorded."""
+
+
+class Saved(NamedTuple):
+    """A call of the recorded step, and the tensors that it saved: their names, where its own node has them."""
+
+    function: Any
+    handled: bool  # something may have to be noted of it
+    first: int
+    names: tuple[str | None, ...]
+
+
+class Recording:
+    """Runs the calls of a step and writes them down."""
+
+    def __init__(self, book: Book, packed: Sequence[Packed]) -> None:
+        self.calls: list[Saved] = []
+        self._book = book
+        self._packed = packed
+
+    def call(self, run: Run, function: Any, handler: Handler | None, args: Any, kwargs: Any) -> Any:
+        """Run one call and note what it saved."""
+        first = self._book.packs
+        self._book.call = len(self.calls)
+        out = run(function, handler, args, kwargs)
+        count = self._book.packs - first
+        self.calls.append(
+            Saved(function, handler is not None, first, _names(out, self._packed[first:]) if count else ())
+        )
+        return out
+
+
+class Following:
+    """Runs the calls of a step along a course."""
+
+    def __init__(self, book: Book, course: Course) -> None:
+        self._book = book
+        self._calls, self._saves, _ = course
+        self._length = len(course.calls)
+        self._next = 0
+        self._lost = False
+
+    def lose(self) -> None:
+        """The step has left its course: from now on hooks are set around every call that may save."""
+        self._lost = self._book.catches = True
+
+    def call(self, run: Run, function: Any, handler: Handler | None, args: Any, kwargs: Any) -> Any:
+        """Run one call, with hooks if it saves what is rebuilt."""
+        saves = self._saves.get(function)
+        if saves is False:
+            return run(function, handler, args, kwargs)
+        if saves is None or self._lost:
+            return self._look(run, function, handler, args, kwargs)
+        n = self._next
+        self._next = n + 1
+        call = self._calls[n] if n < self._length else _END
+        if call.function is not function:
+            self._book.differ()
+            return self._look(run, function, handler, args, kwargs)
+        self._book.catches = call.catches
+        if call.last >= 0:
+            self._book.packs = call.first
+            out = self._hooked(call.last, run, function, handler, args, kwargs)
+        else:
+            out = run(function, handler, args, kwargs)
+        if call.anchors:
+            node = out.grad_fn if type(out) is Tensor else None
+            for name in call.anchors:
+                tensor = saved_tensor(node, name)
+                if tensor is not None:
+                    self._book.anchor(tensor)
+        return out
+
+    def _look(self, run: Run, function: Any, handler: Handler | None, args: Any, kwargs: Any) -> Any:
+        """A call that was not recorded: it leads off the course if it saves anything."""
+        before = self._book.packs
+        out = self._hooked(ALL, run, function, handler, args, kwargs)
+        if not self._lost and self._book.packs != before:
+            self._book.differ()
+        return out
+
+    def _hooked(self, last: int, run: Run, function: Any, handler: Handler | None, args: Any, kwargs: Any) -> Any:
+        book = self._book
+        if not book.hook(last):
+            return run(function, handler, args, kwargs)
+        try:
+            return run(function, handler, args, kwargs)
+        finally:
+            book.unhook()
+
+
+ALL = sys.maxsize
+_END = Call(None)
+
+
+def saved_tensor(node: Any, name: str) -> Tensor | None:
+    """What ``node`` has saved under ``name`` with no hook, if it is as it was."""
+    raw = getattr(node, "_raw_saved_" + name, None)
+    if raw is None or not _torch.passed_no_hook(raw):
+        return None
+    try:
+        tensor = getattr(node, "_saved_" + name)
+    except RuntimeError:  # it was changed in place, which plain PyTorch will say when it comes to it
+        return None
+    return tensor if isinstance(tensor, Tensor) else None
+
+
+_NAMES: dict[type, tuple[str, ...]] = {}
+
+
+def _names(out: Any, saved: Sequence[Packed]) -> tuple[str | None, ...]:
+    """The names under which the node of ``out`` holds the tensors that the call saved; None: another node holds it."""
+    node = out.grad_fn if type(out) is Tensor else None
+    kind = type(node)
+    names = _NAMES.get(kind)
+    if names is None:
+        start = "_raw_saved_"
+        names = _NAMES[kind] = tuple(n.removeprefix(start) for n in dir(kind) if n.startswith(start))
+    held = []
+    for name in names:
+        raw = getattr(node, "_raw_saved_" + name)
+        if raw is not None and type(raw) is not tuple:
+            held.append((name, _torch.packed(raw)))
+    found: list[str | None] = []
+    for packed in saved:
+        at = next((i for i, (_, p) in enumerate(held) if p is packed), None)
+        found.append(held.pop(at)[0] if at is not None else None)
+    return tuple(found)

@@ -1,0 +1,259 @@
+"""Hooks only where they are needed: later steps follow the course of the recorded one, and leave it without harm."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+import leangrad
+from leangrad import _torch
+from leangrad.errors import ChangedError
+from leangrad.ledger import Region
+from tests.zoo import CASES, Case
+
+Forward = Callable[[nn.Module, Tensor], Tensor]
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.extra: Callable[[Tensor], Any] = lambda x: None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.extra(x)
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+def blocks(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(Block(), Block(), Block())
+
+
+def step(model: nn.Module, x: Tensor, region: Any = None) -> list[Tensor]:
+    """The gradients of one step, its forward in ``region``."""
+    model.zero_grad()
+    y = model(x)
+    y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(1)))
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def assert_same(a: list[Tensor], b: list[Tensor]) -> None:
+    assert len(a) == len(b) > 0
+    for n, (p, q) in enumerate(zip(a, b, strict=True)):
+        assert torch.equal(p, q), n
+
+
+@pytest.fixture
+def packs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many tensors went through the hooks, counted in its one element."""
+    count, pack = [0], Region.pack
+
+    def counted(self: Region, tensor: Tensor) -> Any:
+        count[0] += 1
+        return pack(self, tensor)
+
+    monkeypatch.setattr(Region, "pack", counted)
+    return count
+
+
+def test_only_what_is_rebuilt_goes_through_hooks(packs: list[int]) -> None:
+    """Plain saves 10 tensors a block: 5 for the norm, 2 for each product, 1 for GELU. Norm and GELU are rebuilt."""
+    model, x = leangrad.lean(blocks(), min_bytes=0), torch.randn(8, 16)
+    step(model, x)
+    recorded, packs[0] = packs[0], 0
+    step(model, x)
+    assert recorded == 10 * 3
+    assert packs[0] == 2 * 3
+
+
+def test_what_is_kept_is_the_same_with_and_without_hooks() -> None:
+    model, x = leangrad.lean(blocks(), min_bytes=0), torch.randn(64, 16)
+    first = leangrad.measure(lambda: step(model, x), timed_runs=0)
+    later = leangrad.measure(lambda: step(model, x), timed_runs=0)
+    assert later.kept_bytes == first.kept_bytes
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_no_model_of_the_zoo_leaves_its_course(case: Case) -> None:
+    torch.manual_seed(0)
+    model, batch, ledger = case.make(), case.batch(), leangrad.saving()
+    for _ in range(2):
+        with ledger:
+            loss = case.step(model, batch)
+        loss.backward()
+    course = ledger.course
+    assert course is not None
+    with ledger:
+        case.step(model, batch)
+    assert ledger.course is course
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        pytest.param(lambda x: x.shape, id="a_look"),
+        pytest.param(lambda x: x.detach().abs().max().item(), id="a_figure"),
+        pytest.param(lambda x: torch.exp(x.detach()), id="a_new_function_that_saves_nothing"),
+    ],
+)
+def test_calls_that_save_nothing_are_no_part_of_it(extra: Callable[[Tensor], Any]) -> None:
+    model, plain, x = leangrad.lean(blocks(), min_bytes=0), blocks(), torch.randn(8, 16)
+    for _ in range(2):
+        step(model, x)
+    course = leangrad.ledger_of(model).course
+    model[1].extra = extra
+    assert_same(step(model, x), step(plain, x))
+    assert leangrad.ledger_of(model).course is course is not None
+
+
+def test_a_call_that_saves_ends_it_and_the_next_step_is_recorded(packs: list[int]) -> None:
+    model, plain, x = leangrad.lean(blocks(), min_bytes=0), blocks(), torch.randn(8, 16)
+    for _ in range(2):
+        step(model, x)
+    ledger = leangrad.ledger_of(model)
+    kept: list[Tensor] = []
+    model[1].extra = plain[1].extra = lambda t: kept.append(t.exp())
+    for _ in range(2):
+        assert_same(step(model, x), step(plain, x))
+        kept.clear()
+    assert ledger.course is None
+    assert_same(step(model, x), step(plain, x))
+    assert ledger.course is not None
+
+
+def test_after_its_end_tensors_are_still_rebuilt() -> None:
+    """The step that differs keeps no more than one that was never recorded, and one block's worth."""
+    model, x = leangrad.lean(blocks(), min_bytes=0), torch.randn(64, 16)
+    for _ in range(2):
+        step(model, x)
+    model[0].extra = lambda t: t.exp()
+    differs = leangrad.measure(lambda: step(model, x), timed_runs=0).kept_bytes
+    plain = leangrad.measure(lambda: step(leangrad.plain(model), x), timed_runs=0).kept_bytes
+    gelu, norm = 64 * 64 * 4, 64 * 16 * 4
+    assert plain - differs >= 2 * (gelu + norm)
+
+
+def test_other_shapes_of_the_same_calls() -> None:
+    model, plain = leangrad.lean(blocks(), min_bytes=0), blocks()
+    for rows in (8, 8, 12, 12, 8, 5):
+        x = torch.randn(rows, 16)
+        assert_same(step(model, x), step(plain, x))
+
+
+def test_an_exception_on_the_way_leaves_no_hooks() -> None:
+    model, plain, x = leangrad.lean(blocks(), min_bytes=0), blocks(), torch.randn(8, 16)
+    for _ in range(2):
+        step(model, x)
+    with pytest.raises(RuntimeError, match="shape"):
+        model(torch.randn(8, 15))
+    assert _torch.innermost_pack_hook() is None
+    assert_same(step(model, x), step(plain, x))
+
+
+def test_hooks_of_others_inside_are_theirs() -> None:
+    """Whoever sets hooks inside a lean model gets what is saved there, in the recorded step and in later ones."""
+    model, plain, x = leangrad.lean(blocks(), min_bytes=0), blocks(), torch.randn(8, 16)
+    inner, seen = model[1].forward, [0]
+
+    def forward(t: Tensor) -> Tensor:
+        def pack(saved: Tensor) -> Tensor:
+            seen[0] += 1
+            return saved.clone()
+
+        with saved_tensors_hooks(pack, lambda saved: saved):
+            return inner(t)
+
+    model[1].forward = forward
+    counts = []
+    for _ in range(4):
+        seen[0] = 0
+        assert_same(step(model, x), step(plain, x))
+        counts.append(seen[0])
+    assert counts == [10] * 4
+
+
+def test_an_anchor_changed_in_place_raises_as_plain_does() -> None:
+    """The input of a GELU is kept by autograd itself in later steps, and read by the recipe of the GELU's output."""
+    w = torch.randn(16, 16, requires_grad=True)
+    x = torch.randn(8, 16, requires_grad=True)
+    ledger = leangrad.saving(min_bytes=0)
+    for n in range(3):
+        with ledger:
+            h = x @ w
+            y = F.gelu(h) @ w
+        if n < 2:
+            y.sum().backward()
+    with torch.no_grad():
+        h.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_a_buffer_of_no_dimension_that_changes_after_forward_raises() -> None:
+    """It is saved with no hook, as a Python number is, but it is none."""
+    scale = torch.tensor(2.0, dtype=torch.float64)
+    x = torch.randn(8, 16, requires_grad=True)
+    ledger = leangrad.saving(min_bytes=0)
+    for n in range(3):
+        with ledger:
+            y = (x * scale).sin().exp()
+        if n < 2:
+            y.sum().backward()
+    scale.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_a_cast_weight_is_rebuilt_and_its_change_is_noticed() -> None:
+    model, plain, x = leangrad.lean(blocks(), min_bytes=0), blocks(), torch.randn(8, 16)
+    for _ in range(3):
+        with torch.autocast("cpu", torch.bfloat16):
+            mine, theirs = step(model, x), step(plain, x)
+        assert_same(mine, theirs)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = model(x)
+    with torch.no_grad():
+        model[0].up.weight.add_(1)
+    with pytest.raises(ChangedError, match="a parameter or input"):
+        y.sum().backward()
+
+
+def test_a_cast_weight_changed_in_forward_keeps_what_it_was() -> None:
+    model, plain, x = leangrad.lean(blocks(), min_bytes=0), blocks(), torch.randn(8, 16)
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            step(model, x)
+
+    for m in (model, plain):
+        first = m[0].up.weight
+        m[1].extra = lambda t, first=first: first.data.mul_(0.5)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_same(step(model, x), step(plain, x))
+
+
+def test_the_collector_rests_in_forward_only() -> None:
+    model, x, seen = leangrad.lean(blocks(), min_bytes=0), torch.randn(8, 16), []
+    model[1].extra = lambda t: seen.append(gc.isenabled())
+    step(model, x)
+    assert seen == [False]
+    assert gc.isenabled()
+    with pytest.raises(RuntimeError):
+        model(torch.randn(8, 15))
+    assert gc.isenabled()
+    with torch.no_grad():
+        model(x)
+    assert seen == [False, True]
+    gc.disable()
+    try:
+        step(model, x)
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
