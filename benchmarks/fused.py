@@ -2,7 +2,7 @@
 
     python -m benchmarks.fused [--scale 64] [--write fused_h200]
 
-Recipes as the ledger makes them for five common chains. A row holds the device time of a rebuild each way, the bytes
+Recipes as the ledger makes them for common chains. A row holds the device time of a rebuild each way, the bytes
 that one kernel has to move and the share of them per second, and whether every bit is the same.
 """
 
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from benchmarks.environment import write_rows
 from leangrad.ledger import fused
+from leangrad.ledger.assembly import PROOFS
 from leangrad.ledger.rules import RULES
 from leangrad.ledger.value import Value
 
@@ -94,6 +95,30 @@ def batch_norm(scale: int) -> tuple[Value, list[Value]]:
     return made("ReluBackward0", made("NativeBatchNormBackward0", *args), like=x, dtype=bf16), []
 
 
+def mixed_sum(scale: int) -> tuple[Value, list[Value]]:
+    """One op alone: what attention gives, added to the residual stream under autocast."""
+    x = torch.randn(max(1, 64 // scale), 197, 1024, device="cuda")
+    root = made("AddBackward0", kept(x), kept(torch.randn_like(x).to(bf16)), alpha=1, like=x)
+    root.dtype = f32
+    return root, []
+
+
+def cast_up(scale: int) -> tuple[Value, list[Value]]:
+    x = torch.randn(max(1, 64 // scale), 197, 1024, device="cuda").to(bf16)
+    return made("ToCopyBackward0", kept(x), f32, like=x), []
+
+
+def links(scale: int) -> tuple[Value, list[Value]]:
+    """Four links of a residual stream, each of which a norm will read."""
+    x = torch.randn(16 // min(16, scale), 1024, 1024, device="cuda")
+    stream = [kept(x)]
+    for _ in range(4):
+        link = made("AddBackward0", stream[-1], kept(torch.randn_like(x).to(bf16)), alpha=1, like=x)
+        link.dtype = f32
+        stream.append(link)
+    return stream[-1], stream[1:-1]
+
+
 CASES: dict[str, Callable[[int], tuple[Value, list[Value]]]] = {
     "tanh-GELU written out, 16 x 1024 x 4096": tanh_gelu,
     "the same, with all that its backward reads": lambda scale: tanh_gelu(scale, readers=True),
@@ -101,13 +126,16 @@ CASES: dict[str, Callable[[int], tuple[Value, list[Value]]]] = {
     "RMS norm written out, 4 x 2048 x 2048": rms_norm,
     "SwiGLU, 4 x 2048 x 8192": swiglu,
     "batch norm and relu, 192 x 256 x 56 x 56 channels_last": batch_norm,
+    "float32 + bfloat16 alone, 64 x 197 x 1024": mixed_sum,
+    "bfloat16 to float32 alone, 64 x 197 x 1024": cast_up,
+    "four links of a residual stream, 16 x 1024 x 1024": links,
 }
 
 
 def measure(name: str, scale: int) -> dict[str, Any]:
     root, others = CASES[name](scale)
     plain = op_by_op(root, others)
-    for _ in range(fused.PROOFS):
+    for _ in range(PROOFS):
         rebuild(root, others)
     before = fused.report()["launches"]
     mine = rebuild(root, others)

@@ -16,14 +16,14 @@ from torch import Tensor, nn
 import leangrad
 from leangrad.kernels.pointwise import BLOCK, OPS, Input, Program, Step, compiled, source
 from leangrad.ledger import fused
-from leangrad.ledger.assembly import Plan
+from leangrad.ledger.assembly import PROOFS, Plan
 from leangrad.ledger.builder import RefusedError, find_terms
 from leangrad.ledger.chain import MAX_STREAMS
 from leangrad.ledger.rules import RULES
 from leangrad.ledger.value import Value
 
 f32, bf16, f16 = torch.float32, torch.bfloat16, torch.float16
-STEPS = 3 + fused.PROOFS
+STEPS = 3 + PROOFS
 DEVICE = "cpu"
 NEGATED = (Step("neg", (0,), f32),)
 PROGRAMS: dict[str, Callable[[Any], list[Tensor]]] = {}
