@@ -14,15 +14,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import leangrad
-from leangrad.kernels.pointwise import OPS, Input, Program, Step, compiled, source
+from leangrad.kernels.pointwise import BLOCK, OPS, Input, Program, Step, compiled, source
 from leangrad.ledger import fused
+from leangrad.ledger.assembly import Plan
 from leangrad.ledger.builder import RefusedError, find_terms
+from leangrad.ledger.chain import MAX_STREAMS
 from leangrad.ledger.rules import RULES
 from leangrad.ledger.value import Value
 
 f32, bf16, f16 = torch.float32, torch.bfloat16, torch.float16
 STEPS = 3 + fused.PROOFS
 DEVICE = "cpu"
+NEGATED = (Step("neg", (0,), f32),)
 PROGRAMS: dict[str, Callable[[Any], list[Tensor]]] = {}
 
 
@@ -51,9 +54,22 @@ def check_layouts() -> None:
         for x in operands:
             terms = find_terms(x.shape, x.stride(), shape, dense.stride())
             result = torch.empty_strided(shape, dense.stride())
-            program = Program((Input(f32, terms),), 0, (Step("neg", (0,), f32),), (0,))
+            program = Program((Input(f32, terms),), 0, NEGATED, (0,))
             compiled(program).launch([x], [], [result], result.numel())
             assert torch.equal(result, -x.expand(shape)), (shape, dense.stride(), x.shape, x.stride(), terms)
+
+
+def check_rows() -> None:
+    """Statistics of rows, where a block lies within one row: read once a block, for pieces too."""
+    out = torch.empty(6, 2 * BLOCK)
+    for x in (torch.randn(6, 1), torch.randn(6, 3)[:, 1:2], torch.randn(()), torch.randn(2 * BLOCK)):
+        program = Program((Input(f32, find_terms(x.shape, x.stride(), out.shape, out.stride())),), 0, NEGATED, (0,))
+        assert ("tl.full" in source(program, False)) == (x.dim() != 1)
+        for start in (0, 3 * BLOCK):
+            n = out.numel() - start
+            mine = torch.empty(n)
+            compiled(program).launch([x], [], [mine], n, start)
+            assert torch.equal(mine, -x.expand(out.shape).reshape(-1)[start:])
 
 
 def _dense_strides(x: Tensor) -> tuple[int, ...]:
@@ -277,10 +293,14 @@ def made(node: str, *args: Any, like: Tensor | None = None, dtype: torch.dtype |
 
 
 def branches(
-    x: Tensor, y: Tensor, number: float = 2.5, power: float = 2.0, dtype: torch.dtype = bf16, twice: bool = False
+    x: Tensor, y: Tensor, number: float = 2.5, power: float = 2.0, dtype: torch.dtype = bf16, **options: bool
 ) -> Value:
-    """cast(relu(x·number + y)^power · (x·number − y)); ``twice``: the product is one value for both."""
-    h, other = kept(x), kept(y)
+    """cast(relu(x·number + y)^power · (x·number − y)).
+
+    ``twice``: the product is one value for both; ``alike``: x and y are one value.
+    """
+    h = kept(x)
+    other, twice = h if options.get("alike") else kept(y), options.get("twice")
     first = made("MulBackward0", h, torch.tensor(number, dtype=torch.float64))
     second = first if twice else made("MulBackward0", h, torch.tensor(number, dtype=torch.float64))
     left = made("PowBackward0", made("ReluBackward0", made("AddBackward0", first, other, alpha=1)), power)
@@ -304,6 +324,8 @@ def check_what_tells_chains_apart() -> None:
         "one value": (1, branches(x, y, twice=True)),
         "other strides": (1, branches(x, across)),
         "another shape": (1, branches(x, torch.randn(64))),
+        "one tensor": (0, branches(x, x)),
+        "one leaf": (1, branches(x, x, alike=True)),
         "an operand in bfloat16": (1, branches(x, y.to(bf16))),
         "a part of a complex tensor": (1, branches(x, complexes.imag)),
     }
@@ -348,6 +370,46 @@ def check_held_bytes() -> None:
     assert fused.report()["launches"] == before + 1
 
 
+LINKS = 20
+
+
+def stream(region: Any) -> list[Tensor]:
+    """A residual stream whose links nobody saves; each is read by the next link and by a norm, written out."""
+    x, w = leaf(8, 64, dtype=bf16), leaf(64, 64, seed=1, dtype=bf16)
+    with region:
+        total = source_of(x)
+        for _ in range(LINKS):
+            h = total.float()
+            scale = (h.pow(2).mean(-1, keepdim=True) + 1).reciprocal()
+            total = total + F.linear((h * scale).to(bf16), w)
+        z = summed(total)
+    return backward(z, x, w)
+
+
+def check_links() -> None:
+    """Every link of a stream is added up once, in launches of a dozen tensors, though its readers come one by one."""
+    region = leangrad.saving(residual_depth=LINKS + 1, min_bytes=0)
+    for _ in range(STEPS):
+        stream(region)
+    launched: list[Program] = []
+    run = Plan.run
+
+    def logged(self: Plan, *args: Any) -> list[Tensor]:
+        if self.n == 8 * 64:
+            launched.append(self.kernel.program)
+        return run(self, *args)
+
+    Plan.run = logged  # type: ignore[method-assign]
+    try:
+        assert not _gathered(lambda: stream(region))
+    finally:
+        Plan.run = run  # type: ignore[method-assign]
+    added = sum(step.op == "add" for p in launched for step in p.steps)
+    assert added == LINKS - 1  # no norm reads the last one
+    assert max(len(p.inputs) + len(p.outputs) for p in launched) <= MAX_STREAMS + 3  # those of the last op
+    assert all(torch.equal(a, b) for a, b in zip(stream(region), stream(nullcontext()), strict=True))
+
+
 def check_an_op_of_other_bits() -> None:
     """An op that is not exact here is found out by itself, and the rest of its chain is fused without it."""
     before = fused.report()
@@ -387,10 +449,12 @@ if __name__ == "__main__":
     fused.MIN_BYTES = 0  # the interpreter is slow
     check_terms()
     check_layouts()
+    check_rows()
     check_rounding()
     check_recipes("cpu")
     check_what_tells_chains_apart()
     check_held_bytes()
+    check_links()
     check_an_op_of_other_bits()
     check_a_norm_of_other_bits()
     print("all chains agree", file=sys.stdout)

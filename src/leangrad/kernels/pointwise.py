@@ -8,7 +8,8 @@ Why one kernel can give the very bits of many:
   to an fma is switched off; where nvcc contracts *inside* one of ATen's kernels, the fma is written out.
 - Rounding to bfloat16 and float16 is one machine instruction, given as such: what the compiler sees as a cast it may
   narrow (``round(float(a) * float(b))`` becomes a bfloat16 product, which differs for denormals).
-- tanh, erf, exp and rsqrt are libdevice's, the library that nvcc links into ATen, in the form that keeps denormals.
+- tanh, exp and rsqrt are libdevice's, the library that nvcc links into ATen, in the form that keeps denormals. The erf
+  of CUDA 13 has other coefficients than that of the libdevice in Triton 3.6, and is written out.
 - Norms are applied from the statistics that autograd keeps: no sum is computed a second time.
 
 Nothing here is taken on trust: tests try every bfloat16, every float16 and every float32 input of the unary ops, and
@@ -75,7 +76,36 @@ if INTERPRETED:  # The interpreter has neither libdevice nor assembly: these sta
         return x.to(tl.float16)
 
 else:
-    from triton.language.extra.cuda.libdevice import erf, exp, rsqrt, tanh
+    from triton.language.extra.cuda import libdevice
+    from triton.language.extra.cuda.libdevice import exp, rsqrt, tanh
+
+    @triton.jit
+    def exp2(x):
+        """The instruction itself."""
+        return tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+    @triton.jit
+    def erf_of_cuda_13(x):
+        """A polynomial in x² near 0, 1 − 2^(a polynomial in |x|) further out, in float32 and fma throughout."""
+        size = tl.abs(x)
+        far = size >= 1.002959966659546
+        t = tl.where(far, size, x * x)
+        p = tl.where(far, 0.00011219871521461755, 8.483494457323104e-05)
+        p = tl.fma(p, t, tl.where(far, -0.0013275252422317863, -0.0008213091641664505))
+        p = tl.fma(p, t, tl.where(far, 0.00839653518050909, 0.005213488824665546))
+        p = tl.fma(p, t, tl.where(far, -0.04024658352136612, -0.026868773624300957))
+        p = tl.fma(p, t, tl.where(far, 0.15950430929660797, 0.11284004896879196))
+        p = tl.fma(p, t, tl.where(far, 0.9129176735877991, -0.37612664699554443))
+        p = tl.fma(p, t, tl.where(far, 0.6290600299835205, 0.12837915122509003))
+        s = tl.where(far, size * -1.0, x)
+        near = tl.fma(p, s, s)
+        y = 1.0 - exp2(near)
+        return tl.where(far, tl.where(x < 0, y * -1.0, y), near)
+
+    # The erf of CUDA 13 has other coefficients further out than the libdevice that Triton 3.6 brings.
+    erf = erf_of_cuda_13 if int((torch.version.cuda or "0").split(".")[0]) >= 13 else libdevice.erf
 
     @triton.jit
     def bfloat16(x):
@@ -210,13 +240,18 @@ def source(program: Program, wide: bool) -> str:
     names = [f"v{k}" for k in range(len(inputs))] + scalars + [f"r{k}" for k in range(len(program.steps))]
     lines = [
         f"def fused({', '.join([*inputs, *outputs, *scalars])}, n, start, BLOCK: tl.constexpr):",
-        f"    j = tl.program_id(0){'.to(tl.int64)' if wide else ''} * BLOCK + tl.arange(0, BLOCK)",
+        f"    block = tl.program_id(0){'.to(tl.int64)' if wide else ''} * BLOCK",
+        "    first = start + block",
+        "    j = block + tl.arange(0, BLOCK)",
         "    inside = j < n",
         "    i = start + j",
     ]
     for k, (dtype, terms) in enumerate(program.inputs):
+        if _is_one_per_block(dtype, terms):
+            lines.append(f"    v{k} = tl.full((BLOCK,), tl.load(x{k} + {_place(terms, 'first')}), tl.float32)")
+            continue
         cast = "" if dtype is torch.bool else ".to(tl.float32)"
-        lines.append(f"    v{k} = tl.load(x{k} + {_place(terms)}, mask=inside){cast}")
+        lines.append(f"    v{k} = tl.load(x{k} + {_place(terms, 'i')}, mask=inside){cast}")
     for k, (op, operands, dtype) in enumerate(program.steps):
         value = OPS[op].format(*(names[o] for o in operands))
         if dtype is torch.float32:
@@ -230,15 +265,20 @@ def source(program: Program, wide: bool) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _place(terms: tuple[Term, ...] | None) -> str:
+def _is_one_per_block(dtype: torch.dtype, terms: tuple[Term, ...] | None) -> bool:
+    """Whether all elements of a block read the same one: a statistic of their row, say."""
+    return dtype is not torch.bool and terms is not None and all(inner % BLOCK == 0 for inner, _, _ in terms)
+
+
+def _place(terms: tuple[Term, ...] | None, at: str) -> str:
     if terms is None:
-        return "i"
+        return at
     parts = []
     for inner, size, stride in terms:
-        part = "i" if inner == 1 else f"(i // {inner})"
+        part = at if inner == 1 else f"({at} // {inner})"
         part = f"{part} % {size}" if size else part
         parts.append(part if stride == 1 else f"({part}) * {stride}")
-    return "(" + " + ".join(parts or ["i * 0"]) + ")"
+    return "(" + " + ".join(parts or [f"{at} * 0"]) + ")"
 
 
 class Kernel:
@@ -255,7 +295,11 @@ class Kernel:
         self.jitted = triton.jit(scope["fused"])
 
     def launch(self, inputs: list[Tensor], scalars: list[float], outputs: list[Tensor], n: int, start: int = 0) -> None:
-        """Write elements ``start`` to ``start + n`` of every output of the program, each to its own flat memory."""
+        """Write elements ``start`` to ``start + n`` of every output of the program, each to its own flat memory.
+
+        ``start`` is a multiple of BLOCK, or no input is broadcast.
+        """
+        assert start % BLOCK == 0 or all(i.terms is None for i in self.program.inputs)
         self.jitted[(_blocks(n),)](*inputs, *outputs, *scalars, n, start, BLOCK=BLOCK, num_warps=WARPS, **OPTIONS)
 
     def launcher(self, device: torch.device, n: int) -> Launch:

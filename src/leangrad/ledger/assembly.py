@@ -28,7 +28,7 @@ class InexactError(Exception):
 
 
 class CutError(Exception):
-    """A value, whose number is the argument, lies in memory in another order: the chain has to end there."""
+    """A value, whose number is the argument, is laid out otherwise or is smaller: the chain has to end there."""
 
 
 class Proof:
@@ -156,7 +156,7 @@ def _output_layout(number: int, value: Value, slot: Slot, b: Builder) -> Layout:
     """How an output lies in memory: as it did when it was saved, which must be as the program lays it."""
     layout = b.layouts[slot.number]
     if layout is None or slot.shape != layout[0]:
-        raise RefusedError("an output that is broadcast")
+        raise CutError(number)  # it is broadcast further up
     if value.layout is None:
         return layout
     if value.layout[0] != layout[0] or not _alike(value.layout[1], layout[1], layout[0]):

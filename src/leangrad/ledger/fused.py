@@ -25,14 +25,15 @@ from torch import Tensor
 from leangrad import _torch
 from leangrad.ledger.assembly import PROOFS, CutError, InexactError, Plan
 from leangrad.ledger.builder import RefusedError
-from leangrad.ledger.chain import TABLE, Chain, may_chain
+from leangrad.ledger.chain import TABLE, Chain, Taken, may_chain
 from leangrad.ledger.lowering import LOWERINGS, NORMS, VARIANTS
-from leangrad.ledger.pattern import Pattern, UnlikeError
+from leangrad.ledger.pattern import AGAIN, Found, Pattern, UnlikeError
 from leangrad.ledger.rules import RULES
 from leangrad.ledger.value import Value, _remember, _stream
 
 MIN_BYTES = 32 * 1024  # below this a launch costs more than the passes over memory that it saves
 MAX_PLANS = 4096
+MAX_TURNS = 4  # that a chain may take until its leaves are at hand
 MAX_ALIKE = 8  # patterns of chains that end in the same op and layout
 
 Key = tuple[Any, ...]
@@ -62,26 +63,37 @@ def replay(root: Value, made: dict[int, Tensor], task: int) -> tuple[Tensor, boo
         return None
     if getattr(_local, "off", False) or _torch.dispatch_modes_active():
         return None
-    taken: dict[int, tuple[Tensor, bool]] = {}
-    for pattern in _patterns.get((root.function, root.layout), ()):
-        found = pattern.match(root, made, task)
-        if found is not None:
-            plan = pattern.plan
-            if plan is None:
-                return None
-            if not plan.proof.missing and pattern.take(found, made, task, taken):
-                leaves, owned = zip(*(taken[id(v)] for v in found.leaves), strict=True)
-                outputs = plan.run(leaves, owned, found.scalars)
-                _hold([found.values[k] for k in pattern.outputs], plan.uses, outputs, task)
-                return outputs[-1], True
+    taken: Taken = {}
+    for _ in range(MAX_TURNS):
+        pattern, found = _known(root, made, task)
+        if pattern is None or found is None:
             break
+        plan = pattern.plan
+        if plan is None:
+            _give_back(taken, task)
+            return None
+        if plan is not AGAIN and plan.proof.missing:
+            break
+        if pattern.take(found, made, task, taken):
+            leaves, owned = zip(*(taken.pop(v) for v in found.leaves), strict=True)
+            _give_back(taken, task)
+            outputs = plan.run(leaves, owned, found.scalars)
+            _hold([found.values[k] for k in pattern.outputs], plan.uses, outputs, task)
+            return outputs[-1], True
     return _gather(root, made, task, taken)
 
 
-def _gather(
-    root: Value, made: dict[int, Tensor], task: int, taken: dict[int, tuple[Tensor, bool]]
-) -> tuple[Tensor, bool] | None:
-    """The same for a chain that is not known again: see [Note: known again]."""
+def _known(root: Value, made: dict[int, Tensor], task: int) -> tuple[Pattern | None, Found | None]:
+    """The pattern of the chain under ``root``, and its values: see [Note: known again]."""
+    for pattern in _patterns.get((root.function, root.layout), ()):
+        found = pattern.match(root, made, task)
+        if found is not None:
+            return pattern, found
+    return None, None
+
+
+def _gather(root: Value, made: dict[int, Tensor], task: int, taken: Taken) -> tuple[Tensor, bool] | None:
+    """The same for a chain that no pattern knows."""
     chain = first = Chain(root, made, task)
     kind = _kind_of(chain)
     while kind in _cuts:
@@ -90,22 +102,34 @@ def _gather(
     at_hand = [chain.is_made(v) for v in chain.leaves]
     if chain.weight < 2 or not chain.leaves or kind in _refused:
         _know(chain, at_hand, [v.tensor for v in chain.leaves], None)
+        _give_back(taken, task)
         return None
     while not chain.take(taken):
+        _know(chain, at_hand, [v.tensor for v in chain.leaves], AGAIN)
         chain = Chain(root, made, task, chain.ends)
-    leaves = [taken[id(v)][0] for v in chain.leaves]
+        at_hand = [chain.is_made(v) for v in chain.leaves]
+    leaves = [taken[v][0] for v in chain.leaves]
     if leaves[0].is_cuda and leaves[0].device.index != torch.cuda.current_device():
+        _give_back(taken, task)
         return None  # Triton launches on the current device
     is_known = chain is first and all(v.tensor is not None for v in chain.leaves)
     key = kind if is_known else (*chain.key, *[_kind(t) for t in leaves])
     plan = _plans.get(key)
     if plan is None or plan.proof.missing:
+        _give_back(taken, task)  # the replay op by op will take them
         return _prove(chain, leaves, kind, key)
-    outputs = plan.run(leaves, [taken[id(v)][1] for v in chain.leaves], chain.scalars)
-    if chain is first:
-        _know(chain, at_hand, leaves, plan)
+    owned = [taken.pop(v)[1] for v in chain.leaves]
+    _give_back(taken, task)
+    outputs = plan.run(leaves, owned, chain.scalars)
+    _know(chain, at_hand, leaves, plan)
     _hold([chain.values[k] for k in chain.outputs[:-1]], plan.uses, outputs, task)
     return outputs[-1], True
+
+
+def _give_back(taken: Taken, task: int) -> None:
+    """Leaves that were taken for a chain that became another one."""
+    for value, (tensor, _) in taken.items():
+        value.give_back(tensor, task)
 
 
 def _hold(values: list[Value], uses: list[int], outputs: list[Tensor], task: int) -> None:
@@ -115,7 +139,7 @@ def _hold(values: list[Value], uses: list[int], outputs: list[Tensor], task: int
         _remember(value, task)
 
 
-def _know(chain: Chain, at_hand: list[bool], leaves: Sequence[Tensor | None], plan: Plan | None) -> None:
+def _know(chain: Chain, at_hand: list[bool], leaves: Sequence[Tensor | None], plan: Any) -> None:
     """Leave a pattern of ``chain``, the second time that one of its function and layout comes."""
     root = chain.values[-1]
     key = root.function, root.layout

@@ -19,12 +19,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from leangrad.ledger.chain import TABLE, Chain, is_number
+from leangrad.ledger.chain import TABLE, Chain, Taken, is_number
 from leangrad.ledger.lowering import STATIC
 from leangrad.ledger.value import Value
 
 Kind = tuple[torch.dtype, torch.Size, tuple[int, ...], int, bool]
 PLAIN = (int, float, bool, str, type(None), tuple, torch.Size, torch.dtype, torch.memory_format, torch.layout)
+
+
+AGAIN = object()
 
 
 class UnlikeError(Exception):
@@ -57,9 +60,13 @@ class Found(NamedTuple):
 
 
 class Pattern:
-    """The rows of a chain, and the plan that serves its like; None where they are replayed op by op."""
+    """The rows of a chain, and the plan that serves its like.
 
-    __slots__ = ("at_hand", "kept", "kinds", "outputs", "plan", "rows", "scalars")
+    ``plan`` None: they are replayed op by op. AGAIN: to rebuild their leaves makes values of the chain too, so that it
+    is another one then.
+    """
+
+    __slots__ = ("at_hand", "kept", "kinds", "outputs", "plan", "rows", "scalars", "unmade")
 
     def __init__(self, chain: Chain, at_hand: list[bool], leaves: Sequence[Tensor | None], plan: Any) -> None:
         last = len(chain.values) - 1
@@ -69,6 +76,7 @@ class Pattern:
         self.kinds = [None if t is None else kind_of(t) for t in leaves]
         self.kept = [v.tensor is not None for v in chain.leaves]
         self.at_hand = [(v.function in TABLE, made) for v, made in zip(chain.leaves, at_hand, strict=True)]
+        self.unmade = [k for k, made in enumerate(at_hand) if not made]
         users: dict[int, list[tuple[int, int]]] = {}
         for row, value in enumerate(reversed(chain.values)):
             for place, a in enumerate(value.args):
@@ -146,18 +154,24 @@ class Pattern:
                 elif leaves[k] is not leaf:
                     return None
             values.append(v)
-        return Found(values, leaves, scalars)
+        return Found(values, leaves, scalars) if len(set(leaves)) == len(leaves) else None
 
-    def take(self, found: Found, made: dict[int, Tensor], task: int, taken: dict[int, tuple[Tensor, bool]]) -> bool:
-        """Take the leaves; False if what had to be rebuilt is of another kind, or has left values of the chain made."""
-        rebuilt = False
-        for k, leaf in enumerate(found.leaves):
-            taken[id(leaf)] = leaf._take(made, task)
-            if not self.kept[k]:
-                rebuilt = True
-                if not self._fits(taken[id(leaf)][0], k):
+    def take(self, found: Found, made: dict[int, Tensor], task: int, taken: Taken) -> bool:
+        """Take the leaves, as ``Chain.take`` does; False if the chain is another one now, or a leaf of another kind."""
+        for k in self.unmade:
+            leaf = found.leaves[k]
+            if leaf not in taken:
+                taken[leaf] = leaf._take(made, task)
+                if any(v.memo is not None or id(v) in made for v in found.values[1:]):
                     return False
-        return not rebuilt or not any(v.memo is not None or id(v) in made for v in found.values[1:])
+        if self.plan is AGAIN:
+            return False
+        for k, leaf in enumerate(found.leaves):
+            if leaf not in taken:
+                taken[leaf] = leaf._take(made, task)
+            if not self.kept[k] and not self._fits(taken[leaf][0], k):
+                return False
+        return True
 
     def _is_like(self, leaf: Value, k: int, made: dict[int, Tensor]) -> bool:
         """Whether ``leaf`` is of the kind of leaf k, and where it is not kept, is no more and no less at hand."""

@@ -243,11 +243,20 @@ class Value:
             return tensor, False
         return tensor, owned
 
+    def give_back(self, tensor: Tensor, task: int) -> None:
+        """It was taken in vain: hold it again for those who count on it."""
+        if self.tensor is None and self.takes > 0 and self._is_held():
+            self.takes -= 1
+            if self.memo is None:
+                self.memo, self.memo_stream = tensor, _stream(tensor)
+                _remember(self, task)
+
     def _rebuild(self, made: dict[int, Tensor], task: int) -> tuple[Tensor, bool]:
         function = self.function
         if function is None:
             raise LeangradError(f"the input of a recipe was never kept: {self.op}; this is a bug in leangrad")
-        if function in _fusable() and (fused := _fusable()[function](self, made, task)) is not None:
+        replay = _fusable().get(function)
+        if replay is not None and (fused := replay(self, made, task)) is not None:
             return fused
         args = list(self.args)
         owned = -1
@@ -306,9 +315,9 @@ def _fusable() -> dict[Any, Callable[[Value, dict[int, Tensor], int], tuple[Tens
     if not kernels.has_device():
         return {}
     from leangrad.ledger.fused import replay
-    from leangrad.ledger.lowering import LOWERINGS
+    from leangrad.ledger.lowering import LOWERINGS, VIEWS
 
-    return dict.fromkeys(LOWERINGS, replay)
+    return dict.fromkeys(LOWERINGS.keys() - VIEWS, replay)
 
 
 def fuses() -> bool:
