@@ -205,6 +205,35 @@ def test_an_activation_is_known_by_its_functions(monkeypatch):
     assert asked == [gelu, other, gelu]
 
 
+@pytest.mark.parametrize("wrong", [None, "dz", "h"])
+def test_the_proof_finds_a_single_bit(wrong, monkeypatch):
+    """Torch's own ops stand in for the kernel; then one value, with one gradient, comes out wrong by one bit."""
+    gelu = ACTIVATIONS["gelu"]
+
+    def run(launch, stream, g, z):
+        at = ((z == 1.5) & (g == 1.0078125)).short()  # the smallest bfloat16 above 1
+        h = gelu.forward(z, 0.0, None)
+        gelu.backward(g, z, 0.0, g)
+        z.copy_(h)
+        if wrong is not None:
+            (g if wrong == "dz" else z).view(torch.int16).bitwise_xor_(at)
+
+    monkeypatch.setattr(rebuild, "_run", run)
+    monkeypatch.setattr(rebuild, "raw_stream", lambda device: 0)
+    monkeypatch.setattr(rebuild, "compile_kernel", lambda *_: run)
+    assert rebuild._prove(gelu, torch.bfloat16, torch.device("cpu")) is (run if wrong is None else None)
+
+
+def test_no_kernel_where_torch_cannot_make_or_start_one(monkeypatch):
+    def refuse(*_):
+        raise TypeError("another signature")
+
+    monkeypatch.setattr(rebuild, "raw_stream", lambda device: 0)
+    for made in (None, refuse):
+        monkeypatch.setattr(rebuild, "compile_kernel", lambda *_, made=made: made)
+        assert rebuild._prove(ACTIVATIONS["silu"], torch.bfloat16, torch.device("cpu")) is None
+
+
 def chain_step(depth: int, activation: str, width: int = 64, rows: int = 1024, **options):
     """A step of a chain of maps of one size, the bytes of one, and those of all weights."""
     tensors = [torch.randn(rows, width, **options)]
