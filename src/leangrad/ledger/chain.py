@@ -104,7 +104,7 @@ class Chain:
         self.weight = 0  # passes over memory that a replay op by op would take
         self._codes: dict[int, int] = {}  # by id: the number of a value, or −1 − that of a leaf
         self._at_hand: dict[int, bool] = {}
-        self._entered = 0  # values, and the tensors that they read or are
+        self._entered = 0  # values, and the large tensors that they read or are
         self._streams = 1
         self._visit(root)
         last = len(self.values) - 1
@@ -138,7 +138,7 @@ class Chain:
     def _visit(self, value: Value) -> None:
         codes, args, function = self._codes, value.args, value.function
         self._entered += 1
-        self._streams += len(value.order) - 1 + self._is_awaited(value)
+        self._streams += sum(map(self._is_large, value.inputs)) - 1 + self._is_awaited(value)
         for i in value.order:
             operand = args[i]
             if id(operand) not in codes:
@@ -183,6 +183,9 @@ class Chain:
     def is_to_come(self, v: Value) -> bool:
         """Whether saved tensors will still ask for ``v`` in this backward pass."""
         return v.readers > 0 and (v.reads < v.readers or v.task != self.task)
+
+    def _is_large(self, v: Value) -> bool:
+        return v.tensor is None or 8 * v.tensor.numel() > self.size
 
     def _is_awaited(self, v: Value) -> bool:
         return self.is_to_come(v) or v._is_held()
