@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -116,14 +117,7 @@ def rebuild_and_backward(record: Activation, z: Tensor) -> OnePass | None:
     if torch.cuda.current_device() != device.index or dispatch_modes_active():
         return None
     launch = _launch_of(record, z.dtype, device)
-    if launch is None:
-        return None
-    stream = raw_stream(device)
-
-    def run(g: Tensor, z: Tensor) -> None:
-        _run(launch, stream, g, z)
-
-    return run
+    return None if launch is None else partial(_run, launch, raw_stream(device))
 
 
 def _run(launch: Launch, stream: int, g: Tensor, z: Tensor) -> None:
