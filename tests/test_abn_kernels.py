@@ -83,6 +83,7 @@ def test_the_answer_is_waited_for_on_a_gpu(height: int) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")  # all is synchronized by hand here
 def test_threads_and_streams_ask_for_themselves_on_a_gpu() -> None:
     """Each thread has its own answers on each stream, and memory that a thread leaves behind serves the next one."""
     from leangrad.nn.abn import InPlaceABN

@@ -121,9 +121,12 @@ def saved_tensor_hooks_active() -> bool:
     return True if _top_hooks is None else _top_hooks(True) is not None
 
 
+_forward_ad: Any = torch.autograd.forward_ad
+
+
 def forward_mode_active() -> bool:
     """Whether a forward-mode level is open; False where torch does not tell (then torch raises for a Function)."""
-    level = getattr(torch.autograd.forward_ad, "_current_level", -1)
+    level = getattr(_forward_ad, "_current_level", -1)
     return isinstance(level, int) and level >= 0
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -60,7 +61,7 @@ _WIDEN = {
     torch.float16: 'float x; asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits)); return x;',
 }
 
-_ELEMENTS, _WARPS = 8, 8  # of a thread: 16 bytes of either map; of a block
+_ELEMENTS, _WARPS = 8, 4  # of a thread: 16 bytes of either map; of a block
 _SOURCE = """
 typedef unsigned short half_t;
 union Eight { uint4 all; half_t each[8]; };
@@ -85,8 +86,8 @@ extern "C" __global__ void again(half_t* g_dz, half_t* z_h, long long n) {
     const bool aligned = (((size_t)g_dz | (size_t)z_h) & 15) == 0;
     if (aligned && i + 8 <= n) {
         Eight a, b;
-        a.all = *(const uint4*)(g_dz + i);
-        b.all = *(const uint4*)(z_h + i);
+        a.all = __ldcs((const uint4*)(g_dz + i));  // read once, and said so: 70 us instead of 74 for 64 MiB on an H200
+        b.all = __ldcs((const uint4*)(z_h + i));
         #pragma unroll
         for (int k = 0; k < 8; ++k) element(a.each[k], b.each[k]);
         *(uint4*)(g_dz + i) = a.all;
@@ -116,14 +117,7 @@ def rebuild_and_backward(record: Activation, z: Tensor) -> OnePass | None:
     if torch.cuda.current_device() != device.index or dispatch_modes_active():
         return None
     launch = _launch_of(record, z.dtype, device)
-    if launch is None:
-        return None
-    stream = raw_stream(device)
-
-    def run(g: Tensor, z: Tensor) -> None:
-        _run(launch, stream, g, z)
-
-    return run
+    return None if launch is None else partial(_run, launch, raw_stream(device))
 
 
 def _run(launch: Launch, stream: int, g: Tensor, z: Tensor) -> None:
