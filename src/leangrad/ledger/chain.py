@@ -71,7 +71,7 @@ def elements(value: Value) -> int:
 
 
 class Chain:
-    """The pointwise ops under a value, and what they read. Made for every rebuild, so it is written to be quick."""
+    """The pointwise ops under a value, and what they read."""
 
     __slots__ = (
         "_at_hand",
@@ -104,8 +104,8 @@ class Chain:
         self.weight = 0  # passes over memory that a replay op by op would take
         self._codes: dict[int, int] = {}  # by id: the number of a value, or −1 − that of a leaf
         self._at_hand: dict[int, bool] = {}
-        self._entered = 0  # values, and the large tensors that they read or are
-        self._streams = 1
+        self._entered = 0  # values that were visited, or are about to be
+        self._streams = 1  # the large tensors that they read or are
         self._visit(root)
         last = len(self.values) - 1
         if len(self.outputs) > 1 or (self.outputs and self.outputs[0] != last):
@@ -142,7 +142,9 @@ class Chain:
         for i in value.order:
             operand = args[i]
             if id(operand) not in codes:
-                if operand.tensor is None and operand.function in TABLE and self._is_inner(operand):
+                if function in VIEWS or (
+                    operand.tensor is None and operand.function in TABLE and self._is_inner(operand)
+                ):  # a view is inner where its base is
                     self._visit(operand)
                 else:
                     self.leaves.append(operand)
