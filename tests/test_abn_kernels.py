@@ -111,6 +111,26 @@ def test_threads_and_streams_ask_for_themselves_on_a_gpu() -> None:
 
 
 @pytest.mark.gpu
+def test_kept_bytes_are_one_map_per_layer_on_a_gpu() -> None:
+    """Also in the first layer, which asks: it does not go on with a second map while it waits."""
+    from leangrad.nn.abn import InPlaceABN
+
+    channels, x = 32, torch.randn(4, 32, 32, 32, device="cuda")
+    vectors_bytes, kept_bytes = 4 * 4 * channels, {}
+    for depth in (1, 2, 5):
+        pairs = [(torch.nn.Conv2d(32, 32, 1, bias=False), InPlaceABN(32)) for _ in range(depth)]
+        model = torch.nn.Sequential(*(layer for pair in pairs for layer in pair)).cuda()
+        for _ in range(2):
+            before = torch.cuda.memory_allocated()
+            z = model(x)
+            kept_bytes[depth] = torch.cuda.memory_allocated() - before
+            z.backward(torch.randn_like(z))
+            del z
+            model.zero_grad()
+    assert kept_bytes == {depth: depth * (x.nbytes + vectors_bytes) for depth in kept_bytes}
+
+
+@pytest.mark.gpu
 def test_maps_that_are_not_aligned_on_a_gpu() -> None:
     """A kernel that was compiled for aligned maps must not get others, and the other way round."""
     from leangrad.nn.abn import ABN
