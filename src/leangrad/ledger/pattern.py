@@ -128,17 +128,17 @@ class Pattern:
     def take(self, found: Found, made: dict[int, Tensor], task: int, taken: Taken) -> bool:
         """Take the leaves, as ``Chain.take`` does; False if the chain is another one now, or a leaf of another kind."""
         for k in self.unmade:
-            leaf = found.leaves[k]
-            if leaf not in taken:
-                taken[leaf] = leaf._take(made, task)
-                if any(v.memo is not None or id(v) in made for v in found.values[1:]):
+            v = found.leaves[k]
+            if v not in taken:
+                taken[v] = v._take(made, task)
+                if any(inner.memo is not None or id(inner) in made for inner in found.values[1:]):
                     return False
         if self.plan is AGAIN:
             return False
-        for k, leaf in enumerate(found.leaves):
-            if leaf not in taken:
-                taken[leaf] = leaf._take(made, task)
-            if not self.kept[k] and not self._fits(taken[leaf][0], k):
+        for k, v in enumerate(found.leaves):
+            if v not in taken:
+                taken[v] = v._take(made, task)
+            if not self.kept[k] and not self._fits(taken[v][0], k):
                 return False
         return True
 
@@ -177,27 +177,27 @@ def _rows(chain: Chain) -> list[Row]:
     """The values of ``chain`` from the root down, so that each comes after all who read it."""
     values = chain.values[::-1]
     readers: dict[int, list[tuple[int, int]]] = {}
-    for row, value in enumerate(values):
-        for place, a in enumerate(value.args):
+    for row, v in enumerate(values):
+        for place, a in enumerate(v.args):
             readers.setdefault(id(a), []).append((row, place))
-    leaves = {id(v): k for k, v in enumerate(chain.leaves)}
+    leaves = {id(leaf): k for k, leaf in enumerate(chain.leaves)}
     rows = []
     number = len(chain.scalars)  # they are counted from the other end
-    for value in values:
-        (user, place), *again = readers.get(id(value), [(-1, -1)])
-        args = list(enumerate(value.args))
-        numbers = [i for i, a in args if is_number(a) and value.function not in STATIC]
+    for v in values:
+        (user, place), *again = readers.get(id(v), [(-1, -1)])
+        args = list(enumerate(v.args))
+        numbers = [i for i, a in args if is_number(a) and v.function not in STATIC]
         number -= len(numbers)
         rows.append(
             Row(
                 user=user,
                 place=place,
                 again=tuple(again),
-                function=value.function,
-                dtype=value.dtype,
-                layout=value.layout,
-                kwargs={key: _comparable(a) for key, a in value.kwargs.items()},
-                state=(value.readers, value.parents, chain.is_to_come(value), value._is_held()),
+                function=v.function,
+                dtype=v.dtype,
+                layout=v.layout,
+                kwargs={key: _comparable(a) for key, a in v.kwargs.items()},
+                state=(v.readers, v.parents, chain.is_to_come(v), v._is_held()),
                 length=len(args),
                 numbers=tuple((i, number + n) for n, i in enumerate(numbers)),
                 constants=tuple((i, _comparable(a)) for i, a in args if type(a) is not Value and i not in numbers),
