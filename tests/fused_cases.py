@@ -4,6 +4,7 @@ The interpreter computes what IEEE 754 defines to the last bit, so these program
 with tanh, erf and exp a CPU's own library differs, so such programs must be found out and left alone.
 """
 
+import random
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -19,6 +20,7 @@ from leangrad.ledger import fused
 from leangrad.ledger.assembly import PROOFS, Plan
 from leangrad.ledger.builder import RefusedError, find_terms
 from leangrad.ledger.chain import MAX_STREAMS
+from leangrad.ledger.exact import same_bits
 from leangrad.ledger.rules import RULES
 from leangrad.ledger.value import Value
 from leangrad.ledger.value import _memos as memos
@@ -371,6 +373,47 @@ def check_held_bytes() -> None:
     assert fused.report()["launches"] == before + 1
 
 
+def random_program(seed: int) -> Callable[[Any], list[Tensor]]:
+    """Ops that IEEE 754 defines, at random over earlier results: chains that share values, saved and not."""
+
+    def run(region: Any) -> list[Tensor]:
+        draw = random.Random(seed)
+        number = torch.rand(()).item() + 0.5
+        x, w = leaf(8, 64), leaf(64, seed=1)
+        ops: list[Callable[[Tensor, Tensor], Tensor]] = [
+            lambda a, b: a + b,
+            lambda a, b: a - b * number,
+            lambda a, b: F.hardtanh(a * b, -4.0, 4.0),
+            lambda a, b: F.relu(a) * w,
+            lambda a, b: a.to(bf16) + b,
+            lambda a, b: (a.to(bf16) * number).float(),
+            lambda a, b: (a.view(4, 2, 64) + w).view(8, 64),
+            lambda a, b: a * a.mean(-1, keepdim=True),
+            lambda a, b: torch.where(b.detach() > 0, a, number - a),
+            lambda a, b: source_of(a),
+        ]
+        with region:
+            pool = [source_of(x) * w, source_of(-x)]
+            for _ in range(draw.randint(4, 14)):
+                pool.append(draw.choice(ops)(draw.choice(pool[-5:]).float(), draw.choice(pool[-5:])))
+            z = summed(pool[-1].float() * pool[-2] + pool[0])
+        return backward(z, x, w)
+
+    return run
+
+
+def check_random_chains() -> None:
+    """Plain's bits, step after step, with other numbers each time."""
+    before = fused.report()["launches"]
+    for seed in range(RANDOM_PROGRAMS):
+        run, region = random_program(seed), leangrad.saving(min_bytes=0)
+        plain, mine = _steps(run, nullcontext), _steps(run, lambda region=region: region)
+        for step, (a, b) in enumerate(zip(mine, plain, strict=True)):
+            assert all(same_bits(t, u) for t, u in zip(a, b, strict=True)), (seed, step)
+    assert fused.report()["launches"] > before + RANDOM_PROGRAMS
+
+
+RANDOM_PROGRAMS = 20
 LINKS = 20
 
 
@@ -482,6 +525,7 @@ if __name__ == "__main__":
     check_what_tells_chains_apart()
     check_held_bytes()
     check_links()
+    check_random_chains()
     check_an_op_of_other_bits()
     check_a_norm_of_other_bits()
     print("all chains agree", file=sys.stdout)
