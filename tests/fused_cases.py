@@ -410,10 +410,12 @@ def check_random_chains() -> None:
         plain, mine = _steps(run, nullcontext), _steps(run, lambda region=region: region)
         for step, (a, b) in enumerate(zip(mine, plain, strict=True)):
             assert all(same_bits(t, u) for t, u in zip(a, b, strict=True)), (seed, step)
-    assert fused.report()["launches"] > before + RANDOM_PROGRAMS
+    after = fused.report()
+    assert after["launches"] > before + RANDOM_PROGRAMS
+    assert not any("other bits" in why for why in after["refused"]), after["refused"]
 
 
-RANDOM_PROGRAMS = 20
+RANDOM_PROGRAMS = 24
 LINKS = 20
 
 

@@ -107,12 +107,12 @@ class Plan:
         self.launches += 1
         return outputs
 
-    def agrees(self, leaves: list[Tensor], scalars: list[float], expected: list[Tensor | None]) -> bool:
+    def agrees(self, leaves: list[Tensor], scalars: list[float], expected: list[Tensor]) -> bool:
         """Whether the program gives the bits of ``expected``, tried in pieces; NaN is NaN."""
         inputs, numbers = [leaves[k] for k in self.leaves], numbers_of(self.scalars, scalars)
         flat = []
         for t, (shape, stride, dtype) in zip(expected, self.outputs, strict=True):
-            if t is None or t.shape != shape or t.dtype != dtype or not _alike(t.stride(), stride, shape):
+            if t.shape != shape or t.dtype != dtype or not _alike(t.stride(), stride, shape):
                 return False
             flat.append(t.as_strided((self.n,), (1,)))
         for start in range(0, self.n, PIECE):

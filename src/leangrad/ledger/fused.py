@@ -182,7 +182,8 @@ def _prove(chain: Chain, leaves: list[Tensor], kind: Key, key: Key) -> tuple[Ten
         v = chain.values[-1]
         with off():
             rebuilt = v._rebuild(chain.made, chain.task)
-        expected = [*(chain.values[k].memo for k in chain.outputs[:-1]), rebuilt[0]]
+            expected = [_memo_of(chain.values[k], chain) for k in chain.outputs[:-1]]
+        expected.append(rebuilt[0])
         try:
             for plan in plans:
                 if plan.agrees(leaves, chain.scalars, expected):
@@ -196,6 +197,11 @@ def _prove(chain: Chain, leaves: list[Tensor], kind: Key, key: Key) -> tuple[Ten
         except Exception as reason:
             _put(_refused, kind, chain.refusal(reason))
         return rebuilt
+
+
+def _memo_of(v: Value, chain: Chain) -> Tensor:
+    """What a replay left of ``v``; it is made once more if all who were to read it have done so by now."""
+    return v.memo if v.memo is not None else v._rebuild(chain.made, chain.task)[0]
 
 
 def _put(table: dict[Key, Any], key: Key, value: Any) -> None:
