@@ -69,7 +69,10 @@ def interleave(
 ) -> dict[str, float]:
     for _ in range(3):
         plain(), lean()
-    pairs = [(seconds(plain, device, repeats), seconds(lean, device, repeats)) for _ in range(rounds)]
+    pairs = []
+    for i in range(rounds):  # in turns, so that neither is always the first
+        times = {step: seconds(step, device, repeats) for step in ((plain, lean), (lean, plain))[i % 2]}
+        pairs.append((times[plain], times[lean]))
     return {
         "plain_ms": 1e3 * statistics.median(p for p, _ in pairs),
         "lean_ms": 1e3 * statistics.median(q for _, q in pairs),
@@ -122,7 +125,8 @@ def layer_row(channels: int, height: int, batch: int, rounds: int, kind: type[AB
 
         return run
 
-    times = interleave(step(plain), step(lean), "cuda", rounds, repeats=20)
+    # Many short rounds: what the host takes varies by a third from one tenth of a second to the next.
+    times = interleave(step(plain), step(lean), "cuda", 5 * rounds, repeats=10)
     device_ms = {f"{name}_device_ms": busy_ms(step(layer)) for name, layer in (("plain", plain), ("lean", lean))}
     what = f"copy + {kind.__name__}" if copied else kind.__name__
     return {"case": f"{what} forward+backward, {shape}, bfloat16, channels_last", **times, **device_ms}

@@ -21,6 +21,7 @@ from leangrad.ledger.builder import RefusedError, find_terms
 from leangrad.ledger.chain import MAX_STREAMS
 from leangrad.ledger.rules import RULES
 from leangrad.ledger.value import Value
+from leangrad.ledger.value import _memos as memos
 
 f32, bf16, f16 = torch.float32, torch.bfloat16, torch.float16
 STEPS = 3 + PROOFS
@@ -408,6 +409,32 @@ def check_links() -> None:
     assert added == LINKS - 1  # no norm reads the last one
     assert max(len(p.inputs) + len(p.outputs) for p in launched) <= MAX_STREAMS + 3  # those of the last op
     assert all(torch.equal(a, b) for a, b in zip(stream(region), stream(nullcontext()), strict=True))
+    mine = _held(lambda: stream(region))
+    with fused.off():
+        plain = _held(lambda: stream(region))
+    assert mine == plain
+    below, wide, scale = 2 * 8 * 64 * (LINKS - 2), 4 * 8 * 64, 4 * 8
+    assert max(mine) == below + wide + scale  # the links below the last norm's, and what its backward will read
+
+
+def _held(call: Callable[[], Any]) -> list[int]:
+    """The bytes of rebuilt tensors that are held, after each read of a backward pass."""
+    held: list[int] = []
+    read = Value.read
+
+    def counted(self: Value) -> Tensor:
+        tensor = read(self)
+        values = {ref() for refs in memos.values() for ref in refs}
+        held.append(sum(v.memo.nbytes for v in values if v is not None and v.memo is not None))
+        return tensor
+
+    Value.read = counted  # type: ignore[method-assign]
+    try:
+        call()
+    finally:
+        Value.read = read  # type: ignore[method-assign]
+    assert not memos  # let go at the end of backward
+    return held
 
 
 def check_an_op_of_other_bits() -> None:

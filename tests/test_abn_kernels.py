@@ -83,6 +83,7 @@ def test_the_answer_is_waited_for_on_a_gpu(height: int) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")  # all is synchronized by hand here
 def test_threads_and_streams_ask_for_themselves_on_a_gpu() -> None:
     """Each thread has its own answers on each stream, and memory that a thread leaves behind serves the next one."""
     from leangrad.nn.abn import InPlaceABN
@@ -107,6 +108,26 @@ def test_threads_and_streams_ask_for_themselves_on_a_gpu() -> None:
             for found in pool.map(run, range(4)):
                 for a, b in zip(found, exact, strict=True):
                     torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4 * b.abs().max().item())
+
+
+@pytest.mark.gpu
+def test_kept_bytes_are_one_map_per_layer_on_a_gpu() -> None:
+    """Also in the first layer, which asks: it does not go on with a second map while it waits."""
+    from leangrad.nn.abn import InPlaceABN
+
+    channels, x = 32, torch.randn(4, 32, 32, 32, device="cuda")
+    vectors_bytes, kept_bytes = 4 * 4 * channels, {}
+    for depth in (1, 2, 5):
+        pairs = [(torch.nn.Conv2d(32, 32, 1, bias=False), InPlaceABN(32)) for _ in range(depth)]
+        model = torch.nn.Sequential(*(layer for pair in pairs for layer in pair)).cuda()
+        for _ in range(2):
+            before = torch.cuda.memory_allocated()
+            z = model(x)
+            kept_bytes[depth] = torch.cuda.memory_allocated() - before
+            z.backward(torch.randn_like(z))
+            del z
+            model.zero_grad()
+    assert kept_bytes == {depth: depth * (x.nbytes + vectors_bytes) for depth in kept_bytes}
 
 
 @pytest.mark.gpu

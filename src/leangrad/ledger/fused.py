@@ -10,6 +10,12 @@ op by op for ever. Before that each op was tried by itself ([Note: every op by i
 this GPU, this torch or this Triton costs time, not gradients. Steps do not depend on how many elements there are, so a
 proof holds for all batch sizes; but a library may choose another kernel for a norm of another shape, so with such a
 norm each shape is proven for itself.
+
+[Note: what a launch leaves]
+An inner value is written out where saved tensors will still ask for it in this backward pass, or recipes that hold it.
+A replay op by op holds the very same tensors at the same time, so a launch takes no more memory. And they are not held
+for long: what lies under the tensor that was asked for are operands of the ops whose backward comes next. Each is let
+go by its last reader, or else at the end of backward.
 """
 
 from __future__ import annotations
@@ -133,7 +139,7 @@ def _give_back(taken: Taken, task: int) -> None:
 
 
 def _hold(values: list[Value], uses: list[int], outputs: list[Tensor], task: int) -> None:
-    """Leave the outputs of a program, but for the last, with the values whose readers are still to come."""
+    """Leave the outputs of a program, but for the last, with their values: see [Note: what a launch leaves]."""
     for value, used, tensor in zip(values, uses, outputs, strict=False):
         value.memo, value.memo_stream, value.takes = tensor, _stream(tensor), used
         _remember(value, task)

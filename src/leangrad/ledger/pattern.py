@@ -24,10 +24,9 @@ from leangrad.ledger.lowering import STATIC
 from leangrad.ledger.value import Value
 
 Kind = tuple[torch.dtype, torch.Size, tuple[int, ...], int, bool]
+Places = tuple[tuple[int, int], ...]
 PLAIN = (int, float, bool, str, type(None), tuple, torch.Size, torch.dtype, torch.memory_format, torch.layout)
-
-
-AGAIN = object()
+AGAIN = object()  # in the place of a plan: see ``Pattern``
 
 
 class UnlikeError(Exception):
@@ -35,20 +34,20 @@ class UnlikeError(Exception):
 
 
 class Row(NamedTuple):
-    """One value of a chain; "users" are rows before this one, by number."""
+    """One value of a chain. Who reads it is a row before this one, by number."""
 
-    user: int  # who reads it, and where among its arguments; −1: the root
-    place: int
-    again: tuple[tuple[int, int], ...]  # who else reads it, and where
+    user: int  # who reads it; −1: this is the root
+    place: int  # where among the arguments of that one
+    again: Places  # who else reads it, and where
     function: Any
     dtype: torch.dtype | None
     layout: Any
     kwargs: dict[str, Any]
     state: tuple[int, int, bool, bool]  # readers, parents, whether readers are to come, whether it is held for recipes
     length: int  # of its arguments
-    numbers: tuple[tuple[int, int], ...]  # where among them numbers are, and which of the chain's
-    constants: tuple[tuple[int, Any], ...]
-    leaves: tuple[tuple[int, int], ...]  # where leaves are, and which
+    numbers: Places  # where among them numbers are, and which of the chain's
+    constants: tuple[tuple[int, Any], ...]  # where constants are
+    leaves: Places  # where leaves are, and which of the chain's
 
 
 class Found(NamedTuple):
@@ -63,7 +62,8 @@ class Pattern:
     """The rows of a chain, and the plan that serves its like.
 
     ``plan`` None: they are replayed op by op. AGAIN: to rebuild their leaves makes values of the chain too, so that it
-    is another one then.
+    is another one then. ``at_hand``: of each leaf, whether it was made before the leaves were taken; ``leaves``: their
+    tensors, where they are known.
     """
 
     __slots__ = ("at_hand", "kept", "kinds", "outputs", "plan", "rows", "scalars", "unmade")
@@ -71,44 +71,13 @@ class Pattern:
     def __init__(self, chain: Chain, at_hand: list[bool], leaves: Sequence[Tensor | None], plan: Any) -> None:
         last = len(chain.values) - 1
         self.plan = plan
+        self.rows = _rows(chain)
         self.scalars = len(chain.scalars)
         self.outputs = [last - k for k in chain.outputs[:-1]]  # rows
         self.kinds = [None if t is None else kind_of(t) for t in leaves]
         self.kept = [v.tensor is not None for v in chain.leaves]
         self.at_hand = [(v.function in TABLE, made) for v, made in zip(chain.leaves, at_hand, strict=True)]
         self.unmade = [k for k, made in enumerate(at_hand) if not made]
-        users: dict[int, list[tuple[int, int]]] = {}
-        for row, value in enumerate(reversed(chain.values)):
-            for place, a in enumerate(value.args):
-                if type(a) is Value:
-                    users.setdefault(id(a), []).append((row, place))
-        number = len(chain.scalars)
-        rows = []
-        codes = {id(v): k for k, v in enumerate(chain.leaves)}
-        for value in reversed(chain.values):
-            at = users.get(id(value), [(-1, -1)])
-            places = [i for i, a in enumerate(value.args) if is_number(a) and value.function not in STATIC]
-            number -= len(places)
-            rows.append(
-                Row(
-                    *at[0],
-                    tuple(at[1:]),
-                    value.function,
-                    value.dtype,
-                    value.layout,
-                    value.kwargs,
-                    (value.readers, value.parents, chain.is_to_come(value), value._is_held()),
-                    len(value.args),
-                    tuple((i, number + n) for n, i in enumerate(places)),
-                    tuple(
-                        (i, _comparable(a))
-                        for i, a in enumerate(value.args)
-                        if type(a) is not Value and i not in places
-                    ),
-                    tuple((i, codes[id(a)]) for i, a in enumerate(value.args) if id(a) in codes),
-                )
-            )
-        self.rows = rows
 
     def match(self, root: Value, made: dict[int, Tensor], task: int) -> Found | None:
         """The values of the chain under ``root``, if it is like this one."""
@@ -159,17 +128,17 @@ class Pattern:
     def take(self, found: Found, made: dict[int, Tensor], task: int, taken: Taken) -> bool:
         """Take the leaves, as ``Chain.take`` does; False if the chain is another one now, or a leaf of another kind."""
         for k in self.unmade:
-            leaf = found.leaves[k]
-            if leaf not in taken:
-                taken[leaf] = leaf._take(made, task)
-                if any(v.memo is not None or id(v) in made for v in found.values[1:]):
+            v = found.leaves[k]
+            if v not in taken:
+                taken[v] = v._take(made, task)
+                if any(inner.memo is not None or id(inner) in made for inner in found.values[1:]):
                     return False
         if self.plan is AGAIN:
             return False
-        for k, leaf in enumerate(found.leaves):
-            if leaf not in taken:
-                taken[leaf] = leaf._take(made, task)
-            if not self.kept[k] and not self._fits(taken[leaf][0], k):
+        for k, v in enumerate(found.leaves):
+            if v not in taken:
+                taken[v] = v._take(made, task)
+            if not self.kept[k] and not self._fits(taken[v][0], k):
                 return False
         return True
 
@@ -202,6 +171,40 @@ def kind_of(tensor: Tensor) -> Kind:
     """
     stride = tensor.stride()
     return tensor.dtype, tensor.shape, stride, tensor.get_device(), not any(s % 2 for s in stride)
+
+
+def _rows(chain: Chain) -> list[Row]:
+    """The values of ``chain`` from the root down, so that each comes after all who read it."""
+    values = chain.values[::-1]
+    readers: dict[int, list[tuple[int, int]]] = {}
+    for row, v in enumerate(values):
+        for place, a in enumerate(v.args):
+            readers.setdefault(id(a), []).append((row, place))
+    leaves = {id(leaf): k for k, leaf in enumerate(chain.leaves)}
+    rows = []
+    number = len(chain.scalars)  # they are counted from the other end
+    for v in values:
+        (user, place), *again = readers.get(id(v), [(-1, -1)])
+        args = list(enumerate(v.args))
+        numbers = [i for i, a in args if is_number(a) and v.function not in STATIC]
+        number -= len(numbers)
+        rows.append(
+            Row(
+                user=user,
+                place=place,
+                again=tuple(again),
+                function=v.function,
+                dtype=v.dtype,
+                layout=v.layout,
+                kwargs={key: _comparable(a) for key, a in v.kwargs.items()},
+                state=(v.readers, v.parents, chain.is_to_come(v), v._is_held()),
+                length=len(args),
+                numbers=tuple((i, number + n) for n, i in enumerate(numbers)),
+                constants=tuple((i, _comparable(a)) for i, a in args if type(a) is not Value and i not in numbers),
+                leaves=tuple((i, leaves[id(a)]) for i, a in args if id(a) in leaves),
+            )
+        )
+    return rows
 
 
 def _comparable(constant: Any) -> Any:
