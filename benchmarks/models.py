@@ -3,11 +3,12 @@
     python -m benchmarks.models --device cuda            # all four, full size
     python -m benchmarks.models --case vit_l --scale 8   # one, with an eighth of the batch
 
-A row holds, for plain and lean: the median step in milliseconds, waited for and in a row as training runs them; the
-time of its kernels alone; the peak of allocated bytes above what stands before the step (parameters and optimizer
-state), and the bytes alive between forward and backward; the floor, found at an eighth of the batch and scaled; and how
-lean's gradients compare with plain's, beside plain's with themselves. ``nothing`` is plain under a function override
-and saved-tensor hooks that do nothing: what any such tool costs the host before it does its work.
+A row holds, for plain and lean: the step in milliseconds, waited for and in a row as training runs them, and their
+ratios, measured in turns in one process; the time of its kernels alone; the peak of allocated bytes above what stands
+before the step (parameters and optimizer state), and the bytes alive between forward and backward; the floor, found at
+an eighth of the batch and scaled; and how lean's gradients compare with plain's, beside plain's with themselves.
+``nothing`` is plain under a function override and saved-tensor hooks that do nothing: what any such tool costs the host
+before it does its work.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from benchmarks.environment import write_rows
 from benchmarks.overhead import PassThrough
 from leangrad.ledger import fused, no_regions
 
-STEPS = 9
+STEPS = 7
+ROUNDS = 4
 
 
 @dataclass(frozen=True)
@@ -118,29 +120,51 @@ def run(case: Case, scale: int) -> dict[str, Any]:
     row: dict[str, Any] = {"case": case.name, "batch": batch[0].shape[0], "floor_hand_gib": case.floor_gib}
     forward().backward()
     optimizer.step()  # its state stands from here on
-    row["plain"] = _measured(forward, optimizer)
     leangrad.lean(model)
     first, again = _with_plain(model, forward), _with_plain(model, forward)
     lean_first, lean_learned = _gradients(model, forward), _gradients(model, forward)
-    row["lean"] = _measured(forward, optimizer)
+    ways: dict[str, Callable[[], Tensor]] = {
+        "plain": lambda: _plainly(forward),
+        "lean": forward,
+        "nothing": lambda: _under_nothing(forward),
+    }
+    steps = {way: _step_of(one, optimizer) for way, one in ways.items()}
+    for step in steps.values():
+        for _ in range(5):
+            step()
+    for way, one in ways.items():
+        row[way] = _memory(one, optimizer)
+    rounds: list[dict[str, tuple[float, float]]] = []
+    for n in range(ROUNDS):  # in turns: the host's speed changes while we look
+        order = list(steps) if n % 2 == 0 else list(reversed(steps))
+        rounds.append({way: (_waited(steps[way]), _in_a_row(steps[way])) for way in order})
+    for way in steps:
+        row[way]["ms"], row[way]["ms_in_a_row"] = (statistics.median(r[way][k] for r in rounds) for k in (0, 1))
+    for way in ("lean", "nothing"):
+        for k, name in enumerate(("waited_ratio", "time_ratio")):
+            row[way][name] = statistics.median(r[way][k] / r["plain"][k] for r in rounds)
+    row["rounds"] = [{way: [round(t, 1) for t in times] for way, times in r.items()} for r in rounds]
     late, lean_late = _with_plain(model, forward), _gradients(model, forward)
     row["plain_noise"] = _compare(first, again)
     row["lean_fused_against_plain"] = _compare(late, lean_late)
     row["lean_against_plain"] = _compare(first, lean_first)
     row["lean_learned_against_plain"] = _compare(first, lean_learned)
     row["fused"] = {k: v for k, v in fused.report().items() if k != "refused"}
-    leangrad.plain(model)
-    row["nothing"] = _measured(lambda: _under_nothing(forward), optimizer)
-    row["plain_after"] = _measured(forward, optimizer)
-    row["waited_ratio"] = row["lean"]["ms"] / min(row["plain"]["ms"], row["plain_after"]["ms"])
-    row["time_ratio"] = row["lean"]["ms_in_a_row"] / min(row["plain"]["ms_in_a_row"], row["plain_after"]["ms_in_a_row"])
+    for way in ("plain", "lean"):  # at the end: once a profiler was on, every launch of the process is dearer
+        row[way]["kernel_ms"] = _kernels(steps[way])
+    row["waited_ratio"], row["time_ratio"] = row["lean"].pop("waited_ratio"), row["lean"].pop("time_ratio")
     row["kernel_ratio"] = row["lean"]["kernel_ms"] / row["plain"]["kernel_ms"]
     row["peak_ratio"] = row["lean"]["peak_gib"] / row["plain"]["peak_gib"]
     return row
 
 
+def _plainly(forward: Callable[[], Tensor]) -> Tensor:
+    with no_regions():
+        return forward()
+
+
 def _under_nothing(forward: Callable[[], Tensor]) -> Tensor:
-    with PassThrough(), saved_tensors_hooks(lambda t: t.detach(), lambda t: t):
+    with no_regions(), PassThrough(), saved_tensors_hooks(lambda t: t.detach(), lambda t: t):
         return forward()
 
 
@@ -169,52 +193,61 @@ def _compare(a: list[Tensor], b: list[Tensor]) -> dict[str, Any]:
     return {"bitwise": all(torch.equal(x, y) for x, y in zip(a, b, strict=True)), "largest": worst}
 
 
-def _measured(forward: Callable[[], Tensor], optimizer: torch.optim.Optimizer) -> dict[str, float]:
+def _step_of(forward: Callable[[], Tensor], optimizer: torch.optim.Optimizer) -> Callable[[], None]:
     def step() -> None:
         optimizer.zero_grad(set_to_none=True)
         forward().backward()
         optimizer.step()
 
-    for _ in range(5):
-        step()
+    return step
+
+
+def _memory(forward: Callable[[], Tensor], optimizer: torch.optim.Optimizer) -> dict[str, float]:
     optimizer.zero_grad(set_to_none=True)
     gc.collect()
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
     loss = forward()
     torch.cuda.synchronize()
     kept = torch.cuda.memory_allocated() - before
     loss.backward()
     del loss
+    optimizer.step()
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() - before
     optimizer.zero_grad(set_to_none=True)
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
+    return {"peak_gib": peak / 2**30, "kept_gib": kept / 2**30}
+
+
+def _waited(step: Callable[[], None]) -> float:
+    """The median of steps that are waited for, in milliseconds."""
     times = []
     for _ in range(STEPS):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        step()
-        end.record()
         torch.cuda.synchronize()
-        times.append(start.elapsed_time(end))
-    peak = torch.cuda.max_memory_allocated() - before
-    began = time.perf_counter()
+        start = time.perf_counter()
+        step()
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times) * 1e3
+
+
+def _in_a_row(step: Callable[[], None]) -> float:
+    """The mean of steps one after the other, as training runs them, in milliseconds."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
     for _ in range(STEPS):
         step()
     torch.cuda.synchronize()
-    in_a_row = (time.perf_counter() - began) / STEPS
+    return (time.perf_counter() - start) / STEPS * 1e3
+
+
+def _kernels(step: Callable[[], None]) -> float:
+    """The time of a step's kernels, in milliseconds."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         step()
         torch.cuda.synchronize()
-    kernels = sum(event.self_device_time_total for event in profile.key_averages())
-    optimizer.zero_grad(set_to_none=True)
-    return {
-        "ms": statistics.median(times),
-        "ms_in_a_row": in_a_row * 1e3,
-        "kernel_ms": kernels / 1e3,
-        "peak_gib": peak / 2**30,
-        "kept_gib": kept / 2**30,
-    }
+    return float(sum(event.self_device_time_total for event in profile.key_averages()) / 1e3)
 
 
 def scaled_floor(case: Case, scale: int = 8) -> float:

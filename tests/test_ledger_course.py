@@ -141,11 +141,37 @@ def test_after_its_end_tensors_are_still_rebuilt() -> None:
     assert plain - differs >= 2 * (gelu + norm)
 
 
-def test_other_shapes_of_the_same_calls() -> None:
+def test_batches_of_any_length_follow_one_course() -> None:
     model, plain = leangrad.lean(blocks(), min_bytes=0), blocks()
-    for rows in (8, 8, 12, 12, 8, 5):
+    courses = []
+    for rows in (8, 8, 12, 64, 5, 8):
         x = torch.randn(rows, 16)
         assert_same(step(model, x), step(plain, x))
+        courses.append(leangrad.ledger_of(model).course)
+    assert all(c is courses[1] is not None for c in courses[1:])
+
+
+def test_what_was_learned_at_one_length_keeps_as_little_at_another() -> None:
+    model, fresh, x = leangrad.lean(blocks(), min_bytes=0), leangrad.lean(blocks(), min_bytes=0), torch.randn(64, 16)
+    for _ in range(2):
+        step(model, torch.randn(8, 16))
+        step(fresh, x)
+    mine, theirs = (leangrad.measure(lambda m=m: step(m, x), timed_runs=0) for m in (model, fresh))
+    assert mine.kept_bytes == theirs.kept_bytes
+    assert mine.peak_bytes == theirs.peak_bytes
+
+
+def test_a_first_batch_that_is_too_small_to_look_into_teaches_nothing_about_large_ones() -> None:
+    """Trying a model out on one row must not make it keep everything for ever."""
+    model, fresh = leangrad.lean(blocks(), min_bytes=4096), leangrad.lean(blocks(), min_bytes=4096)
+    large = torch.randn(256, 16)
+    for _ in range(3):
+        step(model, torch.randn(1, 16))
+    for _ in range(3):
+        step(model, large)
+        step(fresh, large)
+    mine, theirs = (leangrad.measure(lambda m=m: step(m, large), timed_runs=0) for m in (model, fresh))
+    assert mine.kept_bytes == theirs.kept_bytes
 
 
 def test_an_exception_on_the_way_leaves_no_hooks() -> None:

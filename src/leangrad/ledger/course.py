@@ -8,7 +8,8 @@ would. A tensor that recipes read, but that is kept, is read off the node that s
 
 A course may be wrong without harm: what is saved with no hook is simply kept, what is saved with one is looked into. A
 call that is not the one of the recorded step ends the course, and the rest of the step runs with hooks around every
-call. Calls of functions that saved nothing, such as ``x.shape``, are no part of it.
+call. Calls of functions that saved nothing, such as ``x.shape``, are no part of it. Nor are sizes: batches may be of
+any length. Only where something was kept for being small its call must not grow.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from leangrad.ledger.calls import Handler, Run
 from leangrad.ledger.cast import Packed
 from leangrad.ledger.hooks import Hooks
 
+ALL = ANY_SIZE = sys.maxsize
+
 
 class Call(NamedTuple):
     """One call of a function that saves tensors."""
@@ -33,6 +36,7 @@ class Call(NamedTuple):
     last: int = -1  # the last tensor that it saves and that is rebuilt; -1: there is none
     anchors: tuple[str, ...] = ()  # what it saves after that and recipes read, by the names of its node
     catches: bool = False  # its output was kept in the stead of a larger tensor
+    size: int = ANY_SIZE  # elements of its output, if what it saves was kept only for being small
 
 
 class Course(NamedTuple):
@@ -63,6 +67,7 @@ class Saved(NamedTuple):
 
     function: Any
     handled: bool  # something may have to be noted of it
+    size: int  # elements of its output
     first: int
     names: tuple[str | None, ...]
 
@@ -81,9 +86,9 @@ class Recording:
         self._book.call = len(self.calls)
         out = run(function, handler, args, kwargs)
         count = self._book.packs - first
-        self.calls.append(
-            Saved(function, handler is not None, first, _names(out, self._packed[first:]) if count else ())
-        )
+        names = _names(out, self._packed[first:]) if count else ()
+        size = out.numel() if type(out) is Tensor else 0
+        self.calls.append(Saved(function, handler is not None, size, first, names))
         return out
 
 
@@ -120,6 +125,8 @@ class Following:
             out = self._hooked(call.last, run, function, handler, args, kwargs)
         else:
             out = run(function, handler, args, kwargs)
+        if call.size != ANY_SIZE and type(out) is Tensor and out.numel() > call.size:
+            self._book.differ()  # what was too small to look into may be so no more
         if call.anchors:
             node = out.grad_fn if type(out) is Tensor else None
             for name in call.anchors:
@@ -146,7 +153,6 @@ class Following:
             hooks.take_back()
 
 
-ALL = sys.maxsize
 _END = Call(None)
 
 

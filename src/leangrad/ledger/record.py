@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from leangrad import _torch
 from leangrad.ledger.cast import Packed
-from leangrad.ledger.course import Call, Course, Recording
+from leangrad.ledger.course import ANY_SIZE, Call, Course, Recording
 from leangrad.ledger.hooks import unpack
 from leangrad.ledger.plan import Item, Record
 from leangrad.ledger.value import Bare, Value
@@ -35,7 +35,7 @@ class Recorder:
         self.items: list[Item] = []
         self.reads: list[int] = []
         self.caught: set[int] = set()  # the calls of which a tensor was kept although autograd did not ask for it
-        self.signatures: list[tuple[str, int]] = []  # of every decision, in order
+        self._ops: list[str] = []  # of every decision, in order
         self._decided: list[tuple[Value, str, str]] = []  # value, module, why it was kept
         self._places: list[int] = []  # the saved tensor that every decision was made for
         self._decisions: list[int] = []  # the item of every decision
@@ -43,6 +43,7 @@ class Recorder:
         self.saved: list[Packed] = []  # what every saved tensor in order became
         self.recording: Recording | None = None
         self._has_node: list[bool] = []
+        self._is_small: list[bool] = []  # it was kept unseen
         self._fates: list[int] = []  # of each saved tensor: the item that it is, KEPT or REBUILT
         self.bare: list[bool] = []  # of each: whether it is kept and no recipe reads it
         self._dear: set[int] = set()  # the values that will be kept because rebuilding them is too much work
@@ -86,9 +87,9 @@ class Recorder:
         """A tensor was saved."""
         self.saved.append(packed)
 
-    def decided(self, value: Value, signature: tuple[str, int], why: str) -> None:
+    def decided(self, value: Value, op: str, why: str) -> None:
         """The ledger chose: ``value`` is kept because of ``why``, or rebuilt."""
-        self.signatures.append(signature)
+        self._ops.append(op)
         self._places.append(len(self.saved))
         self._decided.append((value, self.module(), why))
 
@@ -117,6 +118,7 @@ class Recorder:
         self.bare = [self._is_bare(p, needed) for p in self.saved]
         self._fates = [_fate(p) for p in self.saved]
         self._has_node = [type(p) is Value and p.op != "input" for p in self.saved]
+        self._is_small = [type(p) is Value and p.free and p.nbytes < self.min_bytes for p in self.saved]
         for value, _, _ in self._decided:
             value.forget_recipe()
         self._decided, self._root, self._dear = [], None, set()
@@ -208,18 +210,13 @@ class Recorder:
         """The step as data, for the plan."""
         return Record(tuple(self.items), tuple(self.reads))
 
-    def decisions(self, cut: frozenset[int] | None) -> list[tuple[str, int, bool]]:
-        """For every decision of the step in order: its signature, and whether the tensor is simply kept.
+    def decisions(self, cut: frozenset[int] | None) -> list[tuple[str, bool]]:
+        """For every decision of the step in order: its op, and whether the tensor is simply kept.
 
         Without a cut, what was kept is kept again and what was rebuilt is rebuilt again.
         """
-        return [
-            (op, nbytes, self._stays(n, kept, cut))
-            for (op, nbytes), n, kept, place in zip(
-                self.signatures, self._decisions, self._kept, self._places, strict=True
-            )
-            if not self.bare[place]
-        ]
+        made = zip(self._ops, self._decisions, self._kept, self._places, strict=True)
+        return [(op, self._stays(n, kept, cut)) for op, n, kept, place in made if not self.bare[place]]
 
     def _stays(self, item: int, kept: bool, cut: frozenset[int] | None) -> bool:
         """Whether an item that was ``kept`` or rebuilt in the recorded step is simply kept under ``cut``."""
@@ -241,7 +238,9 @@ class Recorder:
                 seen += len(places)
                 last = max((p for p, name in places if self._fates[p] not in kept or name is None), default=-1)
                 anchors = tuple(n for p, n in places if p > last and n is not None and self._has_node[p])
-                calls.append(Call(call.function, call.first, last, anchors, number in self.caught))
+                small = any(self._is_small[call.first : call.first + len(call.names)])
+                size = call.size if small else ANY_SIZE
+                calls.append(Call(call.function, call.first, last, anchors, number in self.caught, size))
         handled = {call.function for call in self.recording.calls if call.handled}
         passes = frozenset(f for f, found in saves.items() if not found and f not in handled)
         return Course(calls, saves, passes) if seen == self.bare.count(False) else None

@@ -25,7 +25,7 @@ from leangrad.ledger.value import Bare, Value, released, wait
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 DEEPEST = 32  # joins that a recipe may run through: each takes some frames of Python's stack
 
-Decision = tuple[str, int, bool]  # op, bytes, and whether the tensor is simply kept
+Decision = tuple[str, bool]  # op, and whether the tensor is simply kept
 
 _active = threading.local()
 
@@ -257,7 +257,7 @@ class Region:
         if CAST not in node.metadata:
             if self._decisions is not None:
                 n = self._decided
-                if n >= len(self._decisions) or self._decisions[n] != (cast.NODE, nbytes, False):
+                if n >= len(self._decisions) or self._decisions[n] != (cast.NODE, False):
                     return None
                 self._decided = n + 1
             node.metadata[CAST] = True
@@ -290,7 +290,7 @@ class Region:
         cap = self.cap
         nbytes = tensor.nbytes
         if self._decisions is not None:
-            learned = self._learned(type(node).__name__, nbytes)
+            learned = self._learned(type(node).__name__)
             if learned:
                 value = waiting or Value(type(node).__name__)
                 value.keep(tensor)
@@ -316,20 +316,18 @@ class Region:
                 if value.depth > cap or value.blocked:
                     why = self._keep_all_the_same(value, tensor, cap)
         if self._recorder is not None:
-            self._recorder.decided(value, (type(node).__name__, nbytes), why)
+            self._recorder.decided(value, type(node).__name__, why)
             self._recorder.on_accelerator |= tensor.is_cuda
         return value
 
-    def _learned(self, op: str, nbytes: int) -> bool | None:
+    def _learned(self, op: str) -> bool | None:
         """Whether the plan says to simply keep this tensor; None, and an end to the plan, if this step is another."""
         decisions = self._decisions
         assert decisions is not None
         n = self._decided
         self._decided = n + 1
-        if n < len(decisions):
-            decision = decisions[n]
-            if nbytes == decision[1] and op == decision[0]:
-                return decision[2]
+        if n < len(decisions) and op == decisions[n][0]:
+            return decisions[n][1]
         self.differ()
         return None
 
