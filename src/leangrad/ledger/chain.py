@@ -20,7 +20,7 @@ FREE = {  # views that end a chain, and cost nothing
     RULES[f"{op}Backward0"][0].function
     for op in ("Alias", "Expand", "Select", "Slice", "Split", "SplitWithSizes", "Squeeze", "T", "Unbind", "Unsqueeze")
 }
-CAST = RULES["ToCopyBackward0"][0].function
+CAST, CLONE = (RULES[f"{op}Backward0"][0].function for op in ("ToCopy", "Clone"))
 Taken = dict[Value, tuple[Tensor, bool]]  # the tensors of leaves, and whether each is owned
 TABLE = set(LOWERINGS)  # the functions that take part in chains; those that are not exact here drop out
 
@@ -134,6 +134,10 @@ class Chain:
     def refusal(self, reason: object) -> str:
         """Why this chain is replayed op by op."""
         return f"{', '.join(v.op for v in self.values)}: {reason}"
+
+    def copy(self) -> int | None:
+        """The number of the last value below the root that is a copy, at which the chain could end."""
+        return next((k for k in reversed(range(len(self.values) - 1)) if self.values[k].function is CLONE), None)
 
     def _visit(self, value: Value) -> None:
         codes, args, function = self._codes, value.args, value.function

@@ -168,15 +168,16 @@ def _prove(chain: Chain, leaves: list[Tensor], kind: Key, key: Key) -> tuple[Ten
             TABLE.discard(error.args[0].function)  # without that op it will be another chain
             _patterns.clear()
             return None
-        except CutError as error:
-            if _kind_of(chain) == kind:
-                _put(_cuts, kind, error.args[0])
-            else:  # the chain was gathered again, and would not be known by this kind
-                _put(_refused, kind, chain.refusal("outputs of different layouts"))
+        except (CutError, RefusedError) as reason:
+            cut = reason.args[0] if type(reason) is CutError else chain.copy()
+            if cut is not None and _kind_of(chain) == kind:
+                _put(_cuts, kind, cut)
+            else:  # nowhere to end; or the chain was gathered again, and would not be known by this kind
+                _put(_refused, kind, chain.refusal(reason))
             return None
         except torch.OutOfMemoryError:
             return None  # another time
-        except Exception as reason:  # RefusedError, or whatever Triton raises: the chain works without it
+        except Exception as reason:  # whatever Triton raises: the chain works without it
             _put(_refused, kind, chain.refusal(reason))
             return None
         v = chain.values[-1]
