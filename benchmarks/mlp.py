@@ -5,8 +5,8 @@
 One process serves both. Steps are timed in turns, plain first in one round and lean first in the next, and the time
 ratio is the median over the rounds. On CUDA a step is the wall time from an idle device to an idle device, and a row
 also says what the kernels alone took and how many were launched, since a step may be bound by either. All cases are
-timed before the first is profiled: a profiler that has been on once makes each launch of the process dearer. On one
-thread of a CPU (`OMP_NUM_THREADS=1`) it is the time of the process, which neighbours on the machine disturb less.
+timed, in turns, before the first is profiled: a profiler that was on once makes each launch of the process dearer. On
+one thread of a CPU (`OMP_NUM_THREADS=1`) it is the time of the process, which neighbours on the machine disturb less.
 Peaks are above the parameters, gradients and scratch included.
 """
 
@@ -154,16 +154,24 @@ def build_steps(case: Case, device: str) -> tuple[dict[str, nn.Module], dict[str
     return models, {name: train_step(model, x, target) for name, model in models.items()}, x
 
 
-def time_case(case: Case, device: str, rounds: int) -> dict[str, Any]:
-    models, steps, _ = build_steps(case, device)
-    time_in_turns(steps, device, 20 if device == "cuda" else 2)
-    row: dict[str, Any] = {**asdict(case), "rounds": rounds, "clock": clock_of(device)}
-    row["largest_gradient_difference"] = largest_difference(models["plain"], models["lean"])
-    times = time_in_turns(steps, device, rounds)
-    row["time_ratio"] = statistics.median(b / a for a, b in zip(times["plain"], times["lean"], strict=True))
-    for name in models:
-        row[f"{name}_ms"] = statistics.median(times[name]) * 1e3
-    return row
+def time_cases(cases: list[Case], device: str, rounds: int, visits: int = 3) -> list[dict[str, Any]]:
+    """A row for each case. Each is visited several times, so that a slow minute of the machine falls on all of them."""
+    built = [build_steps(case, device) for case in cases]
+    rows: list[dict[str, Any]] = [{**asdict(case), "rounds": rounds, "clock": clock_of(device)} for case in cases]
+    times: list[dict[str, list[float]]] = [{name: [] for name in steps} for _, steps, _ in built]
+    for visit in range(visits):
+        for (models, steps, _), row, found in zip(built, rows, times, strict=True):
+            time_in_turns(steps, device, 20 if device == "cuda" else 1)
+            row["largest_gradient_difference"] = largest_difference(models["plain"], models["lean"])
+            share = rounds * (visit + 1) // visits - rounds * visit // visits
+            for name, seconds in time_in_turns(steps, device, share).items():
+                found[name] += seconds
+            for model in models.values():
+                model.zero_grad()
+    for row, found in zip(rows, times, strict=True):
+        row["time_ratio"] = statistics.median(b / a for a, b in zip(found["plain"], found["lean"], strict=True))
+        row |= {f"{name}_ms": statistics.median(seconds) * 1e3 for name, seconds in found.items()}
+    return rows
 
 
 def profile_case(case: Case, device: str) -> dict[str, Any]:
@@ -188,7 +196,7 @@ def main() -> None:
     options = parser.parse_args()
     rounds = options.rounds or (300 if options.device == "cuda" else 15)
     cases = [case for case in CASES[options.device] if options.case in (None, case.name)]
-    rows = [time_case(case, options.device, rounds) for case in cases]
+    rows = time_cases(cases, options.device, rounds)
     for case, row in zip(cases, rows, strict=True):
         row |= profile_case(case, options.device)
         print(json.dumps(row))
