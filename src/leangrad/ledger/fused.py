@@ -140,8 +140,9 @@ def _give_back(taken: Taken, task: int) -> None:
 
 def _hold(values: list[Value], uses: list[int], outputs: list[Tensor], task: int) -> None:
     """Leave the outputs of a program, but for the last, with their values: see [Note: what a launch leaves]."""
+    stream = _stream(outputs[-1]) if values else 0
     for value, used, tensor in zip(values, uses, outputs, strict=False):
-        value.memo, value.memo_stream, value.takes = tensor, _stream(tensor), used
+        value.memo, value.memo_stream, value.takes = tensor, stream, used
         _remember(value, task)
 
 
