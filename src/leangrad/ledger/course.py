@@ -9,7 +9,11 @@ would. A tensor that recipes read, but that is kept, is read off the node that s
 A course may be wrong without harm: what is saved with no hook is simply kept, what is saved with one is looked into. A
 call that is not the one of the recorded step ends the course, and the rest of the step runs with hooks around every
 call. Calls of functions that saved nothing, such as ``x.shape``, are no part of it. Nor are sizes: batches may be of
-any length. Only where something was kept for being small its call must not grow.
+any length. Only where something was kept for being small its call must not grow, and what was called without a gradient
+must not get one: frozen layers that are trained later, a dropout that did nothing in eval mode.
+
+Where others have set hooks around the region there is no course: each tensor that no hook of ours is set for would go
+to theirs, and a checkpoint would count other tensors when it runs the region again.
 """
 
 from __future__ import annotations
@@ -37,6 +41,7 @@ class Call(NamedTuple):
     anchors: tuple[str, ...] = ()  # what it saves after that and recipes read, by the names of its node
     catches: bool = False  # its output was kept in the stead of a larger tensor
     size: int = ANY_SIZE  # elements of its output, if what it saves was kept only for being small
+    quiet: bool = False  # autograd had no part in it
 
 
 class Course(NamedTuple):
@@ -44,6 +49,7 @@ class Course(NamedTuple):
 
     calls: Sequence[Call]
     saves: dict[Any, bool]  # whether any call of a function saved anything
+    quiet: frozenset[Any]  # those that gave tensors, and in none of whose calls autograd had a part
     passes: frozenset[Any]  # those that saved nothing, and of which nothing need be noted
 
 
@@ -68,6 +74,7 @@ class Saved(NamedTuple):
     function: Any
     handled: bool  # something may have to be noted of it
     size: int  # elements of its output
+    graded: bool | None  # whether autograd had a part in it; None: it gave no tensor
     first: int
     names: tuple[str | None, ...]
 
@@ -88,7 +95,7 @@ class Recording:
         count = self._book.packs - first
         names = _names(out, self._packed[first:]) if count else ()
         size = out.numel() if type(out) is Tensor else 0
-        self.calls.append(Saved(function, handler is not None, size, first, names))
+        self.calls.append(Saved(function, handler is not None, size, _is_graded(out, args), first, names))
         return out
 
 
@@ -97,7 +104,7 @@ class Following:
 
     def __init__(self, book: Book, course: Course) -> None:
         self._book = book
-        self._calls, self._saves, _ = course
+        self._calls, self._saves, self._quiet, _ = course
         self._length = len(course.calls)
         self._next = 0
         self._lost = False
@@ -110,7 +117,10 @@ class Following:
         """Run one call, with hooks if it saves what is rebuilt."""
         saves = self._saves.get(function)
         if saves is False:
-            return run(function, handler, args, kwargs)
+            out = run(function, handler, args, kwargs)
+            if function in self._quiet and not self._lost and _is_graded(out, args):
+                self._book.differ()
+            return out
         if saves is None or self._lost:
             return self._look(run, function, handler, args, kwargs)
         n = self._next
@@ -127,6 +137,8 @@ class Following:
             out = run(function, handler, args, kwargs)
         if call.size != ANY_SIZE and type(out) is Tensor and out.numel() > call.size:
             self._book.differ()  # what was too small to look into may be so no more
+        elif call.quiet and _is_graded(out, args):
+            self._book.differ()
         if call.anchors:
             node = out.grad_fn if type(out) is Tensor else None
             for name in call.anchors:
@@ -154,6 +166,16 @@ class Following:
 
 
 _END = Call(None)
+
+
+def _is_graded(out: Any, args: tuple[Any, ...]) -> bool | None:
+    """Whether autograd had a part in a call: it gave a tensor that needs a gradient and is no argument handed back."""
+    if isinstance(out, Tensor):
+        return out.requires_grad and not (args and out is args[0])
+    if not isinstance(out, tuple | list):
+        return None
+    graded = [_is_graded(o, args) for o in out]
+    return True if True in graded else False if False in graded else None
 
 
 def saved_tensor(node: Any, name: str) -> Tensor | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,12 +23,7 @@ class Hooks:
 
     def __init__(self, pack: Callable[[Tensor], Packed], unpack: Callable[[Packed], Tensor]) -> None:
         self._hooks = saved_tensors_hooks(pack, unpack)
-        self._outer: Any = None
         self.last = TAKEN_BACK  # the saved tensor after which they are taken back
-
-    def start(self) -> None:
-        """A region begins in which they are set call by call."""
-        self._outer = _torch.innermost_pack_hook()
 
     def set_all(self) -> None:
         """Set them until ``take_back_all``."""
@@ -41,7 +35,7 @@ class Hooks:
 
     def set(self, last: int) -> bool:
         """Set them, up to saved tensor ``last``; False where others have set theirs or no hooks may be set."""
-        if _torch.innermost_pack_hook() is not self._outer or not _torch.saved_tensor_hooks_allowed():
+        if _torch.saved_tensor_hooks_active() or not _torch.saved_tensor_hooks_allowed():
             return False
         self._hooks.__enter__()
         self.last = last

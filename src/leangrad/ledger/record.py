@@ -240,10 +240,13 @@ class Recorder:
                 anchors = tuple(n for p, n in places if p > last and n is not None and self._has_node[p])
                 small = any(self._is_small[call.first : call.first + len(call.names)])
                 size = call.size if small else ANY_SIZE
-                calls.append(Call(call.function, call.first, last, anchors, number in self.caught, size))
+                catches, quiet = number in self.caught, call.graded is False
+                calls.append(Call(call.function, call.first, last, anchors, catches, size, quiet))
         handled = {call.function for call in self.recording.calls if call.handled}
-        passes = frozenset(f for f, found in saves.items() if not found and f not in handled)
-        return Course(calls, saves, passes) if seen == self.bare.count(False) else None
+        graded = {call.function for call in self.recording.calls if call.graded}
+        unseen = frozenset(call.function for call in self.recording.calls if call.graded is False) - graded
+        passes = frozenset(f for f, found in saves.items() if not found and f not in handled and f not in unseen)
+        return Course(calls, saves, unseen, passes) if seen == self.bare.count(False) else None
 
 
 KEPT, REBUILT = -1, -2
