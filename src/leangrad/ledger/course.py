@@ -20,14 +20,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from torch import Tensor
 
 from leangrad import _torch
-from leangrad.ledger.calls import Handler, Run
+from leangrad.ledger.calls import Handler
 from leangrad.ledger.cast import Packed
 from leangrad.ledger.hooks import Hooks
+
+if TYPE_CHECKING:
+    from leangrad.ledger.notes import Notes
 
 ALL = ANY_SIZE = sys.maxsize
 
@@ -87,11 +90,11 @@ class Recording:
         self._book = book
         self._packed = packed
 
-    def call(self, run: Run, function: Any, handler: Handler | None, args: Any, kwargs: Any) -> Any:
+    def call(self, notes: Notes, function: Any, handler: Handler | None, args: Any, kwargs: Any) -> Any:
         """Run one call and note what it saved."""
         first = self._book.packs
         self._book.call = len(self.calls)
-        out = run(function, handler, args, kwargs)
+        out = function(*args, **kwargs) if handler is None else handler(notes, function, args, kwargs)
         count = self._book.packs - first
         names = _names(out, self._packed[first:]) if count else ()
         size = out.numel() if type(out) is Tensor else 0
@@ -113,56 +116,64 @@ class Following:
         """The step has left its course: from now on hooks are set around every call that may save."""
         self._lost = self._book.catches = True
 
-    def call(self, run: Run, function: Any, handler: Handler | None, args: Any, kwargs: Any) -> Any:
+    def call(self, notes: Notes, function: Any, handler: Handler | None, args: Any, kwargs: Any) -> Any:
         """Run one call, with hooks if it saves what is rebuilt."""
         saves = self._saves.get(function)
         if saves is False:
-            out = run(function, handler, args, kwargs)
+            out = function(*args, **kwargs) if handler is None else handler(notes, function, args, kwargs)
             if function in self._quiet and not self._lost and _is_graded(out, args):
                 self._book.differ()
             return out
         if saves is None or self._lost:
-            return self._look(run, function, handler, args, kwargs)
+            return self._look(notes, function, handler, args, kwargs)
         n = self._next
         self._next = n + 1
         call = self._calls[n] if n < self._length else _END
+        book = self._book
         if call.function is not function:
-            self._book.differ()
-            return self._look(run, function, handler, args, kwargs)
-        self._book.catches = call.catches
-        if call.last >= 0:
-            self._book.packs = call.first
-            out = self._hooked(call.last, run, function, handler, args, kwargs)
+            book.differ()
+            return self._look(notes, function, handler, args, kwargs)
+        book.catches = call.catches
+        if call.last >= 0 and book.hooks.set(call.last):
+            book.packs = call.first
+            try:
+                out = function(*args, **kwargs) if handler is None else handler(notes, function, args, kwargs)
+            finally:
+                book.hooks.take_back()
         else:
-            out = run(function, handler, args, kwargs)
-        if call.size != ANY_SIZE and type(out) is Tensor and out.numel() > call.size:
-            self._book.differ()  # what was too small to look into may be so no more
-        elif call.quiet and _is_graded(out, args):
-            self._book.differ()
+            out = function(*args, **kwargs) if handler is None else handler(notes, function, args, kwargs)
         if call.anchors:
-            node = out.grad_fn if type(out) is Tensor else None
-            for name in call.anchors:
-                tensor = saved_tensor(node, name)
-                if tensor is not None:
-                    self._book.anchor(tensor)
+            self._anchor(call, out)
+        if call.quiet or call.size != ANY_SIZE:
+            self._check(call, out, args)
         return out
 
-    def _look(self, run: Run, function: Any, handler: Handler | None, args: Any, kwargs: Any) -> Any:
-        """A call that was not recorded: it leads off the course if it saves anything."""
-        before = self._book.packs
-        out = self._hooked(ALL, run, function, handler, args, kwargs)
-        if not self._lost and self._book.packs != before:
+    def _anchor(self, call: Call, out: Any) -> None:
+        """Let recipes read what the call saved with no hook."""
+        node = out.grad_fn if type(out) is Tensor else None
+        for name in call.anchors:
+            tensor = saved_tensor(node, name)
+            if tensor is not None:
+                self._book.anchor(tensor)
+
+    def _check(self, call: Call, out: Any, args: Any) -> None:
+        """What was too small to look into may be so no more; what needed no gradient may need one."""
+        grown = type(out) is Tensor and out.numel() > call.size
+        if grown or (call.quiet and _is_graded(out, args)):
             self._book.differ()
-        return out
 
-    def _hooked(self, last: int, run: Run, function: Any, handler: Handler | None, args: Any, kwargs: Any) -> Any:
-        hooks = self._book.hooks
-        if not hooks.set(last):
-            return run(function, handler, args, kwargs)
+    def _look(self, notes: Notes, function: Any, handler: Handler | None, args: Any, kwargs: Any) -> Any:
+        """A call that was not recorded: it leads off the course if it saves anything."""
+        book = self._book
+        before, hooked = book.packs, book.hooks.set(ALL)
         try:
-            return run(function, handler, args, kwargs)
+            out = function(*args, **kwargs) if handler is None else handler(notes, function, args, kwargs)
         finally:
-            hooks.take_back()
+            if hooked:
+                book.hooks.take_back()
+        if not self._lost and book.packs != before:
+            book.differ()
+        return out
 
 
 _END = Call(None)

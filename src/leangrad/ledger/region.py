@@ -138,8 +138,8 @@ class Region:
         """Autograd wants to keep ``tensor``; what it gets is a value that can give it back."""
         n = self.packs
         self.packs = n + 1
-        if n == self.hooks.last:  # autograd has called for this tensor; the next one is saved as plain
-            self.hooks.take_back()
+        if n == self.hooks.last:
+            self.hooks.reach_last()
         self.packing = True
         try:
             if n < self._planned and self._bare[n]:
