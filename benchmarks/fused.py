@@ -108,12 +108,6 @@ def cast_up(scale: int) -> tuple[Value, list[Value]]:
     return made("ToCopyBackward0", kept(x), f32, like=x), []
 
 
-def rows_moved(scale: int) -> tuple[Value, list[Value]]:
-    """Queries, keys and values as one product gives them, each made contiguous."""
-    x = torch.randn(197, max(1, 64 // scale), 3, 1024, device="cuda").to(bf16).permute(2, 0, 1, 3)
-    return made("CloneBackward0", kept(x), torch.contiguous_format, like=x.contiguous(), dtype=bf16), []
-
-
 def links(scale: int) -> tuple[Value, list[Value]]:
     """Four links of a residual stream, each of which a norm will read."""
     x = torch.randn(16 // min(16, scale), 1024, 1024, device="cuda")
@@ -134,7 +128,6 @@ CASES: dict[str, Callable[[int], tuple[Value, list[Value]]]] = {
     "batch norm and relu, 192 x 256 x 56 x 56 channels_last": batch_norm,
     "float32 + bfloat16 alone, 64 x 197 x 1024": mixed_sum,
     "bfloat16 to float32 alone, 64 x 197 x 1024": cast_up,
-    "rows in another order, 3 x 197 x 64 x 1024": rows_moved,
     "four links of a residual stream, 16 x 1024 x 1024": links,
 }
 

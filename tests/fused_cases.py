@@ -213,7 +213,7 @@ def views(region: Any) -> list[Tensor]:
 
 @program
 def copies(region: Any) -> list[Tensor]:
-    """Rows in another order, alone and under other ops, whose operands are then found in that order too."""
+    """Rows in another order, under other ops whose operands are then found in that order too."""
     x, w = leaf(2, 4, 64), leaf(64, seed=1)
     with region:
         h = source_of(x)
@@ -285,7 +285,7 @@ def check_scattered_copies() -> None:
         assert torch.equal(*grads)
     after = fused.report()
     assert after["launches"] > before["launches"]
-    assert after["refused"] == [*before["refused"], "CloneBackward0: a copy of elements that lie apart"]
+    assert after["refused"] == before["refused"]
 
 
 def _gathered(call: Callable[[], Any]) -> int:
