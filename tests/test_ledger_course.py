@@ -176,6 +176,51 @@ def test_a_first_batch_that_is_too_small_to_look_into_teaches_nothing_about_larg
     assert mine.kept_bytes == theirs.kept_bytes
 
 
+class GroupedQueries(nn.Module):
+    """Attention with four heads of queries and one of keys and values, which is repeated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = nn.Linear(64, 64), nn.Linear(64, 16), nn.Linear(64, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        n, length, _ = x.shape
+        heads = [p(x).view(n, length, -1, 16).transpose(1, 2) for p in (self.query, self.key, self.value)]
+        q, k, v = (h.expand(n, 4, length, 16).reshape(n, 4, length, 16) for h in heads)
+        return (q @ k.mT).softmax(-1) @ v
+
+
+def test_what_was_too_small_to_be_caught_teaches_nothing_about_large_ones() -> None:
+    """The keys before they are repeated: those of the first batch have 8192 bytes, repeated they have 32768."""
+    model, fresh, large = GroupedQueries(), GroupedQueries(), torch.randn(8, 64, 64)
+    for m in (model, fresh):
+        leangrad.lean(m, min_bytes=16384)
+    for _ in range(3):
+        step(model, torch.randn(2, 64, 64))
+    for _ in range(3):
+        step(model, large)
+        step(fresh, large)
+    mine, theirs = (leangrad.measure(lambda m=m: step(m, large), timed_runs=0) for m in (model, fresh))
+    assert mine.kept_bytes == theirs.kept_bytes
+
+
+@pytest.mark.parametrize("first", [0, 3])
+def test_small_batches_of_any_length_follow_one_course_while_they_are_small(first: int) -> None:
+    """Gradients of blocks 16 wide: rows of 64 floats are 256 bytes each, so up to 15 rows all is below 4096."""
+    model, plain = leangrad.lean(blocks(), min_bytes=4096), blocks()
+    ledger = leangrad.ledger_of(model)
+    for _ in range(2):
+        step(model, torch.randn(first, 16))
+    course = ledger.course
+    assert course is not None
+    for rows in (4, 9, 15) if first else (0,):
+        x = torch.randn(rows, 16)
+        assert_same(step(model, x), step(plain, x))
+        assert ledger.course is course
+    step(model, torch.randn(16, 16))
+    assert ledger.course is None
+
+
 def freeze(model: nn.Sequential) -> None:
     model[:2].requires_grad_(False)
 

@@ -9,8 +9,8 @@ would. A tensor that recipes read, but that is kept, is read off the node that s
 A course may be wrong without harm: what is saved with no hook is simply kept, what is saved with one is looked into. A
 call that is not the one of the recorded step ends the course, and the rest of the step runs with hooks around every
 call. Calls of functions that saved nothing, such as ``x.shape``, are no part of it. Nor are sizes: batches may be of
-any length. Only where something was kept for being small its call must not grow, and what was called without a gradient
-must not get one: frozen layers that are trained later, a dropout that did nothing in eval mode.
+any length. Only what was kept for being small must stay small, and what was called without a gradient must not get one:
+frozen layers that are trained later, a dropout that did nothing in eval mode.
 
 Where others have set hooks around the region there is no course: each tensor that no hook of ours is set for would go
 to theirs, and a checkpoint would count other tensors when it runs the region again.
@@ -22,6 +22,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from leangrad import _torch
@@ -43,7 +44,7 @@ class Call(NamedTuple):
     last: int = -1  # the last tensor that it saves and that is rebuilt; -1: there is none
     anchors: tuple[str, ...] = ()  # what it saves after that and recipes read, by the names of its node
     catches: bool = False  # its output was kept in the stead of a larger tensor
-    size: int = ANY_SIZE  # elements of its output, if what it saves was kept only for being small
+    size: int = ANY_SIZE  # elements that its output may have before what was too small to look into is so no more
     quiet: bool = False  # autograd had no part in it
 
 
@@ -77,6 +78,7 @@ class Saved(NamedTuple):
     function: Any
     handled: bool  # something may have to be noted of it
     size: int  # elements of its output
+    nbytes: int
     graded: bool | None  # whether autograd had a part in it; None: it gave no tensor
     first: int
     names: tuple[str | None, ...]
@@ -98,7 +100,8 @@ class Recording:
         count = self._book.packs - first
         names = _names(out, self._packed[first:]) if count else ()
         size = out.numel() if type(out) is Tensor else 0
-        self.calls.append(Saved(function, handler is not None, size, _is_graded(out, args), first, names))
+        nbytes = out.nbytes if type(out) is Tensor and out.layout is torch.strided else 0
+        self.calls.append(Saved(function, handler is not None, size, nbytes, _is_graded(out, args), first, names))
         return out
 
 
@@ -142,10 +145,10 @@ class Following:
                 book.hooks.take_back()
         else:
             out = function(*args, **kwargs) if handler is None else handler(notes, function, args, kwargs)
-        if call.anchors:
-            self._anchor(call, out)
         if call.quiet or call.size != ANY_SIZE:
             self._check(call, out, args)
+        if call.anchors:
+            self._anchor(call, out)
         return out
 
     def _anchor(self, call: Call, out: Any) -> None:
