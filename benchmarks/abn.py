@@ -3,8 +3,8 @@
     python -m benchmarks.abn --write abn_cpu                  # a residual net
     python -m benchmarks.abn --device cuda --write abn_h200   # each layer of ResNet-50, whole training steps
 
-A layer alone is timed over a leaf and over a copy. Over a leaf, InPlaceABN keeps that, as ABN does, and asks and inverts
-nothing; over a copy, which stands for a convolution's output, it overwrites that, asks the device and inverts.
+One layer is timed over a leaf and over a copy. Over a leaf, InPlaceABN keeps that, as ABN does, and does not invert;
+over a copy, which stands for a convolution's output, it overwrites that, asks the device and inverts.
 
 Each row is printed as a line of JSON; `--write` puts all into benchmarks/results. Ratios are lean / plain, the median
 over rounds in which both run right after each other; "device" is what the kernels take by themselves, without the host.

@@ -4,11 +4,11 @@
     python -m benchmarks.models --case vit_l --scale 8   # one, with an eighth of the batch
 
 A row holds, for plain and lean: the step in milliseconds, waited for and in a row as training runs them, and their
-ratios, measured in turns in one process; the time of its kernels alone; the peak of allocated bytes above what stands
-before the step (parameters and optimizer state), and the bytes alive between forward and backward; the floor, found at
-an eighth of the batch and scaled; and how lean's gradients compare with plain's, beside plain's with themselves.
-``nothing`` is plain under a function override and saved-tensor hooks that do nothing: what any such tool costs the host
-before it does its work.
+ratios, measured in turns in one process; the time of its kernels alone, and of the host for forward and backward; the
+peak of allocated bytes above what stands before the step (parameters and optimizer state), and the bytes alive between
+forward and backward; the floor, found at an eighth of the batch and scaled; and how lean's gradients compare with
+plain's, beside plain's with themselves. ``nothing`` is plain under a function override and saved-tensor hooks that do
+nothing: what any such tool costs the host before it does its work.
 """
 
 from __future__ import annotations
@@ -143,6 +143,8 @@ def run(case: Case, scale: int) -> dict[str, Any]:
     for way in ("lean", "nothing"):
         for k, name in enumerate(("waited_ratio", "time_ratio")):
             row[way][name] = statistics.median(r[way][k] / r["plain"][k] for r in rounds)
+    for way, one in ways.items():
+        row[way] |= _host(one, optimizer)
     row["rounds"] = [{way: [round(t, 1) for t in times] for way, times in r.items()} for r in rounds]
     late, lean_late = _with_plain(model, forward), _gradients(model, forward)
     row["plain_noise"] = _compare(first, again)
@@ -240,6 +242,24 @@ def _in_a_row(step: Callable[[], None]) -> float:
         step()
     torch.cuda.synchronize()
     return (time.perf_counter() - start) / STEPS * 1e3
+
+
+def _host(forward: Callable[[], Tensor], optimizer: torch.optim.Optimizer) -> dict[str, float]:
+    """What the host takes for a forward and for a backward, each from an idle device, in milliseconds."""
+    times: list[tuple[float, float]] = []
+    for _ in range(STEPS):
+        optimizer.zero_grad(set_to_none=True)
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        loss = forward()
+        middle = time.perf_counter()
+        torch.cuda.synchronize()
+        again = time.perf_counter()
+        loss.backward()
+        times.append((middle - start, time.perf_counter() - again))
+        torch.cuda.synchronize()
+    names = ("host_forward_ms", "host_backward_ms")
+    return {name: statistics.median(t[k] for t in times) * 1e3 for k, name in enumerate(names)}
 
 
 def _kernels(step: Callable[[], None]) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
 import leangrad
 from leangrad import _torch
@@ -174,6 +176,120 @@ def test_a_first_batch_that_is_too_small_to_look_into_teaches_nothing_about_larg
     assert mine.kept_bytes == theirs.kept_bytes
 
 
+class GroupedQueries(nn.Module):
+    """Attention with four heads of queries and one of keys and values, which is repeated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = nn.Linear(64, 64), nn.Linear(64, 16), nn.Linear(64, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        n, length, _ = x.shape
+        heads = [p(x).view(n, length, -1, 16).transpose(1, 2) for p in (self.query, self.key, self.value)]
+        q, k, v = (h.expand(n, 4, length, 16).reshape(n, 4, length, 16) for h in heads)
+        return (q @ k.mT).softmax(-1) @ v
+
+
+def test_what_was_too_small_to_be_caught_teaches_nothing_about_large_ones() -> None:
+    """The keys before they are repeated: those of the first batch have 8192 bytes, repeated they have 32768."""
+    model, fresh, large = GroupedQueries(), GroupedQueries(), torch.randn(8, 64, 64)
+    for m in (model, fresh):
+        leangrad.lean(m, min_bytes=16384)
+    for _ in range(3):
+        step(model, torch.randn(2, 64, 64))
+    for _ in range(3):
+        step(model, large)
+        step(fresh, large)
+    mine, theirs = (leangrad.measure(lambda m=m: step(m, large), timed_runs=0) for m in (model, fresh))
+    assert mine.kept_bytes == theirs.kept_bytes
+
+
+@pytest.mark.parametrize("first", [0, 3])
+def test_small_batches_of_any_length_follow_one_course_while_they_are_small(first: int) -> None:
+    """Gradients of blocks 16 wide: rows of 64 floats are 256 bytes each, so up to 15 rows all is below 4096."""
+    model, plain = leangrad.lean(blocks(), min_bytes=4096), blocks()
+    ledger = leangrad.ledger_of(model)
+    for _ in range(2):
+        step(model, torch.randn(first, 16))
+    course = ledger.course
+    assert course is not None
+    for rows in (4, 9, 15) if first else (0,):
+        x = torch.randn(rows, 16)
+        assert_same(step(model, x), step(plain, x))
+        assert ledger.course is course
+    step(model, torch.randn(16, 16))
+    assert ledger.course is None
+
+
+def freeze(model: nn.Sequential) -> None:
+    model[:2].requires_grad_(False)
+
+
+def unfreeze(model: nn.Sequential) -> None:
+    model.requires_grad_(True)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        pytest.param(freeze, unfreeze, id="layers_that_were_frozen"),
+        pytest.param(lambda m: m.requires_grad_(False)[2].down.requires_grad_(True), unfreeze, id="all_but_the_last"),
+        pytest.param(nn.Module.eval, nn.Module.train, id="dropout_that_did_nothing"),
+    ],
+)
+def test_what_gets_a_gradient_later_is_recorded_anew(
+    before: Callable[[nn.Sequential], Any], after: Callable[[nn.Sequential], Any]
+) -> None:
+    """A call that needed no gradient saved nothing, which says nothing about the same call with one."""
+
+    def make() -> nn.Sequential:
+        model = blocks()
+        for block in model:
+            block.down = nn.Sequential(block.down, nn.Dropout(0.5))
+        return leangrad.lean(model, min_bytes=0)
+
+    model, fresh, x = make(), make(), torch.randn(256, 16)
+    before(model)
+    for _ in range(3):
+        step(model, x)
+    after(model)
+    for _ in range(3):
+        step(model, x)
+        step(fresh, x)
+    mine, theirs = (leangrad.measure(lambda m=m: step(m, x), timed_runs=0) for m in (model, fresh))
+    assert mine.kept_bytes == theirs.kept_bytes
+
+
+def test_a_checkpoint_around_it_sees_the_same_in_every_run() -> None:
+    """It counts what is saved under its hooks, in forward and when it runs the model again."""
+    model, plain, x = leangrad.lean(blocks(), min_bytes=0), blocks(), torch.randn(8, 16)
+
+    def checkpointed(t: Tensor) -> Tensor:
+        return checkpoint(model, checkpoint(model, t, use_reentrant=False), use_reentrant=False)
+
+    for _ in range(4):
+        for m in (model, plain):
+            m.zero_grad()
+        y, z = checkpointed(x), plain(plain(x))
+        for out in (y, z):
+            out.backward(torch.randn(out.shape, generator=torch.Generator().manual_seed(1)))
+        assert_same([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])
+    step(model, x)  # once it has learned, and with a checkpoint of the same
+    assert_same(step(model, x), step(plain, x))
+    model.zero_grad()
+    checkpointed(x).sum().backward()
+
+
+def test_offloading_around_it_keeps_no_more_in_later_steps() -> None:
+    """Where others have set hooks around the region all of it goes through ours, in every step."""
+    model, x, seen = leangrad.lean(blocks(), min_bytes=0), torch.randn(8, 16), []
+    for _ in range(4):
+        with saved_tensors_hooks(lambda t: seen.append(1) or t, lambda t: t):
+            y = model(x)
+        y.sum().backward()
+    assert not seen
+
+
 def test_an_exception_on_the_way_leaves_no_hooks() -> None:
     model, plain, x = leangrad.lean(blocks(), min_bytes=0), blocks(), torch.randn(8, 16)
     for _ in range(2):
@@ -263,6 +379,22 @@ def test_a_cast_weight_changed_in_forward_keeps_what_it_was() -> None:
         m[1].extra = lambda t, first=first: first.data.mul_(0.5)
     with torch.autocast("cpu", torch.bfloat16):
         assert_same(step(model, x), step(plain, x))
+
+
+def test_a_conjugated_cast_off_the_course_is_no_view_by_strides() -> None:
+    w = torch.randn(8, 8, dtype=torch.complex128, requires_grad=True)
+    x = torch.randn(8, 8, requires_grad=True)
+    ledger = leangrad.saving(min_bytes=0)
+
+    def gradients(region: Any, n: int) -> list[Tensor]:
+        with region:
+            t = x.erf() if n == 2 else x  # which ends the course
+            y = torch.view_as_real(w.to(torch.complex64).conj() * t)
+        seed = torch.randn(y.shape, generator=torch.Generator().manual_seed(1))
+        return [torch.view_as_real(g) if g.is_complex() else g for g in torch.autograd.grad(y, (w, x), seed)]
+
+    for n in range(4):
+        assert_same(gradients(ledger, n), gradients(nullcontext(), n))
 
 
 def test_the_collector_rests_in_forward_only() -> None:

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from leangrad.ledger.notes import Notes
 
 Handler = Callable[["Notes", Any, tuple[Any, ...], dict[str, Any]], Any]
-Run = Callable[[Any, Handler | None, tuple[Any, ...], dict[str, Any]], Any]  # a function, by its handler if it has one
 
 
 def leave_note(out: Any, names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

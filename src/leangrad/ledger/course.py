@@ -9,21 +9,29 @@ would. A tensor that recipes read, but that is kept, is read off the node that s
 A course may be wrong without harm: what is saved with no hook is simply kept, what is saved with one is looked into. A
 call that is not the one of the recorded step ends the course, and the rest of the step runs with hooks around every
 call. Calls of functions that saved nothing, such as ``x.shape``, are no part of it. Nor are sizes: batches may be of
-any length. Only where something was kept for being small its call must not grow.
+any length. Only what was kept for being small must stay small, and what was called without a gradient must not get one:
+frozen layers that are trained later, a dropout that did nothing in eval mode.
+
+Where others have set hooks around the region there is no course: each tensor that no hook of ours is set for would go
+to theirs, and a checkpoint would count other tensors when it runs the region again.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from leangrad import _torch
-from leangrad.ledger.calls import Handler, Run
+from leangrad.ledger.calls import Handler
 from leangrad.ledger.cast import Packed
 from leangrad.ledger.hooks import Hooks
+
+if TYPE_CHECKING:
+    from leangrad.ledger.notes import Notes
 
 ALL = ANY_SIZE = sys.maxsize
 
@@ -36,7 +44,8 @@ class Call(NamedTuple):
     last: int = -1  # the last tensor that it saves and that is rebuilt; -1: there is none
     anchors: tuple[str, ...] = ()  # what it saves after that and recipes read, by the names of its node
     catches: bool = False  # its output was kept in the stead of a larger tensor
-    size: int = ANY_SIZE  # elements of its output, if what it saves was kept only for being small
+    size: int = ANY_SIZE  # elements that its output may have before what was too small to look into is so no more
+    quiet: bool = False  # autograd had no part in it
 
 
 class Course(NamedTuple):
@@ -44,6 +53,7 @@ class Course(NamedTuple):
 
     calls: Sequence[Call]
     saves: dict[Any, bool]  # whether any call of a function saved anything
+    quiet: frozenset[Any]  # those that gave tensors, and in none of whose calls autograd had a part
     passes: frozenset[Any]  # those that saved nothing, and of which nothing need be noted
 
 
@@ -68,6 +78,8 @@ class Saved(NamedTuple):
     function: Any
     handled: bool  # something may have to be noted of it
     size: int  # elements of its output
+    nbytes: int
+    graded: bool | None  # whether autograd had a part in it; None: it gave no tensor
     first: int
     names: tuple[str | None, ...]
 
@@ -80,15 +92,16 @@ class Recording:
         self._book = book
         self._packed = packed
 
-    def call(self, run: Run, function: Any, handler: Handler | None, args: Any, kwargs: Any) -> Any:
+    def call(self, notes: Notes, function: Any, handler: Handler | None, args: Any, kwargs: Any) -> Any:
         """Run one call and note what it saved."""
         first = self._book.packs
         self._book.call = len(self.calls)
-        out = run(function, handler, args, kwargs)
+        out = function(*args, **kwargs) if handler is None else handler(notes, function, args, kwargs)
         count = self._book.packs - first
         names = _names(out, self._packed[first:]) if count else ()
         size = out.numel() if type(out) is Tensor else 0
-        self.calls.append(Saved(function, handler is not None, size, first, names))
+        nbytes = out.nbytes if type(out) is Tensor and out.layout is torch.strided else 0
+        self.calls.append(Saved(function, handler is not None, size, nbytes, _is_graded(out, args), first, names))
         return out
 
 
@@ -97,7 +110,7 @@ class Following:
 
     def __init__(self, book: Book, course: Course) -> None:
         self._book = book
-        self._calls, self._saves, _ = course
+        self._calls, self._saves, self._quiet, _ = course
         self._length = len(course.calls)
         self._next = 0
         self._lost = False
@@ -106,54 +119,77 @@ class Following:
         """The step has left its course: from now on hooks are set around every call that may save."""
         self._lost = self._book.catches = True
 
-    def call(self, run: Run, function: Any, handler: Handler | None, args: Any, kwargs: Any) -> Any:
+    def call(self, notes: Notes, function: Any, handler: Handler | None, args: Any, kwargs: Any) -> Any:
         """Run one call, with hooks if it saves what is rebuilt."""
         saves = self._saves.get(function)
         if saves is False:
-            return run(function, handler, args, kwargs)
+            out = function(*args, **kwargs) if handler is None else handler(notes, function, args, kwargs)
+            if function in self._quiet and not self._lost and _is_graded(out, args):
+                self._book.differ()
+            return out
         if saves is None or self._lost:
-            return self._look(run, function, handler, args, kwargs)
+            return self._look(notes, function, handler, args, kwargs)
         n = self._next
         self._next = n + 1
         call = self._calls[n] if n < self._length else _END
+        book = self._book
         if call.function is not function:
-            self._book.differ()
-            return self._look(run, function, handler, args, kwargs)
-        self._book.catches = call.catches
-        if call.last >= 0:
-            self._book.packs = call.first
-            out = self._hooked(call.last, run, function, handler, args, kwargs)
+            book.differ()
+            return self._look(notes, function, handler, args, kwargs)
+        book.catches = call.catches
+        if call.last >= 0 and book.hooks.set(call.last):
+            book.packs = call.first
+            try:
+                out = function(*args, **kwargs) if handler is None else handler(notes, function, args, kwargs)
+            finally:
+                book.hooks.take_back()
         else:
-            out = run(function, handler, args, kwargs)
-        if call.size != ANY_SIZE and type(out) is Tensor and out.numel() > call.size:
-            self._book.differ()  # what was too small to look into may be so no more
+            out = function(*args, **kwargs) if handler is None else handler(notes, function, args, kwargs)
+        if call.quiet or call.size != ANY_SIZE:
+            self._check(call, out, args)
         if call.anchors:
-            node = out.grad_fn if type(out) is Tensor else None
-            for name in call.anchors:
-                tensor = saved_tensor(node, name)
-                if tensor is not None:
-                    self._book.anchor(tensor)
+            self._anchor(call, out)
         return out
 
-    def _look(self, run: Run, function: Any, handler: Handler | None, args: Any, kwargs: Any) -> Any:
-        """A call that was not recorded: it leads off the course if it saves anything."""
-        before = self._book.packs
-        out = self._hooked(ALL, run, function, handler, args, kwargs)
-        if not self._lost and self._book.packs != before:
+    def _anchor(self, call: Call, out: Any) -> None:
+        """Let recipes read what the call saved with no hook."""
+        node = out.grad_fn if type(out) is Tensor else None
+        for name in call.anchors:
+            tensor = saved_tensor(node, name)
+            if tensor is not None:
+                self._book.anchor(tensor)
+
+    def _check(self, call: Call, out: Any, args: Any) -> None:
+        """What was too small to look into may be so no more; what needed no gradient may need one."""
+        grown = type(out) is Tensor and out.numel() > call.size
+        if grown or (call.quiet and _is_graded(out, args)):
             self._book.differ()
-        return out
 
-    def _hooked(self, last: int, run: Run, function: Any, handler: Handler | None, args: Any, kwargs: Any) -> Any:
-        hooks = self._book.hooks
-        if not hooks.set(last):
-            return run(function, handler, args, kwargs)
+    def _look(self, notes: Notes, function: Any, handler: Handler | None, args: Any, kwargs: Any) -> Any:
+        """A call that was not recorded: it leads off the course if it saves anything."""
+        book = self._book
+        before, hooked = book.packs, book.hooks.set(ALL)
         try:
-            return run(function, handler, args, kwargs)
+            out = function(*args, **kwargs) if handler is None else handler(notes, function, args, kwargs)
         finally:
-            hooks.take_back()
+            if hooked:
+                book.hooks.take_back()
+        if not self._lost and book.packs != before:
+            book.differ()
+        return out
 
 
 _END = Call(None)
+
+
+def _is_graded(out: Any, args: tuple[Any, ...]) -> bool | None:
+    """Whether autograd had a part in a call: it gave a tensor that needs a gradient and is no argument handed back."""
+    if isinstance(out, Tensor):
+        return out.requires_grad and not (args and out is args[0])
+    if not isinstance(out, tuple | list):
+        return None
+    graded = [_is_graded(o, args) for o in out]
+    return True if True in graded else False if False in graded else None
 
 
 def saved_tensor(node: Any, name: str) -> Tensor | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,12 +23,7 @@ class Hooks:
 
     def __init__(self, pack: Callable[[Tensor], Packed], unpack: Callable[[Packed], Tensor]) -> None:
         self._hooks = saved_tensors_hooks(pack, unpack)
-        self._outer: Any = None
         self.last = TAKEN_BACK  # the saved tensor after which they are taken back
-
-    def start(self) -> None:
-        """A region begins in which they are set call by call."""
-        self._outer = _torch.innermost_pack_hook()
 
     def set_all(self) -> None:
         """Set them until ``take_back_all``."""
@@ -41,16 +35,27 @@ class Hooks:
 
     def set(self, last: int) -> bool:
         """Set them, up to saved tensor ``last``; False where others have set theirs or no hooks may be set."""
-        if _torch.innermost_pack_hook() is not self._outer or not _torch.saved_tensor_hooks_allowed():
+        if _torch.saved_tensor_hooks_active():
             return False
-        self._hooks.__enter__()
+        try:
+            self._hooks.__enter__()
+        except RuntimeError:  # inside a transform of torch.func
+            return False
         self.last = last
         return True
 
+    def reach_last(self) -> None:
+        """Autograd has called for the last tensor: the next one is saved as plain PyTorch does.
+
+        A backward that runs inside a call has its own copy of what is set; there they stay until the call ends.
+        """
+        if _torch.graph_task() < 0:
+            self.take_back()
+
     def take_back(self) -> None:
-        """If that has not been done. A backward that runs inside a call has its own copy of what is set."""
-        self.last = TAKEN_BACK
-        if _torch.innermost_pack_hook() is self._hooks.pack_hook:
+        """If that has not been done."""
+        if self.last != TAKEN_BACK:
+            self.last = TAKEN_BACK
             self._hooks.__exit__()
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from leangrad import _torch
-from leangrad.ledger.calls import Handler, Run, argument, leave_note
+from leangrad.ledger.calls import Handler, argument, leave_note
 from leangrad.ledger.cast import Anchor
 from leangrad.ledger.changes import after_change, aliased, before_change, leaked, mutating, swapped, write_out
 from leangrad.ledger.draws import dropout, dropout_inside
@@ -34,7 +34,7 @@ RECENT = 4  # how many outputs of sources are held: query, key, value and one mo
 
 
 # What runs the calls in the stead of the override: it writes them down, or follows what was written.
-Guide = Callable[[Run, Any, Handler | None, tuple[Any, ...], dict[str, Any]], Any]
+Guide = Callable[["Notes", Any, Handler | None, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class Book(Protocol):
@@ -82,11 +82,7 @@ class Notes(TorchFunctionMode):
         if kwargs and kwargs.get("out") is not None:
             handler = write_out
         if self.guide is not None and torch.is_grad_enabled():  # nothing is saved otherwise
-            return self.guide(self.run, func, handler, args, kwargs)
-        return func(*args, **kwargs) if handler is None else handler(self, func, args, kwargs)
-
-    def run(self, func: Any, handler: Handler | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """One call, by its handler if it has one."""
+            return self.guide(self, func, handler, args, kwargs)
         return func(*args, **kwargs) if handler is None else handler(self, func, args, kwargs)
 
 

@@ -228,6 +228,8 @@ class Walk:
     def _arguments(
         self, form: Form, node: Node, edges: Sequence[tuple[Node, int]], metadata: dict[Any, Any]
     ) -> tuple[Any, ...]:
+        if form.is_unary and edges[0][0] is not None:
+            return (self.input(edges[0]),)
         args: list[Any] = []
         if form.rule.operands == LISTED:
             noted = metadata.get(NOTE, {}).get("tensors", {})
@@ -317,13 +319,14 @@ Constant = tuple[str, str, str]  # where, the attribute or the key there, the na
 class Form:
     """A rule, and where the nodes of one type have its constants."""
 
-    __slots__ = ("constants", "keywords", "operands", "rule")
+    __slots__ = ("constants", "is_unary", "keywords", "operands", "rule")
 
     def __init__(self, rule: Rule, kind: type) -> None:
         self.rule = rule
         self.operands = [_place_of(kind, name) for name in rule.operands]
         self.constants = [_place_of(kind, name) for name in rule.constants]
         self.keywords = [(key, _place_of(kind, name)) for key, name in rule.keywords]
+        self.is_unary = len(rule.operands) == 1 and rule.operands != LISTED and not rule.constants
 
 
 def _place_of(kind: type, name: str) -> Constant:

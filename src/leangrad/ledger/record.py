@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from leangrad import _torch
 from leangrad.ledger.cast import Packed
-from leangrad.ledger.course import ANY_SIZE, Call, Course, Recording
+from leangrad.ledger.course import ANY_SIZE, Call, Course, Recording, Saved
 from leangrad.ledger.hooks import unpack
 from leangrad.ledger.plan import Item, Record
 from leangrad.ledger.value import Bare, Value
@@ -43,7 +43,7 @@ class Recorder:
         self.saved: list[Packed] = []  # what every saved tensor in order became
         self.recording: Recording | None = None
         self._has_node: list[bool] = []
-        self._is_small: list[bool] = []  # it was kept unseen
+        self._small: list[int] = []  # of each: its bytes, if it was kept unseen for having so few; else -1
         self._fates: list[int] = []  # of each saved tensor: the item that it is, KEPT or REBUILT
         self.bare: list[bool] = []  # of each: whether it is kept and no recipe reads it
         self._dear: set[int] = set()  # the values that will be kept because rebuilding them is too much work
@@ -118,7 +118,9 @@ class Recorder:
         self.bare = [self._is_bare(p, needed) for p in self.saved]
         self._fates = [_fate(p) for p in self.saved]
         self._has_node = [type(p) is Value and p.op != "input" for p in self.saved]
-        self._is_small = [type(p) is Value and p.free and p.nbytes < self.min_bytes for p in self.saved]
+        self._small = [
+            p.nbytes if type(p) is Value and p.free and p.nbytes < self.min_bytes else -1 for p in self.saved
+        ]
         for value, _, _ in self._decided:
             value.forget_recipe()
         self._decided, self._root, self._dear = [], None, set()
@@ -238,12 +240,25 @@ class Recorder:
                 seen += len(places)
                 last = max((p for p, name in places if self._fates[p] not in kept or name is None), default=-1)
                 anchors = tuple(n for p, n in places if p > last and n is not None and self._has_node[p])
-                small = any(self._is_small[call.first : call.first + len(call.names)])
-                size = call.size if small else ANY_SIZE
-                calls.append(Call(call.function, call.first, last, anchors, number in self.caught, size))
+                catches, quiet = number in self.caught, call.graded is False
+                calls.append(Call(call.function, call.first, last, anchors, catches, self._may_grow(call), quiet))
         handled = {call.function for call in self.recording.calls if call.handled}
-        passes = frozenset(f for f, found in saves.items() if not found and f not in handled)
-        return Course(calls, saves, passes) if seen == self.bare.count(False) else None
+        graded = {call.function for call in self.recording.calls if call.graded}
+        unseen = frozenset(call.function for call in self.recording.calls if call.graded is False) - graded
+        passes = frozenset(f for f, found in saves.items() if not found and f not in handled and f not in unseen)
+        return Course(calls, saves, unseen, passes) if seen == self.bare.count(False) else None
+
+    def _may_grow(self, call: Saved) -> int:
+        """How many elements the output of ``call`` may have before something of it is large enough to be looked into.
+
+        What it saves is taken to grow as its output does. Of a small output itself nothing was noted either.
+        """
+        nbytes = max(self._small[call.first : call.first + len(call.names)], default=-1)
+        if call.handled and call.graded and call.nbytes < self.min_bytes:
+            nbytes = max(nbytes, call.nbytes)
+        if nbytes <= 0:
+            return call.size if nbytes == 0 else ANY_SIZE
+        return max(call.size, (call.size * self.min_bytes - 1) // nbytes)
 
 
 KEPT, REBUILT = -1, -2

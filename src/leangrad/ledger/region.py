@@ -99,7 +99,7 @@ class Region:
         if recorder is not None:
             recorder.recording = Recording(self, recorder.saved)
             self._notes.guide = recorder.recording.call
-        elif ledger.course is not None:
+        elif ledger.course is not None and not _torch.saved_tensor_hooks_active():
             self._following = Following(self, ledger.course)
             self._notes.guide, self._notes.passes = self._following.call, ledger.course.passes
         self._anchors: list[Value] = []  # what recipes may read and nobody else holds as a value
@@ -110,8 +110,6 @@ class Region:
         self._notes.__enter__()
         if self._following is None:
             self.hooks.set_all()
-        else:
-            self.hooks.start()
         _active.region = self
         if self._recorder is not None:
             self._recorder.start()
@@ -140,8 +138,8 @@ class Region:
         """Autograd wants to keep ``tensor``; what it gets is a value that can give it back."""
         n = self.packs
         self.packs = n + 1
-        if n == self.hooks.last:  # autograd has called for this tensor; the next one is saved as plain
-            self.hooks.take_back()
+        if n == self.hooks.last:
+            self.hooks.reach_last()
         self.packing = True
         try:
             if n < self._planned and self._bare[n]:
@@ -251,6 +249,7 @@ class Region:
             or nbytes < self.min_bytes
             or type(tensor) is not Tensor
             or tensor.dtype != owner.dtype
+            or (tensor is not owner and (tensor.is_conj() or tensor.is_neg()))  # strides do not tell
             or parameter.device != owner.device
         ):
             return None

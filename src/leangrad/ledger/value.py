@@ -118,7 +118,12 @@ class Value:
 
     def set_recipe(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """``function(*args, **kwargs)`` gives this value back."""
-        self.function, self.args, self.kwargs = function, args, kwargs
+        self.function, self.args = function, args
+        if kwargs:
+            self.kwargs = kwargs
+        if len(args) == 1 and type(args[0]) is Value:
+            self._set_input(args[0])
+            return
         inputs: list[Value] = []
         order: list[int] = []
         blocked = deep = False
@@ -148,6 +153,15 @@ class Value:
         if blocked:
             self.blocked = blocking(inputs)
         self.settle_lineage()
+
+    def _set_input(self, only: Value) -> None:
+        """The same as below for a recipe of one value: half of all."""
+        only.parents += 1
+        self.inputs, self.order = (only,), (0,)
+        if only.tensor is None and (only.function is None or only.blocked):
+            self.blocked = blocking(self.inputs)
+        if not only.free:
+            self.depth, self.root = only.depth, only.root or only
 
     def forget_recipe(self) -> None:
         """A kept value lets go of a recipe that still waits, and so of what that recipe holds."""
