@@ -253,6 +253,86 @@ def changed_between_two_regions(region):
     return [*g]
 
 
+# -------------------------------------------------- of what recipes read already: they keep what it was, readers do not
+
+
+@same
+def anchor_changed_through_data(region):
+    """Plain gives GELU's backward what has become of its input, and the product GELU's output as it was."""
+    x, w = leaf(8, 8), leaf(8, 8, seed=1)
+    with region:
+        h = x @ w
+        y = F.gelu(h) @ w
+        h.data[:3] = 1
+        t = (h + 1).sin() @ w
+        h.data.add_(1)
+        v = h.t().exp() @ w
+    backward(y, t, v)
+    return [x.grad, w.grad]
+
+
+@same
+def factor_changed_through_data(region):
+    x, factor = leaf(8, 8), leaf(8, 8, seed=1).detach()
+    with region:
+        y = x * factor
+        z = y.sin()
+        factor.data.mul_(0.5)
+        u = y.cos() + (x * factor).sin()
+    backward(z, u)
+    return [x.grad]
+
+
+@same
+def expanded_factor_changed_through_data(region):
+    x, row = leaf(33, 33), leaf(33, seed=1).detach()
+    with region:
+        z = (x * row.expand(33, 33)).sin() * row[::2].sum() + (x.t()[::3] * row).exp().sum(0)
+        row.data.mul_(0.5)
+    backward(z)
+    return [x.grad]
+
+
+@same
+def factor_changed_by_batch_norm(region):
+    """Running statistics change below every version counter."""
+    x, mean, var = leaf(8, 8), torch.randn(8), torch.rand(8) + 1
+    with region:
+        y, z = x * mean, x * var
+        a = y.sin()
+        u = F.batch_norm(x, mean, var, training=True)
+        b = z.sin() + (x * mean).cos()
+    backward(a, b, u)
+    return [x.grad]
+
+
+@same
+def parameter_changed_through_an_older_alias(region):
+    """The flat memory of all parameters, which has no version in common with them."""
+    flat = leaf(128).detach()
+    a, b, x = nn.Parameter(flat[:64].view(8, 8)), nn.Parameter(flat[64:].view(8, 8)), leaf(8, 8, seed=1)
+    with torch.autocast("cpu", torch.bfloat16), region:
+        h = F.gelu(F.linear(x, a)) * (a * 2).sin()
+        flat.mul_(0.5)
+        y = F.gelu(F.linear(h, b))
+    backward(y)
+    return [a.grad, b.grad, x.grad]
+
+
+@same
+def caught_changed_and_read_again(region):
+    """What was kept in the stead of a larger tensor has moved, and is not what the tensor is now."""
+    x, w = leaf(8, 8), leaf(8, 8, seed=1)
+    with region:
+        h = x @ w
+        r = h.unsqueeze(0).expand(4, 8, 8).reshape(32, 8)
+        a = r * r.sigmoid()
+        h.data.mul_(0.5)
+        b = h.sin() * a[:8]
+    backward(a, b)
+    return [x.grad, w.grad]
+
+
 @pytest.mark.parametrize("program", SAME, ids=lambda p: p.__name__)
 def test_the_same_bits(program):
     assert_same_as_plain(program)

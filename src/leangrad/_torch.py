@@ -200,7 +200,9 @@ def storage_is_shared(tensor: Tensor) -> bool:
     try:
         storage = tensor.untyped_storage()
         holders = 3 if tensor._base is not None else 2  # the storage object in our hand is one of them
-        return bool(torch._C._storage_Use_Count(storage._cdata) > holders)
+        if torch._C._storage_Use_Count(storage._cdata) > holders:
+            return True
+        return bool(tensor._use_count() > 1)  # type: ignore[attr-defined]  # a node has saved it
     except (AttributeError, NotImplementedError, RuntimeError):
         return True
 

@@ -18,18 +18,25 @@ from leangrad import _torch
 from leangrad.ledger.calls import Handler, argument, constants_of, leave_note
 from leangrad.ledger.cast import Anchor
 from leangrad.ledger.origins import NOTE, OPAQUE, key_of
+from leangrad.ledger.value import Value
 
 if TYPE_CHECKING:
-    from leangrad.ledger.notes import Notes
+    from leangrad.ledger.notes import Book, Notes
 
 
 def before_change(notes: Notes, target: Any) -> None:
-    """Anchors that plain PyTorch would not have kept move to memory of their own before it changes."""
+    """Anchors that plain PyTorch would not have kept move to memory of their own before it changes.
+
+    So do all others where autograd will not record the change, if the memory has other names than ``target``.
+    """
     if isinstance(target, Tensor):
         book = notes.book
         if book.watched_parameters:
             owner = target._base
             _move(book.watched_parameters.pop(id(target if owner is None else owner), None))
+        if not (target.requires_grad and torch.is_grad_enabled()) and not _is_private(target):
+            _watch_all(book)
+            book.rewritten[_memory_of(target)] = _torch.next_sequence_nr()
         if book.watched_memory:
             _move(book.watched_memory.pop(_memory_of(target), None))
     elif isinstance(target, list | tuple):
@@ -41,8 +48,37 @@ def _move(anchors: list[weakref.ref[Anchor]] | None) -> None:
     for ref in anchors or ():
         value = ref()
         if value is not None and value.tensor is not None:
-            value.tensor = value.tensor.detach().clone()
-            value.version = value.tensor._version
+            tensor = _copy(value.tensor.detach())
+            if type(value) is Value:
+                if value.before is not None:
+                    continue
+                value.before = tensor
+                if value.readers:  # plain hands out what has become of it
+                    continue
+            value.tensor, value.version = tensor, tensor._version
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """A copy with the same strides: over others a sum may have other bits, and a fused kernel reads other places."""
+    copy = tensor.clone()
+    if tensor.layout is not torch.strided or copy.stride() == tensor.stride() or tensor.is_conj() or tensor.is_neg():
+        return copy
+    span = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.as_strided((span,), (1,)).clone().as_strided(tensor.shape, tensor.stride()) if copy.numel() else copy
+
+
+def _watch_all(book: Book) -> None:
+    """Watch the memory of whatever recipes read: no version tells of a change through an alias."""
+    watched = book.watched_memory
+    refs: list[Any] = [*book.anchors]
+    for some in book.watched_parameters.values():
+        refs += some
+    book.anchors.clear()
+    book.watched_parameters.clear()
+    for ref in refs:
+        value = ref()
+        if value is not None and value.tensor is not None:
+            watched.setdefault(_memory_of(value.tensor), []).append(ref)
 
 
 def after_change(notes: Notes, target: Any) -> None:
@@ -127,8 +163,7 @@ def mutating(names: str = "", choose: str | None = None) -> Handler:
                 leave_note(out, names_, args, kwargs)
             return out
         target = args[0] if args else next((kwargs[k] for k in ("input", "tensor", "self") if k in kwargs), None)
-        if notes.book.watched_parameters or notes.book.watched_memory:
-            before_change(notes, target)
+        before_change(notes, target)
         overlaps = _overlaps(target, args, kwargs)
         note = constants_of(names_, args, kwargs) if names_ and not overlaps and _needs_gradient(args) else None
         before = _node_of(target)

@@ -49,6 +49,8 @@ class Book(Protocol):
     # Anchors that plain would not have kept: parameters by their id, other tensors by their memory.
     watched_parameters: dict[int, list[weakref.ref[Anchor]]]
     watched_memory: dict[int, list[weakref.ref[Anchor]]]
+    anchors: list[weakref.ref[Value]]  # those that plain has kept too
+    rewritten: dict[int, int]  # memory that was changed unseen, and the number of the first node after that
 
     def settle(self, node: Any, nr: int, name: str) -> None:
         """Give the recipe of output ``nr`` of ``node`` to the value that was kept as its saved ``name``."""

@@ -93,6 +93,8 @@ class Book(Protocol):
 
     sizes: bool  # whether new values are told their bytes, for the plan
     fence: int  # outputs of nodes made before this sequence number may have been changed unseen, and are not rebuilt
+    anchors: list[weakref.ref[Value]]  # what recipes may read and autograd keeps as well
+    rewritten: dict[int, int]  # memory that was changed unseen, and the number of the first node after that
     sharded: bool  # parameters are gathered for each module's forward and backward only: no recipe reads them
 
     def watch(self, value: Value) -> None:
@@ -185,6 +187,8 @@ class Walk:
             if value is not None:
                 tensor = value.tensor
                 if tensor is not None:
+                    if value.before is not None and node._sequence_nr() < self._book.fence:
+                        raise NoRecipeError(f"the output of {value.op} was changed behind autograd's back")
                     if tensor._version == value.version:
                         return value
                     raise NoRecipeError(f"the output of {value.op} was changed in place")
@@ -291,7 +295,7 @@ class Walk:
         if parameter and self._book.sharded:
             raise NoRecipeError("a tensor that may be a sharded parameter")
         # Autograd saved it as well, so plain PyTorch minds a change too: it need not be watched.
-        return leaf_value(packed.tensor, packed.version)
+        return self._anchor(node, packed.tensor, packed.version)
 
     def _unhooked(self, node: Node, raw: Any, name: str, *, parameter: bool) -> Any:
         """A tensor that autograd saved itself: see [Note: hooks only where they are needed]."""
@@ -305,7 +309,16 @@ class Walk:
             return tensor
         if parameter and self._book.sharded:
             raise NoRecipeError("a tensor that may be a sharded parameter")
-        return leaf_value(tensor if tensor.is_leaf else tensor.detach(), tensor._version)
+        return self._anchor(node, tensor if tensor.is_leaf else tensor.detach(), tensor._version)
+
+    def _anchor(self, node: Node, tensor: Tensor, version: int) -> Value:
+        rewritten = self._book.rewritten
+        memory = tensor.untyped_storage().data_ptr() if rewritten and tensor.layout is torch.strided else 0
+        if memory in rewritten and node._sequence_nr() < rewritten[memory]:
+            raise NoRecipeError("an operand was changed behind autograd's back")
+        value = leaf_value(tensor, version)
+        self._book.anchors.append(weakref.ref(value))
+        return value
 
 
 # Constants that a composite op passes below every function override, where nobody can note them.

@@ -83,6 +83,8 @@ class Region:
         self.sharded = ledger.sharded  # parameters come and go between forward and backward: no recipe reads them
         self.watched_parameters: dict[int, list[weakref.ref[Anchor]]] = {}
         self.watched_memory: dict[int, list[weakref.ref[Anchor]]] = {}
+        self.anchors: list[weakref.ref[Value]] = []
+        self.rewritten: dict[int, int] = {}
         self.waiting: list[weakref.ref[Value]] = []
         self._ledger = ledger
         self._decisions = ledger.decisions
@@ -164,6 +166,7 @@ class Region:
             if tensor.layout is not torch.strided or tensor.nbytes < self.min_bytes:
                 return Bare(tensor.detach(), tensor._version)
             value = self._kept(tensor, "input", free=True)  # it may turn out to be an op's second output, or its noise
+            self.anchors.append(weakref.ref(value))
         else:
             base = tensor._base
             if tensor.layout is not torch.strided or (base is not None and base.grad_fn is None):
@@ -219,13 +222,14 @@ class Region:
         fresh = OPAQUE not in metadata and node._sequence_nr() >= self.fence
         if value is not None:
             if value.tensor is not None:
-                if value.version == tensor._version:
+                if value.version == tensor._version and (fresh or value.before is None):
                     self._share(value)
                     return value
             elif fresh and value.function is not None and not value.blocked:
                 self._share(value)
                 return value
             elif fresh and type(tensor) in PLAIN_TYPES:  # absent until now, or its recipe waits for what is absent
+                self.anchors.append(weakref.ref(value))
                 return self._choose(tensor, node, waiting=value)
         if not fresh or type(tensor) not in PLAIN_TYPES:
             return self._kept(tensor, type(node).__name__)
@@ -235,7 +239,8 @@ class Region:
             value = self._kept(tensor, type(node).__name__, free=True)
         else:
             value = self._choose(tensor, node)
-        metadata[key] = weakref.ref(value)
+        metadata[key] = ref = weakref.ref(value)
+        self.anchors.append(ref)
         return value
 
     def _cast(self, tensor: Tensor, owner: Tensor) -> Cast | None:

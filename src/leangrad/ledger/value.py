@@ -50,6 +50,8 @@ class Value:
     # Defaults stand on the class: most values use few of these, and thousands are made in a step.
     tensor: Tensor | None = None
     version = 0
+    # What recipes read in the stead of ``tensor``, which was changed behind autograd's back after they were stored.
+    before: Tensor | None = None
     stream = 0  # the CUDA stream on which it was kept
     function: Callable[..., Any] | None = None
     args: tuple[Any, ...] = ()
@@ -198,6 +200,9 @@ class Value:
 
     def read(self) -> Tensor:
         """One of the readers asks: hand out the tensor, and hold a rebuilt one only while others will ask."""
+        if self.before is not None and self.tensor is not None:  # only recipes read what it was
+            self._check(self.tensor)
+            return self.tensor
         task = _torch.graph_task()
         if task != self.task:
             self.task, self.reads = task, 0
@@ -206,6 +211,11 @@ class Value:
         if self.reads >= self.readers and not self._is_held():
             self.memo = None
         return tensor
+
+    def _check(self, tensor: Tensor) -> None:
+        if tensor._version != self.version:
+            what = "a parameter or input" if self.op == "leaf" else f"the output of {self.op}"
+            raise ChangedError(changed(what, tensor, self.version))
 
     def _is_held(self) -> bool:
         """Whether a rebuilt tensor is held for the recipes that read it, until as many have.
@@ -224,9 +234,9 @@ class Value:
         """
         tensor = self.tensor
         if tensor is not None:
-            if tensor._version != self.version:
-                what = "a parameter or input" if self.op == "leaf" else f"the output of {self.op}"
-                raise ChangedError(changed(what, tensor, self.version))
+            if self.before is not None:
+                return self.before, False
+            self._check(tensor)
             if self.op == "leaf" and not is_there(tensor):
                 raise LeangradError(
                     f"a recipe needs a parameter, {tensor.dtype} {list(tensor.shape)}, whose memory was freed after "
