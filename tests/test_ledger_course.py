@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -415,3 +416,30 @@ def test_the_collector_rests_in_forward_only() -> None:
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+def test_threads_under_autocast_learn_each_for_itself() -> None:
+    """Autocast's cache hands one thread the cast that another made, and with it a value of the other's step."""
+    model, plain, errors = leangrad.lean(blocks(), min_bytes=0), blocks(), []
+    xs = [torch.randn(8 + n, 16) for n in range(4)]
+
+    def gradients(net: nn.Module, x: Tensor) -> tuple[Tensor, ...]:
+        with torch.autocast("cpu", torch.bfloat16):
+            y = net(x)
+        return torch.autograd.grad(y.float(), list(net.parameters()), torch.ones_like(y, dtype=torch.float32).sin())
+
+    wanted = [gradients(plain, x) for x in xs]
+
+    def work(start: int) -> None:
+        try:
+            for n in range(start, start + 12):
+                assert_same([*gradients(model, xs[n % 4])], [*wanted[n % 4]])
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(start,)) for start in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []

@@ -483,7 +483,8 @@ def test_two_threads_lose_nothing() -> None:
         for thread in threads:
             thread.join()
         assert_same_gradients(mine, plain)
-    assert packed.report()["0.weight"].how == "written"
+    # In the last round too: who comes second to a weight, in the middle of the other's write, adds.
+    assert packed.report()["0.weight"].how in ("written", "added")
     torch.testing.assert_close(packed.norm(), torch.nn.utils.get_total_norm([p.grad for p in plain.parameters()]))
     assert_packed(mine, packed)
 

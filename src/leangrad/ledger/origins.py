@@ -17,7 +17,8 @@ from torch import Tensor
 from leangrad import _torch
 from leangrad.ledger.cast import Cast
 from leangrad.ledger.rules import RULES, Rule
-from leangrad.ledger.value import Bare, Value, fuses, is_there, leaf_value, wait
+from leangrad.ledger.value import Bare, Value, fuses, is_there, leaf_value
+from leangrad.ledger.waiting import wait
 
 Node = Any  # torch.autograd.graph.Node, whose saved attributes differ from class to class
 

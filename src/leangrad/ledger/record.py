@@ -116,7 +116,7 @@ class Recorder:
             self.entries.append(Entry(module, value.op, outcome, value.nbytes, why if outcome == "kept" else ""))
         needed = self._needed()
         self.bare = [self._is_bare(p, needed) for p in self.saved]
-        self._fates = [_fate(p) for p in self.saved]
+        self._fates = [self._fate(p) for p in self.saved]
         self._has_node = [type(p) is Value and p.op != "input" for p in self.saved]
         self._small = [
             p.nbytes if type(p) is Value and p.free and p.nbytes < self.min_bytes else -1 for p in self.saved
@@ -148,6 +148,15 @@ class Recorder:
                         stack.append(v)
         return needed
 
+    def _fate(self, packed: Packed) -> int:
+        """The item that a saved tensor is, or a view of; KEPT or REBUILT where it is none."""
+        if type(packed) is Bare:
+            return KEPT
+        value: Any = packed
+        while value.recorder is not self and value.op == "view" and value.inputs:
+            value = value.inputs[0]
+        return value.ordinal if value.recorder is self else KEPT if value.tensor is not None else REBUILT
+
     def _is_kept(self, value: Value) -> bool:
         return value.tensor is not None or id(value) in self._dear
 
@@ -163,11 +172,11 @@ class Recorder:
         return self._is_kept(packed) or (self._sees_kept(packed) and id(packed.inputs[0]) not in needed)
 
     def _number(self, value: Value) -> int:
-        if value.ordinal < 0:
+        if value.recorder is not self:
             rebuilt = value.function is not None and not value.blocked and id(value) not in self._dear
             sources = tuple(sorted(self._sources(value))) if rebuilt else ()
             joins = len({id(v.root or v) for v in value.inputs if not v.free}) > 1 if sources else False
-            value.ordinal = len(self.items)
+            value.ordinal, value.recorder = len(self.items), self
             choice = joins or (value.depth > 0 and id(value) not in self._dear)
             self.items.append(Item(value.nbytes, sources, choice))
         return value.ordinal
@@ -175,7 +184,7 @@ class Recorder:
     def _sources(self, value: Value) -> set[int]:
         found: set[int] = set()
         for v in value.inputs:
-            if v.ordinal >= 0:
+            if v.recorder is self:
                 found.add(v.ordinal)
             elif v.free or (v.nbytes < self.min_bytes and v.tensor is not None):
                 continue
@@ -200,9 +209,9 @@ class Recorder:
         if type(packed) is not Value:
             return
         value = packed
-        while value.ordinal < 0 and value.op == "view" and type(value.args[0]) is Value:
+        while value.recorder is not self and value.op == "view" and type(value.args[0]) is Value:
             value = value.args[0]
-        if value.ordinal >= 0:
+        if value.recorder is self:  # autocast hands one thread the cast that another made, and its value
             self.reads.append(value.ordinal)
 
     def _end(self) -> None:
@@ -262,16 +271,6 @@ class Recorder:
 
 
 KEPT, REBUILT = -1, -2
-
-
-def _fate(packed: Packed) -> int:
-    """The item that a saved tensor is, or a view of; KEPT or REBUILT where it is none."""
-    if type(packed) is Bare:
-        return KEPT
-    value: Any = packed
-    while value.ordinal < 0 and value.op == "view" and value.inputs:
-        value = value.inputs[0]
-    return value.ordinal if value.ordinal >= 0 else KEPT if value.tensor is not None else REBUILT
 
 
 SPARE = (

@@ -20,7 +20,8 @@ from leangrad.ledger.hooks import Hooks, unpack
 from leangrad.ledger.notes import Notes
 from leangrad.ledger.origins import CAST, NOTHING, OPAQUE, VALUES, NoRecipeError, Operand, Walk, enter, join, key_of
 from leangrad.ledger.record import Recorder
-from leangrad.ledger.value import Bare, Value, released, wait
+from leangrad.ledger.value import Bare, Value
+from leangrad.ledger.waiting import released, wait
 
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 DEEPEST = 32  # joins that a recipe may run through: each takes some frames of Python's stack
@@ -130,8 +131,7 @@ class Region:
         if self._recorder is not None:
             self._recorder.stop()
         for ref in self.waiting:
-            value = ref()
-            if value is not None:
+            if (value := ref()) is not None:
                 value.forget_recipe()
 
     # ---------------------------------------------------------------- pack
@@ -183,10 +183,9 @@ class Region:
 
     def anchor(self, tensor: Tensor) -> None:
         """A tensor that autograd keeps may be read by recipes."""
-        if tensor.grad_fn is None or tensor.layout is not torch.strided:
-            return
         base = tensor._base
-        if base is None or base.grad_fn is not None:
+        has_node = tensor.grad_fn is not None and (base is None or base.grad_fn is not None)
+        if has_node and tensor.layout is torch.strided:
             self._anchors.append(self._value(tensor, base))
 
     def differ(self) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, final
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor
 from leangrad import _torch, kernels
 from leangrad.errors import ChangedError, LeangradError
 from leangrad.ledger.overwriting import overwrite
+from leangrad.ledger.waiting import blocking
 
 Layout = tuple[torch.Size, tuple[int, ...]]
 
@@ -72,7 +73,8 @@ class Value:
     depth = 0  # how many joins of lineages lie between this value and the furthest anchor
     root: Value | None = None  # the one anchor it descends from; None: itself
     nbytes = 0
-    ordinal = -1  # its place in the step, while the ledger learns
+    ordinal = -1  # its place in the step of ``recorder``, while the ledger learns
+    recorder: object = None
     free = False  # it costs nothing worth counting: a parameter, an input, or too small to look into
     # The tensor of an absent value, which may yet be caught; its version; the number of the call that made it.
     live: tuple[weakref.ref[Tensor], int, int] | None = None
@@ -394,41 +396,3 @@ def leaf_value(tensor: Tensor, version: int) -> Value:
     v = Value("leaf")
     v.tensor, v.version, v.free = tensor, version, True
     return v
-
-
-def blocking(values: Iterable[Value]) -> tuple[Value, ...]:
-    """The absent values under ``values``, each once."""
-    found: list[Value] = []
-    for v in values:
-        if v.tensor is not None:
-            continue
-        for b in v.blocked if v.function is not None else (v,):
-            if b not in found:
-                found.append(b)
-    return tuple(found)
-
-
-def wait(value: Value) -> None:
-    """Enter ``value`` with every input of its recipe that cannot be had yet."""
-    for v in value.inputs:
-        if v.tensor is None and (v.function is None or v.blocked):
-            if v.waiters is None:
-                v.waiters = []
-            v.waiters.append(weakref.ref(value))
-
-
-def released(blocked: tuple[Value, ...]) -> int:
-    """The bytes of kept tensors that need nothing but ``blocked`` to be rebuilt."""
-    seen: set[int] = set()
-    total = 0
-    stack = list(blocked)
-    while stack:
-        for ref in stack.pop().waiters or ():
-            w = ref()
-            if w is None or id(w) in seen or any(b not in blocked for b in w.blocked):
-                continue
-            seen.add(id(w))
-            if w.tensor is not None:
-                total += w.nbytes
-            stack.append(w)
-    return total
