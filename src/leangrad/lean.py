@@ -180,15 +180,20 @@ class _Call:
         """End this call, and those inside it that were left open."""
         calls = _calls()
         if self.thread != threading.get_ident() or self not in calls:
+            self._resume_collector()  # at the latest, in whatever thread the last that knows of this call dies
             return
         while calls:
             call = calls.pop()
             if call.region is not None:
                 call.region.__exit__(None, None, None)
-            if call.pauses_collector:
-                gc.enable()
+            call._resume_collector()
             if call is self:
                 return
+
+    def _resume_collector(self) -> None:
+        if self.pauses_collector:
+            self.pauses_collector = False
+            gc.enable()
 
 
 _local = threading.local()
