@@ -295,7 +295,6 @@ class Walk:
             raise NoRecipeError(f"{name} was packed by other hooks")
         if parameter and self._book.sharded:
             raise NoRecipeError("a tensor that may be a sharded parameter")
-        # Autograd saved it as well, so plain PyTorch minds a change too: it need not be watched.
         return self._anchor(node, packed.tensor, packed.version)
 
     def _unhooked(self, node: Node, raw: Any, name: str, *, parameter: bool) -> Any:
@@ -313,6 +312,7 @@ class Walk:
         return self._anchor(node, tensor if tensor.is_leaf else tensor.detach(), tensor._version)
 
     def _anchor(self, node: Node, tensor: Tensor, version: int) -> Value:
+        """What autograd saved as well. Plain PyTorch minds a change of it too, but for one that no version tells of."""
         rewritten = self._book.rewritten
         memory = tensor.untyped_storage().data_ptr() if rewritten and tensor.layout is torch.strided else 0
         if memory in rewritten and node._sequence_nr() < rewritten[memory]:

@@ -84,8 +84,8 @@ class Region:
         self.sharded = ledger.sharded  # parameters come and go between forward and backward: no recipe reads them
         self.watched_parameters: dict[int, list[weakref.ref[Anchor]]] = {}
         self.watched_memory: dict[int, list[weakref.ref[Anchor]]] = {}
-        self.anchors: list[weakref.ref[Value]] = []
-        self.rewritten: dict[int, int] = {}
+        self.anchors: list[weakref.ref[Value]] = []  # what recipes may read and autograd keeps as well
+        self.rewritten: dict[int, int] = {}  # memory that was changed unseen, and the first node after that
         self.waiting: list[weakref.ref[Value]] = []
         self._ledger = ledger
         self._decisions = ledger.decisions
@@ -105,7 +105,7 @@ class Region:
         elif ledger.course is not None and not _torch.saved_tensor_hooks_active():
             self._following = Following(self, ledger.course)
             self._notes.guide, self._notes.passes = self._following.call, ledger.course.passes
-        self._anchors: list[Value] = []  # what recipes may read and nobody else holds as a value
+        self._held: list[Value] = []  # what recipes may read and nobody else holds as a value
 
     def __enter__(self) -> Region:
         Operand.noted.clear()
@@ -124,7 +124,7 @@ class Region:
         _active.region = None
         if self._following is None:
             self.hooks.take_back_all()
-        self._anchors.clear()
+        self._held.clear()
         self._notes.__exit__(kind, error, trace)
         self._notes.recent.clear()
         self._walk.forget()
@@ -186,7 +186,7 @@ class Region:
         base = tensor._base
         has_node = tensor.grad_fn is not None and (base is None or base.grad_fn is not None)
         if has_node and tensor.layout is torch.strided:
-            self._anchors.append(self._value(tensor, base))
+            self._held.append(self._value(tensor, base))
 
     def differ(self) -> None:
         """This step is not like the one that was recorded: what was learned serves it no more."""
