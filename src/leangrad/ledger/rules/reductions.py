@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from leangrad.ledger.rules import shorter
 from leangrad.ledger.rules.rule import on_cpu, rule
 
 aten = torch.ops.aten
@@ -148,9 +149,12 @@ def _rms_norm(x: Tensor, weight: Tensor | None, shape: list[int], eps: float | N
     return whole_rms_norm(x, weight, shape, eps)[0]
 
 
-def _batch_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *statistics: Tensor) -> Tensor:
-    # The statistics of the batch again, with no running statistics to touch: the same bits, and no state changes.
-    return whole_batch_norm(x, weight, bias, eps)[0]
+def _batch_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, mean: Tensor | None, inverse: Tensor | None
+) -> Tensor:
+    # Or the statistics of the batch again, with no running statistics to touch: the same bits, and no state changes.
+    applied = shorter.batch_norm(x, weight, bias, mean, inverse)
+    return whole_batch_norm(x, weight, bias, eps)[0] if applied is None else applied
 
 
 def _cudnn_batch_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, *statistics: Tensor) -> Tensor:
@@ -183,7 +187,7 @@ _STATISTICS = ("?fixed_mean", "?fixed_var", "eps")  # copies: a later training s
 rule("NativeLayerNormBackward0", "input weight bias", _layer_norm, "normalized_shape", "?eps", "~result1", "~result2")
 rule("FusedRmsNormBackward0", "input weight", _rms_norm, "normalized_shape", "?eps", "~result1")
 rule("NativeGroupNormBackward0", "input weight bias", _group_norm, "N", "C", "HxW", "group", "eps")
-rule("NativeBatchNormBackward0", "input weight bias", _batch_norm, "eps", "~result1", "~result2", when=_training)
+rule("NativeBatchNormBackward0", "input weight bias", _batch_norm, "eps", "result1", "result2", when=_training)
 rule("NativeBatchNormBackward0", "input weight bias", _fixed_norm, *_STATISTICS, when=_evaluating)
 rule(
     "CudnnBatchNormBackward0", "input weight bias", _cudnn_batch_norm, "epsilon", "~result1", "~result2", when=_training

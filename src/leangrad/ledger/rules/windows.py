@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from leangrad.ledger.rules.rule import rule
+from leangrad.ledger.rules.shorter import max_pool2d
 
 aten = torch.ops.aten
 
@@ -14,7 +15,8 @@ aten = torch.ops.aten
 # Output 0 of a max pooling is the values; output 1 the indices, 8 bytes each, which are rebuilt too.
 _MAXIMUM = ("kernel_size", "stride", "padding", "dilation", "ceil_mode")
 _AVERAGE = ("kernel_size", "stride", "padding", "ceil_mode", "count_include_pad", "divisor_override")
-rule("MaxPool2DWithIndicesBackward0", "self", aten.max_pool2d_with_indices.default, *_MAXIMUM, numbered=True)
+for _output in (0, 1):
+    rule("MaxPool2DWithIndicesBackward0", "self", max_pool2d(_output), *_MAXIMUM, output=_output)
 rule("MaxPool3DWithIndicesBackward0", "self", aten.max_pool3d_with_indices.default, *_MAXIMUM, numbered=True)
 rule("AdaptiveMaxPool2DBackward0", "self", aten.adaptive_max_pool2d.default, "@shape[-2:]", numbered=True)
 rule("AdaptiveMaxPool3DBackward0", "self", aten.adaptive_max_pool3d.default, "@shape[-3:]", numbered=True)

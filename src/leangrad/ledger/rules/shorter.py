@@ -1,0 +1,134 @@
+"""The same bits by a shorter way, for ops that a CPU takes long to compute as they were computed in forward.
+
+[Note: a shorter way]
+The arithmetic is ATen's in each case; what differs is how much of it is done again. A way is taken only after it was
+compared with the op itself, once for each dtype and with the inputs that could tell the two apart: a torch release in
+which they differ goes the long way.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+
+WIDE = (torch.float32, torch.float64)
+
+
+def _numbers(*shape: int, dtype: torch.dtype) -> Tensor:
+    """Numbers of either sign with no pattern; no generator is drawn from."""
+    count = torch.Size(shape).numel()
+    return torch.arange(count, dtype=torch.float64).mul_(12.9898).sin_().mul_(3).view(shape).to(dtype)
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.stride() == b.stride() and torch.equal(_bits(a), _bits(b))
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+# ----------------------------------------------------------------------------------------------------------- batch norm
+
+
+def batch_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, inverse: Tensor | None
+) -> Tensor | None:
+    """Batch norm from the mean and 1/deviation of its channels: one pass over ``x`` and not three; None: it cannot.
+
+    ATen computes ``x * alpha + (bias - mean * alpha)``, ``alpha = inverse * weight``, in training and in evaluation,
+    where ``inverse = 1 / sqrt(var + eps)``. With a variance of one and no eps that is one, and ``alpha`` is passed as
+    the weight: it is rounded once, as there.
+    """
+    if mean is None or inverse is None or x.device.type != "cpu" or inverse.dtype not in WIDE:
+        return None
+    for t in (weight, bias):
+        # Of bfloat16 parameters ``alpha`` would be rounded once more; what is not contiguous has another formula.
+        if t is not None and (t.dtype != inverse.dtype or not t.is_contiguous()):
+            return None
+    if not _is_dense(x) or not _batch_norm_is_exact(x.dtype, inverse.dtype):
+        return None
+    return _apply_batch_norm(x, weight, bias, mean, inverse)
+
+
+def _is_dense(x: Tensor) -> bool:
+    if x.is_contiguous():
+        return True
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    return x.dim() in formats and x.is_contiguous(memory_format=formats[x.dim()])
+
+
+def _apply_batch_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, inverse: Tensor) -> Tensor:
+    alpha = inverse if weight is None else inverse * weight
+    return torch.native_batch_norm(x, alpha, bias, mean, torch.ones_like(inverse), False, 0.0, 0.0)[0]
+
+
+@functools.cache
+def _batch_norm_is_exact(dtype: torch.dtype, statistics: torch.dtype) -> bool:
+    weight, bias = _numbers(37, dtype=statistics), _numbers(3, 37, dtype=statistics)[2]
+    maps = _numbers(5, 37, 3, 7, dtype=dtype).add_(1)
+    for x in (maps, maps.to(memory_format=torch.channels_last), maps[:, :, 0, 0].contiguous()):
+        for w, b in ((weight, bias), (weight, None), (None, bias)):
+            y, mean, inverse = torch.native_batch_norm(x, w, b, None, None, True, 0.0, 1e-3)
+            if inverse.dtype != statistics or not _same(y, _apply_batch_norm(x, w, b, mean, inverse)):
+                return False
+    return True
+
+
+# ---------------------------------------------------------------------------------------------------------- max pooling
+
+PIECE = 1 << 16  # elements that are turned at once
+FEWEST_CHANNELS = 8  # below this the other layout has nothing to gain
+
+
+def max_pool2d(which: int) -> Callable[..., Tensor]:
+    """The values (0) or the indices (1) of a max pooling; of a contiguous map by way of the channels_last layout.
+
+    There ATen compares many channels at once, an element at a time here: the same comparisons in the same order, three
+    times as fast with the copies into that layout and back. Samples are turned a few at a time.
+    """
+
+    def pool(x: Tensor, *settings: Any) -> Tensor:
+        if not _gains(x) or not _pool_is_exact(x.dtype):
+            return _pool(x, *settings)[which]
+        return _pool_turned(x, which, settings)
+
+    return pool
+
+
+_pool: Callable[..., tuple[Tensor, Tensor]] = aten.max_pool2d_with_indices.default
+
+
+def _gains(x: Tensor) -> bool:
+    is_map = x.dim() == 4 and x.device.type == "cpu" and x.dtype in WIDE
+    return is_map and x.shape[1] >= FEWEST_CHANNELS and x.is_contiguous() and x.numel() >= PIECE // 4
+
+
+def _pool_turned(x: Tensor, which: int, settings: Sequence[Any]) -> Tensor:
+    samples = max(1, PIECE * len(x) // x.numel())
+    out: Tensor | None = None
+    for start in range(0, len(x), samples):
+        piece = x[start : start + samples].contiguous(memory_format=torch.channels_last)
+        found = _pool(piece, *settings)[which]
+        if out is None:
+            out = torch.empty((len(x), *found.shape[1:]), dtype=found.dtype)
+        out[start : start + samples].copy_(found)
+    assert out is not None
+    return out
+
+
+@functools.cache
+def _pool_is_exact(dtype: torch.dtype) -> bool:
+    """Compared with ties, zeros of either sign, infinities and NaN."""
+    x = _numbers(3, 21, 12, 14, dtype=dtype).round_()
+    x.view(-1)[::5], x.view(-1)[3::17], x.view(-1)[7::29] = -0.0, float("-inf"), float("nan")
+    for settings in (((3, 3), (2, 2), (1, 1)), ((2, 2), (2, 2), (0, 0)), ((2, 3), (1, 2), (1, 1), (2, 1), True)):
+        if not all(_same(_pool(x, *settings)[n], _pool_turned(x, n, settings)) for n in (0, 1)):
+            return False
+    return True
