@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from leangrad._torch import norm_tensors, raw_stream, version
+from leangrad._torch import raw_stream, versions
 from leangrad.kernels import INTERPRETED, serves
 
 __all__ = ["Answer", "Limits", "ask", "limits_of", "note_backward", "poison"]
@@ -83,14 +83,16 @@ class Answer:
     row: Row | None = None
     slot: int = 0
     mark: int = 0  # of the question
-    versions: tuple[int, int] = (0, 0)
+    versions: tuple[int, int] = (-1, -1)
     used: bool = True
 
     def serves(self, weight: Tensor, bias: Tensor | None, limits: Limits) -> bool:
         """Whether it still holds, for one forward."""
         if self.used or self.roll is None or self.roll.passes != _passes or self.limits is not limits:
             return False
-        return self.weight is weight and self.bias is bias and self.versions == _versions(weight, bias)
+        if self.weight is not weight or self.bias is not bias or bias is None:
+            return False
+        return self.versions == versions(weight, bias)
 
     def lies_at(self, weight: Tensor | None, bias: Tensor | None) -> bool:
         """Whether these are the parameters that it was asked for, with their memory where it was."""
@@ -104,16 +106,13 @@ class Answer:
             return False
         return bias.dtype == dtype and bias.numel() == channels and bias.is_contiguous()
 
-    def take_question(self) -> tuple[Any, int, Tensor] | None:
-        """The question, its mark and the place for its words, if it is still to be put to the device."""
-        return None if self.roll is None else self.roll.take_question()
-
     def channels(self) -> Tensor | None:
         """The channels that cannot be inverted, or None; waits for the device if that is behind."""
-        if self.roll is not None:
-            if (taken := self.roll.take_question()) is not None:
+        roll = self.roll
+        if roll is not None:
+            if roll.open and (taken := roll.take_question()) is not None:
                 taken[0].ask(*taken[1:])
-            if self.roll.says_all_invert(self.slot, self.mark):
+            if roll.says_all_invert(self.slot, self.mark):
                 return None
         channels = _unfit(self.weight.detach(), self.bias, *self.limits).nonzero().squeeze(1)
         return channels if channels.numel() else None
@@ -152,6 +151,10 @@ def poison(vectors: Tensor, channels: Tensor | None, limits: Limits) -> None:
 # ---- many layers ----------------------------------------------------------------------------------------------------
 
 LAYERS = 4096  # in one roll; whoever comes later asks for itself
+
+# How often a word is looked at before the host prepares to wait: some 10 µs, as long as an event takes to be made, and
+# longer than a device without other work takes to answer.
+PATIENCE = 100
 
 _marks = itertools.count()
 _words_to_lend: list[Tensor] = []
@@ -205,13 +208,15 @@ class Roll:
         return weakref.ref(layer, lambda _: answers.pop(key, None))
 
     def _ask(self, first: Answer) -> None:
-        """Have one question ready for `first`, and for all other layers whose parameters are still there to be read."""
-        there = [answer for answer in list(self.answers.values()) if answer is first or _is_there(answer)]
+        """Have one question ready for `first`, and for all other layers whose parameters can still be read."""
+        there = [a for a in list(self.answers.values()) if a is first or a.lies_at(a.weight, a.bias)]
         if self.question is None or there != self.asked_for:
             self._change(there)
-        self.mark, self.open, self.passes = next(_marks) % (2**30 - 1) + 1, True, _passes
+        mark = self.mark = next(_marks) % (2**30 - 1) + 1
+        self.open, self.passes = True, _passes
         for answer in self.asked_for:
-            answer.mark, answer.versions, answer.used = self.mark, _versions(answer.weight, answer.bias), False
+            assert answer.bias is not None  # whoever has none has no row, and is not asked for
+            answer.mark, answer.versions, answer.used = mark, versions(answer.weight, answer.bias), False
 
     def take_question(self) -> tuple[Any, int, Tensor] | None:
         """What is left to be put to the device, by whoever launches something next."""
@@ -233,11 +238,15 @@ class Roll:
         """Whether the answer says so; waits for it. False also where there is no answer."""
         if slot < 0:
             return False
-        if self.stream is not None and self.words[slot] >> 1 != mark:
+        words = self.words
+        if self.stream is not None and words[slot] >> 1 != mark:
+            for _ in range(PATIENCE):
+                if words[slot] >> 1 == mark:
+                    return bool(words[slot] == 2 * mark)
             launched = self.stream.record_event()
-            while self.words[slot] >> 1 != mark and not launched.query():
+            while words[slot] >> 1 != mark and not launched.query():
                 pass  # each query lets other threads run, and raises what went wrong on the device
-        return bool(self.words[slot] == 2 * mark)
+        return bool(words[slot] == 2 * mark)
 
 
 class _Rolls(threading.local):
@@ -257,12 +266,6 @@ def _row(weight: Tensor, bias: Tensor | None, size: int, device: torch.device) -
     return Row(weight.data_ptr(), bias.data_ptr(), size, weight.dtype)
 
 
-def _is_there(answer: Answer) -> bool:
-    """Whether the layer still has the parameters that it was asked for."""
-    layer = answer.layer()
-    return layer is not None and answer.lies_at(*norm_tensors(layer)[:2])
-
-
 def _has_memory(t: Tensor, size: int, device: torch.device) -> bool:
     """Whether `t` has memory on this device. Sharded and offloaded parameters have it during their own forward only."""
     if type(t) not in (Tensor, nn.Parameter) or t.numel() != size or t.device != device:
@@ -270,10 +273,6 @@ def _has_memory(t: Tensor, size: int, device: torch.device) -> bool:
     if not serves(t) or not t.is_contiguous():
         return False
     return t.untyped_storage().nbytes() >= (t.storage_offset() + size) * t.element_size()
-
-
-def _versions(weight: Tensor, bias: Tensor | None) -> tuple[int, int]:
-    return version(weight), -1 if bias is None else version(bias)
 
 
 def _unfit(weight: Tensor, bias: Tensor | None, lower: Any, ratio: Any, upper: Any, shift: Any) -> Tensor:
