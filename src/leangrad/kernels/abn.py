@@ -158,6 +158,7 @@ class Layer:
             torch.empty(size, dtype=dtype or torch.float32, device=k.device)
             for size, dtype in (((4, k.size[1]), None), (k.size[1], k.weight), (k.size[1], k.bias))
         )
+        self._nowhere = torch.empty(1, dtype=torch.int32, device=k.device)
         self._input = [self._tiled(passes.input_kernel, k.act, k.inverted, masked, means) for means in (False, True)]
 
     def _shared(self, kernel: Any, g: Grid, shape: Shape, *flags: Any, merges: bool = False) -> Launch:
@@ -208,11 +209,12 @@ class Layer:
     def finish(
         self, begun: tuple[int | None, Tensor], x: Tensor, weight: Tensor | None, bias: Tensor | None,
         residual: Tensor | None, out: Tensor, vectors: Tensor, *, eps: float, running: tuple[Tensor, Tensor] | None,
-        momentum: float, counter: Tensor | None, check: tuple[float, float, float] | None,
+        momentum: float, counter: Tensor | None, check: tuple[float, float, float] | None, late: Tensor | None,
     ) -> None:  # fmt: skip
         """The second launch, or the only one: z into `out`, the vectors into `vectors`; moves the running statistics.
 
-        With `check` (lower, ratio, upper), γ̂ becomes NaN where the channel does not invert.
+        With `check` (lower, ratio, upper), γ̂ becomes NaN where the channel does not invert, and the number of channels
+        is written to `late`, which may be memory of the host.
         """
         stream, table = begun
         running_mean, running_var = (vectors, vectors) if running is None else running
@@ -221,6 +223,7 @@ class Layer:
             (
                 x, x if residual is None else residual, out, table, vectors, vectors if weight is None else weight,
                 vectors if bias is None else bias, running_mean, running_var, vectors if counter is None else counter,
+                self._nowhere if late is None else late,
             ),
             (eps, momentum, self._unbias, *self._p, *(check or NO_CHECK)),
         )  # fmt: skip

@@ -16,7 +16,7 @@ from torch.autograd.graph import Node
 from leangrad._torch import forward_mode_active, is_capturing, is_view, keeps_output, norm_tensors, transforms_active
 from leangrad.nn.abn_autograd import Call, apply_abn
 from leangrad.nn.abn_spare import ask, limits_of
-from leangrad.ops.abn import is_rows
+from leangrad.ops.abn import is_dense
 from leangrad.ops.abn_activation import Activation, activate_
 
 __all__ = ["ABN", "InPlaceABN", "InPlaceABNSync"]
@@ -96,7 +96,7 @@ class ABN(nn.Module):
             return self._activate(self._plain(x, call), residual)
         if not use_batch and not torch.is_grad_enabled():
             return self._infer(self._plain(x, call), residual)
-        if is_rows(x) is None:
+        if not is_dense(x):
             x = x.contiguous()
         if residual is not None and residual.dtype != x.dtype:  # the sum has the wider dtype: add it in plain PyTorch
             call.activation, call.function = Activation("identity"), None

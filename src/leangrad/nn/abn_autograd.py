@@ -99,7 +99,7 @@ class ABNFunction(torch.autograd.Function):
         """Write dx over dz where that is owned."""
         mine = owned(dz)
         if ctx.call.invert:
-            note_backward()
+            note_backward(ctx.call.answer)
         if not torch.is_grad_enabled():
             return _backward(ctx, dz, mine)
         with torch.no_grad():
@@ -245,11 +245,12 @@ def _finish(
     vectors = torch.empty_like(layer.vectors)
     channels, spare = _spare(x, call)
     check = wider(call.limits)[:3] if call.limits is not None and channels is None else None
+    roll = None if call.answer is None else call.answer.roll
     layer.finish(
         begun, x, weight, bias, residual, z, vectors, eps=call.eps, running=call.running, momentum=call.momentum,
-        counter=call.counter, check=check,
+        counter=call.counter, check=check, late=None if roll is None else roll.late,
     )  # fmt: skip
-    if channels is not None and call.limits is not None:
+    if call.limits is not None and channels is not None:
         poison(vectors, channels, call.limits)
     return vectors, channels, spare
 

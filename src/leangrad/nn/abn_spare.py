@@ -13,7 +13,8 @@ wakes up, and one that waits for work has answered long before.
 
 An answer serves one forward, and only until a version counter moves or a backward of such a layer has run: after that
 optimizers write parameters, some of them behind the counter. What is left, a write to `.data` between the question and
-the forward, is seen by the forward itself: it makes such a channel's kept weight NaN, and with it the gradient.
+the forward, is seen by the forward itself, on the device: it makes such a channel's kept weight NaN, and with it the
+gradient, and tells the host, where backward raises once it knows.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ import torch
 from torch import Tensor, nn
 
 from leangrad._torch import raw_stream, versions
+from leangrad.errors import ChangedError
 from leangrad.kernels import INTERPRETED, serves
 
 __all__ = ["Answer", "Limits", "ask", "limits_of", "note_backward", "poison"]
@@ -121,10 +123,12 @@ class Answer:
 _passes = 0
 
 
-def note_backward() -> None:
-    """Parameters may change from now on, also behind their version counters."""
+def note_backward(answer: Answer | None) -> None:
+    """Parameters may change from now on, also behind their version counters; raises if some did before, unseen."""
     global _passes
     _passes += 1
+    if answer is not None and answer.roll is not None and answer.roll.late_word.value:
+        answer.roll.raise_late()
 
 
 def ask(layer: Any, weight: Tensor | None, bias: Tensor | None, limits: Limits) -> Answer | None:
@@ -151,6 +155,7 @@ def poison(vectors: Tensor, channels: Tensor | None, limits: Limits) -> None:
 # ---- many layers ----------------------------------------------------------------------------------------------------
 
 LAYERS = 4096  # in one roll; whoever comes later asks for itself
+ALIGNMENT = 4  # words, which are 16 bytes: where the first of them may lie
 
 # How often a word is looked at before the host prepares to wait: some 10 µs, as long as an event takes to be made, and
 # longer than a device without other work takes to answer.
@@ -164,7 +169,8 @@ class Roll:
     """The layers that one thread has run on one stream, and the host's memory that their answers are written to.
 
     Each question has a mark of its own, and a word is 2·mark, or one more if a channel does not invert. So a word says
-    by itself whether it is the answer, and whatever else is read there is no answer.
+    by itself whether it is the answer, and whatever else is read there is no answer. One more word is for forwards that
+    come too late.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -180,8 +186,10 @@ class Roll:
         try:
             self.memory = _words_to_lend.pop()
         except IndexError:
-            self.memory = torch.zeros(LAYERS, dtype=torch.int32, pin_memory=on_cuda)
-        self.words = (ctypes.c_int32 * LAYERS).from_address(self.memory.data_ptr())
+            self.memory = torch.zeros(ALIGNMENT + LAYERS, dtype=torch.int32, pin_memory=on_cuda)
+        self.late, self.places = self.memory[:1].zero_(), self.memory[ALIGNMENT:]
+        self.late_word = ctypes.c_int32.from_address(self.late.data_ptr())
+        self.words = (ctypes.c_int32 * self.places.numel()).from_address(self.places.data_ptr())
 
     def __del__(self) -> None:
         """Lend the memory to others; never free it, for the device may still write to it."""
@@ -223,7 +231,16 @@ class Roll:
         if not self.open:
             return None
         self.open = False
-        return self.question, self.mark, self.memory
+        return self.question, self.mark, self.places
+
+    def raise_late(self) -> None:
+        """A forward has found other parameters than those that were asked about: see [Note: asking the device]."""
+        channels, self.late_word.value = self.late_word.value, 0
+        raise ChangedError(
+            f"the weight or bias of an in-place activated batch norm over {channels} channels was changed through "
+            "`.data`, or by other code that autograd does not see, while its model was in forward, and the output can "
+            "no longer be inverted; change parameters under torch.no_grad(), or before forward begins"
+        )
 
     def _change(self, there: list[Answer]) -> None:
         """From now on ask for these, as many as there are words for."""

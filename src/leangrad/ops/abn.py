@@ -79,6 +79,11 @@ def is_rows(t: Tensor) -> bool | None:
     return _layout(t.shape, t.stride())
 
 
+def is_dense(t: Tensor) -> bool:
+    """Whether `is_rows` has an answer; cheaper to ask."""
+    return t.is_contiguous() or t.is_contiguous(memory_format=torch.channels_last) or is_rows(t) is not None
+
+
 @lru_cache(maxsize=1 << 12)
 def _layout(shape: torch.Size, stride: tuple[int, ...]) -> bool | None:
     t = torch.empty_strided(shape, stride, device="meta")
