@@ -51,7 +51,7 @@ class _Scratch(threading.local):
     """One buffer per stream and thread: what a stream runs is in order, but two threads may take turns at one."""
 
     def __init__(self) -> None:
-        self.of: dict[tuple[int, int], Tensor] = {}
+        self.of: dict[tuple[torch.device, int], Tensor] = {}
 
 
 _scratch = _Scratch()
@@ -61,10 +61,10 @@ def scratch(device: torch.device, stream: int | None, size: int) -> Tensor:
     """A float32 buffer of at least so many elements, to be used by the launches that follow at once, and not kept."""
     if stream is None or is_capturing():  # a graph must own what it writes to
         return torch.empty(size, dtype=torch.float32, device=device)
-    buffer = _scratch.of.get((device.index, stream))
+    of, place = _scratch.of, (device, stream)
+    buffer = of.get(place)
     if buffer is None or buffer.numel() < size:
-        buffer = torch.empty(max(size, 1 << 16), dtype=torch.float32, device=device)
-        _scratch.of[device.index, stream] = buffer
+        buffer = of[place] = torch.empty(max(size, 1 << 16), dtype=torch.float32, device=device)
     return buffer
 
 

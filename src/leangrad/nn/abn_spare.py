@@ -86,11 +86,11 @@ class Answer:
     slot: int = 0
     mark: int = 0  # of the question
     versions: tuple[int, int] = (-1, -1)
-    used: bool = True
+    used: bool = True  # it serves one forward
 
     def serves(self, weight: Tensor, bias: Tensor | None, limits: Limits) -> bool:
-        """Whether it still holds, for one forward."""
-        if self.used or self.roll is None or self.roll.passes != _passes or self.limits is not limits:
+        """Whether it still holds."""
+        if self.roll is None or self.roll.passes != _passes or self.limits is not limits:
             return False
         if self.weight is not weight or self.bias is not bias or bias is None:
             return False
@@ -199,7 +199,7 @@ class Roll:
     def answer(self, layer: Any, weight: Tensor, bias: Tensor | None, limits: Limits) -> Answer:
         """The answer about `layer`, for one forward; has all layers asked for if there is none."""
         answer = self.answers.get(id(layer))
-        if answer is None or not answer.serves(weight, bias, limits):
+        if answer is None or answer.used or not answer.serves(weight, bias, limits):
             if answer is None or answer.limits is not limits or not answer.lies_at(weight, bias):
                 row = _row(weight, bias, layer.num_features, self.device)
                 if row is None:
@@ -217,9 +217,10 @@ class Roll:
 
     def _ask(self, first: Answer) -> None:
         """Have one question ready for `first`, and for all other layers whose parameters can still be read."""
-        there = [a for a in list(self.answers.values()) if a is first or a.lies_at(a.weight, a.bias)]
-        if self.question is None or there != self.asked_for:
-            self._change(there)
+        if self.question is None or len(self.answers) != 1 or self.asked_for != [first]:
+            there = [a for a in list(self.answers.values()) if a is first or a.lies_at(a.weight, a.bias)]
+            if self.question is None or there != self.asked_for:
+                self._change(there)
         mark = self.mark = next(_marks) % (2**30 - 1) + 1
         self.open, self.passes = True, _passes
         for answer in self.asked_for:
