@@ -6,6 +6,7 @@ backward one drawing and forward no memory. What was drawn is found as a saved t
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -39,25 +40,33 @@ class Draw:
 
     def bernoulli(self) -> Tensor:
         """Ones, and zeros with probability ``p``."""
-        drawn = torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
-        with rng.generator_at(self.state, self.after) as generator, _torch.without_batches():
-            return drawn.bernoulli_(1 - self.p, generator=generator)
+        drawn = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="cpu")
+        with _torch.without_batches():
+            return rng.draw_again(self.state, self.after, lambda g: drawn.bernoulli_(1 - self.p, generator=g))
 
     def factor(self) -> Tensor:
-        """What dropout multiplies by."""
-        return self.bernoulli().div_(1 - self.p)
+        """What dropout multiplies by: zeros, and a number that needs to be divided only once."""
+        scale = _inverse(1 - self.p, self.dtype)
+        drawn = self.bernoulli()
+        return drawn.mul_(scale) if math.isfinite(scale) else drawn.div_(1 - self.p)
 
     def alpha_factor(self) -> Tensor:
         """What alpha dropout multiplies by."""
         return self.bernoulli().mul_(self._alpha())
 
-    def alpha_shift(self) -> Tensor:
-        """What alpha dropout then adds."""
+    def alpha_shift(self, factor: Tensor) -> Tensor:
+        """What alpha dropout then adds: one number where ``factor`` is zero, another where it is not."""
         scale = ALPHA * self._alpha()
-        return self.bernoulli().add(-1).mul_(scale).add_(scale * self.p)
+        zero, one = torch.tensor((0.0, 1.0), dtype=self.dtype, device="cpu").add(-1).mul_(scale).add_(scale * self.p)
+        return torch.where(factor == 0, zero, one)
 
     def _alpha(self) -> float:
         return float(1.0 / math.sqrt((ALPHA * ALPHA * self.p + 1) * (1 - self.p)))
+
+
+@functools.lru_cache(maxsize=64)
+def _inverse(number: float, dtype: torch.dtype) -> float:
+    return torch.ones((), dtype=dtype, device="cpu").div_(number).item()
 
 
 ALPHA = 1.7580993408473766  # of self-normalizing networks; ATen's own constant
@@ -80,7 +89,7 @@ def dropout(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
     with rng.one_at_a_time:
         state = rng.state_of(x.device)
         out = func(*args, **kwargs)
-        after = rng.state_of(x.device)
+        after = rng.mark_of(x.device)
     node = out.grad_fn
     kind = type(node).__name__
     if state is None or node is None:
@@ -99,7 +108,8 @@ def dropout(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
             if noise.nbytes >= notes.book.min_bytes:
                 _redraw(noise, draw.alpha_factor)
             shift = Value("dropout")
-            _redraw(shift, draw.alpha_shift)
+            shift.set_recipe(draw.alpha_shift, (noise,), {})
+            shift.free = True
             node.metadata[NOTE] = {"other": shift}
     return out
 
@@ -132,7 +142,7 @@ def dropout_inside(name: str, place: int, inner: Handler) -> Handler:
         with rng.one_at_a_time:
             state = rng.state_of(device)
             out = inner(notes, func, args, kwargs)
-            after = rng.state_of(device)
+            after = rng.mark_of(device)
         node = (out[0] if type(out) is tuple else out).grad_fn
         noise = _find_noise(notes, node)
         if noise is not None and state is not None and noise.tensor is not None:

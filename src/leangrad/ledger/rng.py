@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -32,18 +32,42 @@ def state_of(device: torch.device) -> State | None:
     return None
 
 
-@contextmanager
-def generator_at(state: State, after: State | None) -> Iterator[torch.Generator]:
-    """A CPU generator of its own at ``state``: nobody else draws from it, and nobody's draws are disturbed.
+def mark_of(device: torch.device) -> State | None:
+    """Where the default generator of ``device`` stands: enough of its state to tell whether it was drawn from."""
+    return _mark(torch.get_rng_state()).clone() if device.type == "cpu" else state_of(device)
 
-    It must end where the default generator ended the first time, ``after``.
+
+MARK_BYTES = 128  # the seed, the place among the twister's words, and the first of these
+
+
+def _mark(state: Tensor) -> Tensor:
+    return state[:MARK_BYTES] if _marks_tell() else state
+
+
+@functools.cache
+def _marks_tell() -> bool:
+    """Whether the head of a CPU state shows one more draw, and a whole round of the twister, after which its place is
+    the same and its words are others."""
+    generator = torch.Generator()
+    seen = [generator.get_state()[:MARK_BYTES]]
+    for words in (1, 623, 624, 1248):
+        torch.empty(words, dtype=torch.int32, device="cpu").random_(generator=generator)
+        seen.append(generator.get_state()[:MARK_BYTES])
+    return not any(torch.equal(a, b) for n, a in enumerate(seen) for b in seen[:n])
+
+
+def draw_again(state: State, after: State | None, draw: Callable[[torch.Generator], Result]) -> Result:
+    """``draw`` on a CPU generator of its own at ``state``: nobody else draws from it, and nobody's draws are disturbed.
+
+    It must end where the default generator ended the first time, at the mark ``after``.
     """
     assert isinstance(state, Tensor)
     generator = torch.Generator()
     generator.set_state(state)
-    yield generator
-    if not isinstance(after, Tensor) or not torch.equal(generator.get_state(), after):
+    result = draw(generator)
+    if not isinstance(after, Tensor) or not torch.equal(_mark(generator.get_state()), after):
         raise LeangradError(_DISTURBED)
+    return result
 
 
 def run_again(state: State, after: State | None, device: torch.device, function: Callable[[], Result]) -> Result:

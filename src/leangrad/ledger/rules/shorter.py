@@ -23,7 +23,7 @@ WIDE = (torch.float32, torch.float64)
 def _numbers(*shape: int, dtype: torch.dtype) -> Tensor:
     """Numbers of either sign with no pattern; no generator is drawn from."""
     count = torch.Size(shape).numel()
-    return torch.arange(count, dtype=torch.float64).mul_(12.9898).sin_().mul_(3).view(shape).to(dtype)
+    return torch.arange(count, dtype=torch.float64, device="cpu").mul_(12.9898).sin_().mul_(3).view(shape).to(dtype)
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
@@ -46,15 +46,15 @@ def batch_norm(
     where ``inverse = 1 / sqrt(var + eps)``. With a variance of one and no eps that is one, and ``alpha`` is passed as
     the weight: it is rounded once, as there.
     """
-    if mean is None or inverse is None or x.device.type != "cpu" or inverse.dtype not in WIDE:
+    if mean is None or inverse is None or not x.is_cpu or not _is_dense(x):
         return None
-    for t in (weight, bias):
-        # Of bfloat16 parameters ``alpha`` would be rounded once more; what is not contiguous has another formula.
-        if t is not None and (t.dtype != inverse.dtype or not t.is_contiguous()):
-            return None
-    if not _is_dense(x) or not _batch_norm_is_exact(x.dtype, inverse.dtype):
+    dtype = inverse.dtype
+    # Of bfloat16 parameters ``alpha`` would be rounded once more; what is not contiguous has another formula.
+    if weight is not None and (weight.dtype != dtype or not weight.is_contiguous()):
         return None
-    return _apply_batch_norm(x, weight, bias, mean, inverse)
+    if bias is not None and (bias.dtype != dtype or not bias.is_contiguous()):
+        return None
+    return _apply_batch_norm(x, weight, bias, mean, inverse) if _batch_norm_is_exact(x.dtype, dtype) else None
 
 
 def _is_dense(x: Tensor) -> bool:
@@ -65,12 +65,19 @@ def _is_dense(x: Tensor) -> bool:
 
 
 def _apply_batch_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, inverse: Tensor) -> Tensor:
-    alpha = inverse if weight is None else inverse * weight
-    return torch.native_batch_norm(x, alpha, bias, mean, torch.ones_like(inverse), False, 0.0, 0.0)[0]
+    alpha = inverse if weight is None else torch.mul(inverse, weight)
+    return torch.native_batch_norm(x, alpha, bias, mean, _ones(len(inverse), inverse.dtype), False, 0.0, 0.0)[0]
+
+
+@functools.lru_cache(maxsize=32)
+def _ones(count: int, dtype: torch.dtype) -> Tensor:
+    return torch.ones(count, dtype=dtype, device="cpu")
 
 
 @functools.cache
 def _batch_norm_is_exact(dtype: torch.dtype, statistics: torch.dtype) -> bool:
+    if statistics not in WIDE:
+        return False
     weight, bias = _numbers(37, dtype=statistics), _numbers(3, 37, dtype=statistics)[2]
     maps = _numbers(5, 37, 3, 7, dtype=dtype).add_(1)
     for x in (maps, maps.to(memory_format=torch.channels_last), maps[:, :, 0, 0].contiguous()):
@@ -83,8 +90,8 @@ def _batch_norm_is_exact(dtype: torch.dtype, statistics: torch.dtype) -> bool:
 
 # ---------------------------------------------------------------------------------------------------------- max pooling
 
-PIECE = 1 << 16  # elements that are turned at once
-FEWEST_CHANNELS = 8  # below this the other layout has nothing to gain
+PIECE = 1 << 18  # elements that are turned at once
+FEWEST, FEWEST_CHANNELS = 1 << 14, 8  # below this there is nothing to gain
 
 
 def max_pool2d(which: int) -> Callable[..., Tensor]:
@@ -107,7 +114,7 @@ _pool: Callable[..., tuple[Tensor, Tensor]] = aten.max_pool2d_with_indices.defau
 
 def _gains(x: Tensor) -> bool:
     is_map = x.dim() == 4 and x.device.type == "cpu" and x.dtype in WIDE
-    return is_map and x.shape[1] >= FEWEST_CHANNELS and x.is_contiguous() and x.numel() >= PIECE // 4
+    return is_map and x.shape[1] >= FEWEST_CHANNELS and x.is_contiguous() and x.numel() >= FEWEST
 
 
 def _pool_turned(x: Tensor, which: int, settings: Sequence[Any]) -> Tensor:
@@ -117,7 +124,7 @@ def _pool_turned(x: Tensor, which: int, settings: Sequence[Any]) -> Tensor:
         piece = x[start : start + samples].contiguous(memory_format=torch.channels_last)
         found = _pool(piece, *settings)[which]
         if out is None:
-            out = torch.empty((len(x), *found.shape[1:]), dtype=found.dtype)
+            out = torch.empty((len(x), *found.shape[1:]), dtype=found.dtype, device="cpu")
         out[start : start + samples].copy_(found)
     assert out is not None
     return out
