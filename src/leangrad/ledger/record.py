@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from leangrad import _torch
@@ -34,6 +36,8 @@ class Recorder:
         self.entries: list[Entry] = []
         self.items: list[Item] = []
         self.reads: list[int] = []
+        self.gradients: list[int] = []  # of each read: the bytes of the output of the op that reads
+        self._readers: dict[int, list[int]] = {}  # of each item: the same for those that will read it, in order
         self.caught: set[int] = set()  # the calls of which a tensor was kept although autograd did not ask for it
         self._ops: list[str] = []  # of every decision, in order
         self._decided: list[tuple[Value, str, str]] = []  # value, module, why it was kept
@@ -117,6 +121,7 @@ class Recorder:
         needed = self._needed()
         self.bare = [self._is_bare(p, needed) for p in self.saved]
         self._fates = [self._fate(p) for p in self.saved]
+        self._note_readers()
         self._has_node = [type(p) is Value and p.op != "input" for p in self.saved]
         self._small = [
             p.nbytes if type(p) is Value and p.free and p.nbytes < self.min_bytes else -1 for p in self.saved
@@ -125,6 +130,19 @@ class Recorder:
             value.forget_recipe()
         self._decided, self._root, self._dear = [], None, set()
         self.saved.clear()
+
+    def _note_readers(self) -> None:
+        """Of each reader: the bytes of the gradient that it will be given.
+
+        That of a product has the size of its output. That of a convolution too, but it takes scratch memory as well,
+        which nobody tells us; and the others' is about the size of what they ask for.
+        """
+        assert self.recording is not None
+        for call in self.recording.calls:
+            for item in self._fates[call.first : call.first + len(call.names)]:
+                if item >= 0:
+                    given = call.nbytes if call.function in PRODUCTS else 0
+                    self._readers.setdefault(item, []).append(given or self.items[item].nbytes)
 
     def _spare(self) -> None:
         """Keep the smallest of what would be rebuilt: a recipe costs the host the same however little it saves."""
@@ -213,13 +231,15 @@ class Recorder:
             value = value.args[0]
         if value.recorder is self:  # autocast hands one thread the cast that another made, and its value
             self.reads.append(value.ordinal)
+            readers = self._readers.get(value.ordinal)  # backward comes to the last of them first
+            self.gradients.append(readers.pop() if readers else self.items[value.ordinal].nbytes)
 
     def _end(self) -> None:
         self.was_read = True
 
     def record(self) -> Record:
         """The step as data, for the plan."""
-        return Record(tuple(self.items), tuple(self.reads))
+        return Record(tuple(self.items), tuple(self.reads), tuple(self.gradients))
 
     def decisions(self, cut: frozenset[int] | None) -> list[tuple[str, bool]]:
         """For every decision of the step in order: its op, and whether the tensor is simply kept.
@@ -271,6 +291,7 @@ class Recorder:
 
 
 KEPT, REBUILT = -1, -2
+PRODUCTS = {F.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm, torch.addmm, Tensor.addmm}
 
 
 # Of the kept bytes, on an accelerator: the casts of a ResNet's weights are half of its recipes and 1% of it; those of
