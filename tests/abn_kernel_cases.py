@@ -8,9 +8,11 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import pytest
 import torch
 from torch import Tensor
 
+from leangrad.errors import ChangedError
 from leangrad.kernels import abn as kernels
 from leangrad.kernels import serves
 from leangrad.nn import abn_spare
@@ -210,7 +212,7 @@ def check_every_dtype_of_parameters(device: str) -> None:
                 layer.bias.fill_(0.5)
             answer = abn_spare.ask(layer, layer.weight, layer.bias, abn_spare.limits_of("leaky_relu", 0.01, dtype, 0.0))
             channels = answer.channels()
-            assert answer.take_question() is None, "asked twice"
+            assert not answer.roll.open, "asked twice"
             assert answer.roll is not None, "the kernel was not asked"
             assert answer.roll.says_all_invert(answer.slot, answer.mark) == (expected is None)
             assert (None if channels is None else channels.tolist()) == expected
@@ -256,18 +258,30 @@ def check_change_behind_the_counter(device: str) -> None:
 
 
 def check_hidden_write(device: str) -> None:
-    """A weight that is written through `.data` after the device was asked gives NaN, not a wrong gradient."""
+    """A weight that is written through `.data` after the device was asked raises, or gives NaN if the host is ahead."""
     layers = [InPlaceABN(3).to(device) for _ in range(2)]
     x = case("planes", torch.float32, device)[0].requires_grad_()
     for layer in (*layers, layers[0]):
         layer(x * 1)  # the second asks for both, the third finds an answer
-    layers[0](x * 1)  # asks for both
-    layers[1].weight.data[1] = 1e-30
-    layers[1].bias.data[1] = 0.5
-    z = layers[1](x * 1)
-    assert z.isfinite().all()
-    (dw,) = torch.autograd.grad(z.square().sum(), layers[1].weight)
-    assert dw.isfinite().tolist() == [True, False, True]
+    for ahead in (True, False):
+        with torch.no_grad():
+            layers[1].weight.fill_(1.0)
+        layers[0](x * 1)  # asks for both
+        layers[1].weight.data[1] = 1e-30
+        layers[1].bias.data[1] = 0.5
+        z = layers[1](x * 1)
+        assert z.isfinite().all()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        late = z.grad_fn.call.answer.roll.late_word
+        assert late.value == 3
+        if ahead:
+            late.value = 0
+            (dw,) = torch.autograd.grad(z.square().sum(), layers[1].weight)
+            assert dw.isfinite().tolist() == [True, False, True]
+        else:
+            with pytest.raises(ChangedError, match="over 3 channels was changed"):
+                torch.autograd.grad(z.square().sum(), layers[1].weight)
     (dw,) = torch.autograd.grad(layers[1](x * 1).square().sum(), layers[1].weight)  # asked afresh
     assert dw.isfinite().all()
 

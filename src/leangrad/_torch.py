@@ -569,3 +569,16 @@ def registries(module: torch.nn.Module) -> list[dict[str, Any]] | None:
         return [module._parameters, module._modules]
     except AttributeError:
         return None
+
+
+# The index of the current CUDA device, and whether a graph is being captured on the current stream: what `torch.cuda`
+# asks in the end, without a call of Python before it. Only where CUDA has been used.
+current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+is_capturing: Callable[[], bool] = getattr(
+    torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
+)
+
+
+def versions(a: Tensor, b: Tensor) -> tuple[int, int]:
+    """The versions of two tensors."""
+    return a._version, b._version

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from leangrad._torch import has_memory, raw_stream, reference_counts
+from leangrad._torch import raw_stream, reference_counts
 from leangrad.errors import ConsumedError
 
 __all__ = ["owned", "take"]
@@ -56,12 +56,12 @@ def owned(grad: Tensor) -> bool:
     """
     if torch.compiler.is_compiling() or torch.is_grad_enabled():
         return False
-    if type(grad) is not Tensor or grad.requires_grad or not _fills_storage(grad):
-        return False
-    if grad.is_cuda and raw_stream(grad.device) != 0:  # 0 is the default stream of every device
+    if type(grad) is not Tensor or grad.requires_grad:
         return False
     exclusive = _exclusive if _exclusive is not None else _calibrate()
-    return bool(exclusive) and _signature(grad) in exclusive
+    if not exclusive or _signature(grad) not in exclusive or not _fills_storage(grad):
+        return False
+    return not grad.is_cuda or raw_stream(grad.device) == 0  # 0 is the default stream of every device
 
 
 def take(holder: object, name: str, *, keep: str) -> Any:
@@ -86,14 +86,15 @@ def _fills_storage(tensor: Tensor) -> bool:
     """Strided memory that is torch's own, of which `tensor` covers every byte exactly once."""
     if tensor.layout is not torch.strided or tensor.is_neg() or tensor.is_conj():
         return False
-    if not has_memory(tensor):
+    try:
+        storage = tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):  # a batch of gradients at once has no memory of its own
         return False
-    storage = tensor.untyped_storage()
     # Memory that came from elsewhere (`from_numpy`, shared memory) cannot be resized, and may be seen from there.
-    if storage.nbytes() != tensor.numel() * tensor.element_size() or not storage.resizable():
+    if storage.nbytes() != tensor.nbytes or not storage.resizable():
         return False
-    if tensor.is_contiguous():
-        return True
+    if tensor.is_contiguous() or tensor.is_contiguous(memory_format=torch.channels_last):
+        return True  # as almost all are: 3 µs of Python less than to look at each stride
     expected_stride = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1:

@@ -41,6 +41,8 @@ MERGED = 4096  # elements of the table that are read at a time
 ONCE = 1 << 14
 ONCE_CHANNELS = 8
 
+NO_CHECK = (0.0, 0.0, 0.0)
+
 
 class Grid(NamedTuple):
     """How a map is cut into tiles."""
@@ -121,6 +123,10 @@ class Layer:
         self.first, self.second, self.single = (
             plan(k.size, k.rows, k.device, shape) for shape in (FORWARD, BACKWARD, SINGLE)
         )
+        self.device, self.count = k.device, self.first.M  # values of each channel
+        self._first_size, self._second_size = (2 * g.splits * g.C for g in (self.first, self.second))  # of tables
+        self._p = (k.p,)
+        self._unbias = self.count / max(1, self.count - 1)
         per_program = k.size.numel() // max(1, k.size[1]) * (min(ONCE_CHANNELS, k.size[1]) if k.rows else 1)
         self.once = per_program <= ONCE
         given = (k.weight is not None, k.bias is not None, k.absolute, k.running is not None, k.counted)
@@ -148,10 +154,11 @@ class Layer:
             self._backward[0] = self._shared(passes.backward_kernel, g, SINGLE, *flags, merges=True)
         self._normalize = self._tiled(passes.normalize_kernel, k.act, k.added)
         # What results look like: `empty_like` is cheaper than to say it all each time.
-        self._like = [
+        self.vectors, self._dweight, self._dbias = (
             torch.empty(size, dtype=dtype or torch.float32, device=k.device)
             for size, dtype in (((4, k.size[1]), None), (k.size[1], k.weight), (k.size[1], k.bias))
-        ]
+        )
+        self._nowhere = torch.empty(1, dtype=torch.int32, device=k.device)
         self._input = [self._tiled(passes.input_kernel, k.act, k.inverted, masked, means) for means in (False, True)]
 
     def _shared(self, kernel: Any, g: Grid, shape: Shape, *flags: Any, merges: bool = False) -> Launch:
@@ -174,8 +181,8 @@ class Layer:
 
     def stats(self, x: Tensor) -> Tensor:
         """(mean, biased variance) as a (2, channels) tensor."""
-        g, stream = self.first, stream_for(self.kind.device)
-        table, out = scratch(self.kind.device, stream, 2 * g.splits * g.C), self._empty(2, g.C)
+        g, stream = self.first, stream_for(self.device)
+        table, out = scratch(self.device, stream, self._first_size), self._empty(2, g.C)
         self._stats(stream, (x, table))
         self._finish_stats(stream, (table, out))
         return out
@@ -185,12 +192,12 @@ class Layer:
 
         What is `asked`, a question with its mark and the place for its answers, goes along.
         """
-        g, stream = self.first, stream_for(self.kind.device)
+        stream = stream_for(self.device)
         if self.once:
             if asked is not None:
                 asked[0].ask(*asked[1:])
             return stream, x  # there is no table
-        table = scratch(self.kind.device, stream, 2 * g.splits * g.C)
+        table = scratch(self.device, stream, self._first_size)
         if asked is None:
             self._stats(stream, (x, table))
         else:
@@ -201,43 +208,44 @@ class Layer:
 
     def finish(
         self, begun: tuple[int | None, Tensor], x: Tensor, weight: Tensor | None, bias: Tensor | None,
-        residual: Tensor | None, out: Tensor, *, eps: float, running: tuple[Tensor, Tensor] | None, momentum: float,
-        counter: Tensor | None, check: tuple[float, float, float] | None,
-    ) -> Tensor:  # fmt: skip
-        """The second launch, or the only one: z into `out`; returns the vectors, moves the running statistics on.
+        residual: Tensor | None, out: Tensor, vectors: Tensor, *, eps: float, running: tuple[Tensor, Tensor] | None,
+        momentum: float, counter: Tensor | None, check: tuple[float, float, float] | None, late: Tensor | None,
+    ) -> None:  # fmt: skip
+        """The second launch, or the only one: z into `out`, the vectors into `vectors`; moves the running statistics.
 
-        With `check` (lower, ratio, upper), γ̂ is returned as NaN where the channel does not invert.
+        With `check` (lower, ratio, upper), γ̂ becomes NaN where the channel does not invert, and the number of channels
+        is written to `late`, which may be memory of the host.
         """
-        (stream, table), M, vectors = begun, self.first.M, torch.empty_like(self._like[0])
+        stream, table = begun
         running_mean, running_var = (vectors, vectors) if running is None else running
         self._forward[check is not None](
             stream,
             (
                 x, x if residual is None else residual, out, table, vectors, vectors if weight is None else weight,
                 vectors if bias is None else bias, running_mean, running_var, vectors if counter is None else counter,
+                self._nowhere if late is None else late,
             ),
-            (eps, momentum, M / max(1, M - 1), self.kind.p, *(check or (0.0, 0.0, 0.0))),
+            (eps, momentum, self._unbias, *self._p, *(check or NO_CHECK)),
         )  # fmt: skip
-        return vectors
 
     def normalize(self, x: Tensor, vectors: Tensor, residual: Tensor | None, out: Tensor) -> None:
         """z from given vectors into `out`."""
         tensors = (x, x if residual is None else residual, out, vectors)
-        self._normalize(stream_for(self.kind.device), tensors, (self.kind.p,))
+        self._normalize(stream_for(self.device), tensors, self._p)
 
     def _table(
         self, stream: int | None, kept: Tensor, dz: Tensor, residual: Tensor | None, dy_out: Tensor | None, v: Tensor
     ) -> Tensor:
-        table = scratch(self.kind.device, stream, 2 * self.second.splits * self.second.C)
+        table = scratch(self.device, stream, self._second_size)
         maps = (kept, dz, kept if residual is None else residual, dz if dy_out is None else dy_out)
-        self._sums[dy_out is not None](stream, (*maps, table, v), (self.kind.p,))
+        self._sums[dy_out is not None](stream, (*maps, table, v), self._p)
         return table
 
     def backward_sums(
         self, kept: Tensor, dz: Tensor, residual: Tensor | None, dy_out: Tensor | None, vectors: Tensor
     ) -> Tensor:
         """(Σ dy, Σ x̂·dy) as a (2, channels) tensor; dy into `dy_out` if that is given."""
-        stream, out = stream_for(self.kind.device), self._empty(2, self.second.C)
+        stream, out = stream_for(self.device), self._empty(2, self.second.C)
         self._finish_sums(stream, (self._table(stream, kept, dz, residual, dy_out, vectors), out))
         return out
 
@@ -247,19 +255,19 @@ class Layer:
     ) -> None:  # fmt: skip
         """dx into `out`; without `sums`, as in eval mode."""
         tensors = (kept, dz, kept if residual is None else residual, out, vectors if sums is None else sums, vectors)
-        self._input[sums is not None](stream_for(self.kind.device), tensors, (self.kind.p, 1.0 / count))
+        self._input[sums is not None](stream_for(self.device), tensors, (self.kind.p, 1.0 / count))
 
     def backward(
         self, kept: Tensor, dz: Tensor, residual: Tensor | None, vectors: Tensor, *, dy_out: Tensor | None, out: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Both passes, in at most two launches: dy into `dy_out` if given, dx into `out`; returns dγ̂ and dβ."""
-        k, stream = self.kind, stream_for(self.kind.device)
-        dweight, dbias = torch.empty_like(self._like[1]), torch.empty_like(self._like[2])
+        stream = stream_for(self.device)
+        dweight, dbias = torch.empty_like(self._dweight), torch.empty_like(self._dbias)
         table = vectors  # which is not read, if there is one launch
         if not self.once or dy_out is not None:
             table = self._table(stream, kept, dz, residual, dy_out, vectors)
         if dy_out is not None:
             dz, residual = dy_out, None
         maps = (kept, dz, kept if residual is None else residual, out)
-        self._backward[dy_out is not None](stream, (*maps, table, vectors, dweight, dbias), (k.p,))
+        self._backward[dy_out is not None](stream, (*maps, table, vectors, dweight, dbias), self._p)
         return dweight, dbias

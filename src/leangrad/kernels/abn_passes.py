@@ -210,7 +210,7 @@ def finish_stats_kernel(
 @triton.jit
 def forward_kernel(
     x_ptr, residual_ptr, out_ptr, table_ptr, vectors_ptr, weight_ptr, bias_ptr, running_mean_ptr, running_var_ptr,
-    counter_ptr, eps, momentum, unbias, p, lower, ratio, upper, M, C, S, tiles,
+    counter_ptr, late_ptr, eps, momentum, unbias, p, lower, ratio, upper, M, C, S, tiles,
     ACT: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
     ABSOLUTE: tl.constexpr, HAS_RUNNING: tl.constexpr, HAS_COUNTER: tl.constexpr, CHECK: tl.constexpr,
     ONCE: tl.constexpr,
@@ -241,6 +241,8 @@ def forward_kernel(
             gamma, beta = tl.abs(weight), tl.abs(bias)
             inverts = (gamma >= lower) & (beta <= ratio * gamma) & (6 * gamma + beta <= upper)
             kept_weight = tl.where(inverts, weight, float("nan"))
+            if tl.max(tl.where(inverts | (c >= C), 0, 1), 0) > 0:
+                tl.store(late_ptr, C)
         tl.store(vectors_ptr + 2 * C + c, kept_weight, mask=c < C)
         tl.store(vectors_ptr + 3 * C + c, bias, mask=c < C)
         if HAS_RUNNING:

@@ -55,10 +55,9 @@ class Draw:
         return self.bernoulli().mul_(self._alpha())
 
     def alpha_shift(self, factor: Tensor) -> Tensor:
-        """What alpha dropout then adds: one number where ``factor`` is zero, another where it is not."""
+        """What alpha dropout then adds. ``factor`` is zero or positive, so its sign is what was drawn."""
         scale = ALPHA * self._alpha()
-        zero, one = torch.tensor((0.0, 1.0), dtype=self.dtype, device="cpu").add(-1).mul_(scale).add_(scale * self.p)
-        return torch.where(factor == 0, zero, one)
+        return factor.sign().add_(-1).mul_(scale).add_(scale * self.p)
 
     def _alpha(self) -> float:
         return float(1.0 / math.sqrt((ALPHA * ALPHA * self.p + 1) * (1 - self.p)))

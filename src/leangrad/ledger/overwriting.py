@@ -22,20 +22,25 @@ def overwrite(
     dtype: of the result, where the function alone would not tell.
     """
     inplace = IN_PLACE.get(function)
-    if inplace is not None and len(args) <= 2:
-        target, other = args[owned], args[1 - owned] if len(args) == 2 else None
-        if _fits(target, other, dtype) and (owned == 0 or (function in COMMUTES and kwargs in PLAIN_SUM)):
-            return inplace(target, *([] if other is None else [other]), **kwargs)
+    if inplace is not None:
+        count = len(args)
+        if count == 1:
+            return inplace(args[0], **kwargs)
+        if count == 2 and (owned == 0 or (function in COMMUTES and kwargs in PLAIN_SUM)):
+            target, other = args[owned], args[1 - owned]
+            if _fits(target, other, dtype):
+                return inplace(target, other, **kwargs)
     tensor: Tensor = function(*args, **kwargs)
     return tensor
 
 
 def _fits(target: Tensor, other: Any, dtype: torch.dtype | None) -> bool:
     """Whether a pointwise result of both is laid out like ``target``, in its dtype."""
-    if other is None:
-        return True
-    if torch.result_type(target, other) != target.dtype or (dtype is not None and dtype != target.dtype):
+    own = target.dtype
+    if dtype is not None and dtype != own:
         return False
-    if not isinstance(other, Tensor) or other.dim() == 0:
-        return True
-    return other.shape == target.shape and other.stride() == target.stride()
+    if not isinstance(other, Tensor):
+        return torch.result_type(target, other) == own
+    if other.dtype != own and torch.result_type(target, other) != own:
+        return False
+    return other.dim() == 0 or (other.shape == target.shape and other.stride() == target.stride())

@@ -13,11 +13,10 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
-from leangrad._torch import forward_mode_active, is_view, keeps_output, norm_tensors, transforms_active
-from leangrad.kernels import serves
+from leangrad._torch import forward_mode_active, is_capturing, is_view, keeps_output, norm_tensors, transforms_active
 from leangrad.nn.abn_autograd import Call, apply_abn
 from leangrad.nn.abn_spare import ask, limits_of
-from leangrad.ops.abn import is_rows
+from leangrad.ops.abn import is_dense
 from leangrad.ops.abn_activation import Activation, activate_
 
 __all__ = ["ABN", "InPlaceABN", "InPlaceABNSync"]
@@ -97,7 +96,7 @@ class ABN(nn.Module):
             return self._activate(self._plain(x, call), residual)
         if not use_batch and not torch.is_grad_enabled():
             return self._infer(self._plain(x, call), residual)
-        if is_rows(x) is None:
+        if not is_dense(x):
             x = x.contiguous()
         if residual is not None and residual.dtype != x.dtype:  # the sum has the wider dtype: add it in plain PyTorch
             call.activation, call.function = Activation("identity"), None
@@ -124,25 +123,25 @@ class ABN(nn.Module):
                 factor, counter = 1.0 / float(counter.add_(1)), None
             else:
                 factor = self.momentum
-        if use_batch and not self.training:
-            mean = var = None
+        running = None
+        if mean is not None and var is not None and (self.training or not use_batch):
+            running = (mean, var)
         group = self._group() if use_batch else None
         known, function = self._known, self._function
-        return Call(
-            known, function, self.eps, use_batch, mean, var, factor, self.absolute, False, False, group, counter
-        )
+        return Call(known, function, self.eps, use_batch, running, factor, self.absolute, False, False, group, counter)
 
     def _check(self, x: Tensor, residual: Tensor | None, use_batch: bool) -> None:
-        if x.dim() < 2 or x.shape[1] != self.num_features:
+        shape = x.shape
+        if len(shape) < 2 or shape[1] != self.num_features:
             raise ValueError(
                 f"expected an input of shape (N, {self.num_features}, ...) for num_features={self.num_features}, "
-                f"got {tuple(x.shape)}"
+                f"got {tuple(shape)}"
             )
-        if residual is not None and not _fits(residual.shape, x.shape):
-            raise ValueError(f"expected a residual of the input's shape {tuple(x.shape)}, got {tuple(residual.shape)}")
-        if use_batch and x.numel() == x.shape[1] and self._group() is None:
+        if residual is not None and not _fits(residual.shape, shape):
+            raise ValueError(f"expected a residual of the input's shape {tuple(shape)}, got {tuple(residual.shape)}")
+        if use_batch and x.numel() == shape[1] and self._group() is None:
             raise ValueError(
-                f"expected more than one value per channel in training, got an input of shape {tuple(x.shape)}; "
+                f"expected more than one value per channel in training, got an input of shape {tuple(shape)}; "
                 "use a larger batch, or eval()"
             )
 
@@ -151,7 +150,7 @@ class ABN(nn.Module):
         if call.group is not None:
             raise RuntimeError("synchronized batch norm is not supported under torch.compile and torch.func")
         weight = self.weight if self.weight is None or not self.absolute else self.weight.abs() + self.eps
-        mean, var = call.running_mean, call.running_var
+        mean, var = call.running or (None, None)
         if call.counter is not None:
             call.counter.add_(1)
         return F.batch_norm(x, mean, var, weight, self.bias, call.training, call.momentum, self.eps)
@@ -234,14 +233,14 @@ class InPlaceABN(ABN):
                 return  # too coarse
             if maker is None and x.requires_grad:
                 return  # a leaf, which autograd holds until backward: to keep it costs nothing
-        capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
+        capturing = x.is_cuda and is_capturing()
         call.invert = not capturing  # which channels do not invert will be another matter in each replay
         if capturing or not torch.is_grad_enabled():
             return
         call.in_place = _may_be_overwritten(x, maker)
         limits = limits_of(known.name, known.param, x.dtype, self.eps if self.absolute else 0.0)
         call.answer = ask(self, weight, bias, limits)
-        call.limits = limits if serves(x) else None
+        call.limits = limits
 
 
 class InPlaceABNSync(InPlaceABN):

@@ -37,8 +37,7 @@ class Call:
     function: Callable[[Tensor], Tensor] | None  # an activation that the ops do not know; then `activation` is identity
     eps: float
     training: bool  # statistics of the batch, as opposed to given ones
-    running_mean: Tensor | None
-    running_var: Tensor | None
+    running: tuple[Tensor, Tensor] | None  # mean and variance
     momentum: float
     absolute: bool
     invert: bool
@@ -47,6 +46,11 @@ class Call:
     counter: Tensor | None = None  # the number of batches, still to be increased
     answer: Answer | None = None  # which channels cannot be inverted
     limits: Limits | None = None  # what the others have to keep to, if that is to be checked again
+    # Known after the forward:
+    layer: Any = None  # the kernels, if there are any
+    count: Any = 0  # of the values behind the mean; a tensor if synchronized
+    dtypes: tuple[torch.dtype | None, torch.dtype | None] = (None, None)  # of weight and bias
+    sign: Tensor | None = None  # of the weight, if |γ| is applied
 
 
 class ABNFunction(torch.autograd.Function):
@@ -57,24 +61,37 @@ class ABNFunction(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, call: Call
     ) -> Tensor:
         """Take a dense x; write z over it if `call.in_place`."""
+        layer = begun = None
+        if call.training and call.group is None:
+            layer = call.layer = ops.fused_layer(
+                x, weight, bias, call.activation, absolute=call.absolute, inverted=call.invert, running=call.running,
+                counter=call.counter, added=residual is not None,
+            )  # fmt: skip
+        if layer is not None:
+            roll = None if call.answer is None else call.answer.roll
+            begun = layer.begin(x, None if roll is None or not roll.open else roll.take_question())
+        # If the device was asked something there, it answers while the host goes on with what has to be done anyway.
         z = x if call.in_place else torch.empty_like(x)
-        vectors, count, ctx.layer, channels, spare = _normalize(x, weight, bias, residual, call, z)
+        if call.in_place:
+            ctx.mark_dirty(x)
+        ctx.call, ctx.recipe, ctx.consumed = call, None, False
+        if call.absolute and weight is not None:
+            call.sign = weight.detach().sign()
+        if layer is not None:
+            vectors, channels, spare = _finish(begun, x, weight, bias, residual, call, z)
+        else:
+            vectors, channels, spare = _forward_in_steps(x, weight, bias, residual, call, z)
+        if layer is None or channels is not None:  # then backward goes in steps, too
+            call.dtypes = (None if weight is None else weight.dtype, None if bias is None else bias.dtype)
         if call.function is not None:
             z = call.function(z)
             if z.shape != x.shape:
                 raise ValueError(f"expected an activation that keeps the shape {tuple(x.shape)}, got {tuple(z.shape)}")
-        if call.in_place:
-            ctx.mark_dirty(x)
-        known = not call.invert and call.function is None
-        ctx.recipe = Recipe.of(x, vectors, residual, z, call.activation, ctx.layer) if known else None
-        ctx.consumed = False
+        elif not call.invert:
+            ctx.recipe = Recipe.of(x, vectors, residual, z, call.activation, layer)
         if ctx.recipe is None:  # else that holds all there is to save, without a call of Python for each tensor
             needed = call.activation.name != "identity" or call.function is not None
             ctx.save_for_backward(vectors, z if call.invert else x, residual if needed else None, channels, spare)
-        ctx.call, ctx.count = call, count
-        ctx.weight_dtype = None if weight is None else weight.dtype
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.sign = weight.detach().sign() if call.absolute and weight is not None else None
         return z
 
     @staticmethod
@@ -82,7 +99,7 @@ class ABNFunction(torch.autograd.Function):
         """Write dx over dz where that is owned."""
         mine = owned(dz)
         if ctx.call.invert:
-            note_backward()
+            note_backward(ctx.call.answer)
         if not torch.is_grad_enabled():
             return _backward(ctx, dz, mine)
         with torch.no_grad():
@@ -127,7 +144,7 @@ def _backward(ctx: Any, dz: Tensor, mine: bool) -> tuple[Tensor | None, ...]:
     dweight: Tensor | None
     dbias: Tensor | None
     linear = call.activation.name == "identity"
-    in_kernels = ctx.layer is not None and need_x and channels is None
+    in_kernels = call.layer is not None and need_x and channels is None
     dy = None
     if need_residual:
         # dy is the residual's gradient: a buffer of its own, from which dx is then computed.
@@ -137,14 +154,14 @@ def _backward(ctx: Any, dz: Tensor, mine: bool) -> tuple[Tensor | None, ...]:
         dy = dz if mine else torch.empty_like(dz)
     if in_kernels:
         dx = dz if mine and not need_residual else torch.empty_like(dz)
-        dweight, dbias = ctx.layer.backward(
+        dweight, dbias = call.layer.backward(
             kept_map, dz, residual, vectors, dy_out=None if linear else dy, out=dx
         )  # fmt: skip
     else:
         kept = ops.Kept(kept_map, call.invert, residual, channels, spare)
-        dx, dweight, dbias = _in_steps(ctx, kept, dz, vectors, dy, mine)
-    if ctx.sign is not None and dweight is not None:
-        dweight = dweight * ctx.sign
+        dx, dweight, dbias = _backward_in_steps(ctx, kept, dz, vectors, dy, mine)
+    if call.sign is not None and dweight is not None:
+        dweight = dweight * call.sign
     return dx, dweight if need_weight else None, dbias if need_bias else None, dy if need_residual else None, None
 
 
@@ -164,7 +181,7 @@ def _saved(ctx: Any) -> tuple[Any, ...]:
     return (*recipe.inputs(), None, None)
 
 
-def _in_steps(
+def _backward_in_steps(
     ctx: Any, kept: ops.Kept, dz: Tensor, vectors: Tensor, dy: Tensor | None, mine: bool
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """dx, dγ̂ and dβ: the sums, then over all processes, then dx."""
@@ -178,15 +195,15 @@ def _in_steps(
         sums = ops.backward_sums(kept, dz, vectors, act, dy_out=None if act.name == "identity" else dy)
     dx = None
     if need_x:
-        means, count = (sums, ctx.count) if call.training else (None, 1)
+        means, count = (sums, call.count) if call.training else (None, 1)
         if means is not None and call.group is not None:
-            means, count = _mean_over_group(means, ctx.count, call.group), 1
+            means, count = _mean_over_group(means, call.count, call.group), 1
         if dy is not None:
             dz, kept, act, mine = dy, ops.Kept(kept.map, call.invert), ops.Activation("identity"), not need_residual
         out = dz if mine else torch.empty_like(dz)
         dx = ops.backward_input(kept, dz, vectors, act, means, count, out=out) if dz.numel() else out
-    dweight = sums[1].to(ctx.weight_dtype) if need_weight and sums is not None else None
-    dbias = sums[0].to(ctx.bias_dtype) if need_bias and sums is not None else None
+    dweight = sums[1].to(call.dtypes[0]) if need_weight and sums is not None else None
+    dbias = sums[0].to(call.dtypes[1]) if need_bias and sums is not None else None
     return dx, dweight, dbias
 
 
@@ -218,46 +235,45 @@ def _leaves(root: Any) -> int:
     return leaves
 
 
-def _normalize(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, call: Call, z: Tensor
-) -> tuple[Tensor, Any, Any, Tensor | None, Tensor | None]:
-    """Write z; return the vectors, the count of values behind the mean (a tensor if synchronized), the kernels, and
-    the spare channels with their input."""
-    count: Any = x.numel() // x.shape[1]
-    running = None
-    if call.running_mean is not None and call.running_var is not None:
-        running = (call.running_mean, call.running_var)
-    layer = None
-    if call.training and call.group is None:
-        layer = ops.fused_layer(
-            x, weight, bias, call.activation, absolute=call.absolute, inverted=call.invert, running=running,
-            counter=call.counter, added=residual is not None,
-        )  # fmt: skip
-    if layer is not None:
-        begun = layer.begin(x, None if call.answer is None else call.answer.take_question())
-        channels, spare = _spare(x, call)
-        check = wider(call.limits)[:3] if call.limits is not None and channels is None else None
-        vectors = layer.finish(
-            begun, x, weight, bias, residual, z, eps=call.eps, running=running, momentum=call.momentum,
-            counter=call.counter, check=check,
-        )  # fmt: skip
-        _count_changes(*(running or ()), call.counter)
-        if check is not None:
-            return vectors, count, layer, None, None
-    else:
-        channels, spare = _spare(x, call)
-        if call.training and call.group is None:
-            _count_batch(call)
-            form: dict[str, Any] = {"eps": call.eps, "absolute": call.absolute, "running": running}
-            form |= {"momentum": call.momentum, "residual": residual}
-            vectors = ops.forward(x, weight, bias, call.activation, **form, out=z)
-        else:
-            vectors, count = _given_vectors(x, weight, bias, call, running, count)
-            if x.numel():
-                ops.normalize(x, vectors, call.activation, residual=residual, out=z)
-    if call.limits is not None:
+def _finish(
+    begun: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, call: Call, z: Tensor
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The rest of a forward in kernels: writes z; returns the vectors, and the spare channels with their input."""
+    layer = call.layer
+    call.count = layer.count
+    _count_changes(call.running, call.counter)
+    vectors = torch.empty_like(layer.vectors)
+    channels, spare = _spare(x, call)
+    check = wider(call.limits)[:3] if call.limits is not None and channels is None else None
+    roll = None if call.answer is None else call.answer.roll
+    layer.finish(
+        begun, x, weight, bias, residual, z, vectors, eps=call.eps, running=call.running, momentum=call.momentum,
+        counter=call.counter, check=check, late=None if roll is None else roll.late,
+    )  # fmt: skip
+    if call.limits is not None and channels is not None:
         poison(vectors, channels, call.limits)
-    return vectors, count, layer, channels, spare
+    return vectors, channels, spare
+
+
+def _forward_in_steps(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, call: Call, z: Tensor
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """A whole forward in ops: writes z; returns the vectors, and the spare channels with their input."""
+    call.count = x.numel() // x.shape[1]
+    channels, spare = _spare(x, call)
+    if call.training and call.group is None:
+        _count_batch(call)
+        vectors = ops.forward(
+            x, weight, bias, call.activation, eps=call.eps, absolute=call.absolute, running=call.running,
+            momentum=call.momentum, residual=residual, out=z,
+        )  # fmt: skip
+    else:
+        vectors = _given_vectors(x, weight, bias, call)
+        if x.numel():
+            ops.normalize(x, vectors, call.activation, residual=residual, out=z)
+    if call.limits is not None and serves(x):
+        poison(vectors, channels, call.limits)
+    return vectors, channels, spare
 
 
 def _spare(x: Tensor, call: Call) -> tuple[Tensor | None, Tensor | None]:
@@ -266,22 +282,19 @@ def _spare(x: Tensor, call: Call) -> tuple[Tensor | None, Tensor | None]:
     return channels, None if channels is None else x.index_select(1, channels).contiguous()
 
 
-def _given_vectors(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, call: Call, running: tuple[Tensor, Tensor] | None, count: int
-) -> tuple[Tensor, Any]:
-    """The vectors from the statistics of all processes, or from the running ones; and the count behind them."""
-    dtype, total = ops.accumulation_dtype(x.dtype), None
+def _given_vectors(x: Tensor, weight: Tensor | None, bias: Tensor | None, call: Call) -> Tensor:
+    """The vectors from the statistics of all processes, or from the running ones; and `call.count` behind them."""
+    dtype = ops.accumulation_dtype(x.dtype)
     if call.group is not None:
         _count_batch(call)
-        mean, var = ops.stats(x) if count else (x.new_zeros(x.shape[1], dtype=dtype) for _ in range(2))
-        mean, var, total = _stats_over_group(mean, var, count, call.group)
-        if running is not None:
-            ops.update_running(running, mean, var, total, call.momentum)
+        mean, var = ops.stats(x) if call.count else (x.new_zeros(x.shape[1], dtype=dtype) for _ in range(2))
+        mean, var, call.count = _stats_over_group(mean, var, call.count, call.group)
+        if call.running is not None:
+            ops.update_running(call.running, mean, var, call.count, call.momentum)
     else:
-        assert running is not None
-        mean, var = (t.to(dtype) for t in running)
-    vectors = ops.stack_vectors(mean, var, weight, bias, eps=call.eps, absolute=call.absolute)
-    return vectors, count if total is None else total
+        assert call.running is not None
+        mean, var = (t.to(dtype) for t in call.running)
+    return ops.stack_vectors(mean, var, weight, bias, eps=call.eps, absolute=call.absolute)
 
 
 def _count_batch(call: Call) -> None:
@@ -289,11 +302,12 @@ def _count_batch(call: Call) -> None:
         call.counter.add_(1)
 
 
-def _count_changes(*tensors: Tensor | None) -> None:
-    """Tell autograd that kernels wrote to these; inference tensors have nothing to tell."""
-    changed = [t for t in tensors if t is not None and not t.is_inference()]
-    if changed:
-        increment_version(changed)
+def _count_changes(running: tuple[Tensor, Tensor] | None, counter: Tensor | None) -> None:
+    """Tell autograd that kernels write to these."""
+    if running is not None:
+        increment_version(running if counter is None else (*running, counter))
+    elif counter is not None:
+        increment_version(counter)
 
 
 def _stats_over_group(mean: Tensor, var: Tensor, count: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:

@@ -13,7 +13,8 @@ wakes up, and one that waits for work has answered long before.
 
 An answer serves one forward, and only until a version counter moves or a backward of such a layer has run: after that
 optimizers write parameters, some of them behind the counter. What is left, a write to `.data` between the question and
-the forward, is seen by the forward itself: it makes such a channel's kept weight NaN, and with it the gradient.
+the forward, is seen by the forward itself, on the device: it makes such a channel's kept weight NaN, and with it the
+gradient, and tells the host, where backward raises once it knows.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from leangrad._torch import norm_tensors, raw_stream, version
+from leangrad._torch import raw_stream, versions
+from leangrad.errors import ChangedError
 from leangrad.kernels import INTERPRETED, serves
 
 __all__ = ["Answer", "Limits", "ask", "limits_of", "note_backward", "poison"]
@@ -83,14 +85,16 @@ class Answer:
     row: Row | None = None
     slot: int = 0
     mark: int = 0  # of the question
-    versions: tuple[int, int] = (0, 0)
-    used: bool = True
+    versions: tuple[int, int] = (-1, -1)
+    used: bool = True  # it serves one forward
 
     def serves(self, weight: Tensor, bias: Tensor | None, limits: Limits) -> bool:
-        """Whether it still holds, for one forward."""
-        if self.used or self.roll is None or self.roll.passes != _passes or self.limits is not limits:
+        """Whether it still holds."""
+        if self.roll is None or self.roll.passes != _passes or self.limits is not limits:
             return False
-        return self.weight is weight and self.bias is bias and self.versions == _versions(weight, bias)
+        if self.weight is not weight or self.bias is not bias or bias is None:
+            return False
+        return self.versions == versions(weight, bias)
 
     def lies_at(self, weight: Tensor | None, bias: Tensor | None) -> bool:
         """Whether these are the parameters that it was asked for, with their memory where it was."""
@@ -104,16 +108,13 @@ class Answer:
             return False
         return bias.dtype == dtype and bias.numel() == channels and bias.is_contiguous()
 
-    def take_question(self) -> tuple[Any, int, Tensor] | None:
-        """The question, its mark and the place for its words, if it is still to be put to the device."""
-        return None if self.roll is None else self.roll.take_question()
-
     def channels(self) -> Tensor | None:
         """The channels that cannot be inverted, or None; waits for the device if that is behind."""
-        if self.roll is not None:
-            if (taken := self.roll.take_question()) is not None:
+        roll = self.roll
+        if roll is not None:
+            if roll.open and (taken := roll.take_question()) is not None:
                 taken[0].ask(*taken[1:])
-            if self.roll.says_all_invert(self.slot, self.mark):
+            if roll.says_all_invert(self.slot, self.mark):
                 return None
         channels = _unfit(self.weight.detach(), self.bias, *self.limits).nonzero().squeeze(1)
         return channels if channels.numel() else None
@@ -122,10 +123,12 @@ class Answer:
 _passes = 0
 
 
-def note_backward() -> None:
-    """Parameters may change from now on, also behind their version counters."""
+def note_backward(answer: Answer | None) -> None:
+    """Parameters may change from now on, also behind their version counters; raises if some did before, unseen."""
     global _passes
     _passes += 1
+    if answer is not None and answer.roll is not None and answer.roll.late_word.value:
+        answer.roll.raise_late()
 
 
 def ask(layer: Any, weight: Tensor | None, bias: Tensor | None, limits: Limits) -> Answer | None:
@@ -152,6 +155,11 @@ def poison(vectors: Tensor, channels: Tensor | None, limits: Limits) -> None:
 # ---- many layers ----------------------------------------------------------------------------------------------------
 
 LAYERS = 4096  # in one roll; whoever comes later asks for itself
+ALIGNMENT = 4  # words, which are 16 bytes: where the first of them may lie
+
+# How often a word is looked at before the host prepares to wait: some 10 µs, as long as an event takes to be made, and
+# longer than a device without other work takes to answer.
+PATIENCE = 100
 
 _marks = itertools.count()
 _words_to_lend: list[Tensor] = []
@@ -161,7 +169,8 @@ class Roll:
     """The layers that one thread has run on one stream, and the host's memory that their answers are written to.
 
     Each question has a mark of its own, and a word is 2·mark, or one more if a channel does not invert. So a word says
-    by itself whether it is the answer, and whatever else is read there is no answer.
+    by itself whether it is the answer, and whatever else is read there is no answer. One more word is for forwards that
+    come too late.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -177,8 +186,10 @@ class Roll:
         try:
             self.memory = _words_to_lend.pop()
         except IndexError:
-            self.memory = torch.zeros(LAYERS, dtype=torch.int32, pin_memory=on_cuda)
-        self.words = (ctypes.c_int32 * LAYERS).from_address(self.memory.data_ptr())
+            self.memory = torch.zeros(ALIGNMENT + LAYERS, dtype=torch.int32, pin_memory=on_cuda)
+        self.late, self.places = self.memory[:1].zero_(), self.memory[ALIGNMENT:]
+        self.late_word = ctypes.c_int32.from_address(self.late.data_ptr())
+        self.words = (ctypes.c_int32 * self.places.numel()).from_address(self.places.data_ptr())
 
     def __del__(self) -> None:
         """Lend the memory to others; never free it, for the device may still write to it."""
@@ -188,7 +199,7 @@ class Roll:
     def answer(self, layer: Any, weight: Tensor, bias: Tensor | None, limits: Limits) -> Answer:
         """The answer about `layer`, for one forward; has all layers asked for if there is none."""
         answer = self.answers.get(id(layer))
-        if answer is None or not answer.serves(weight, bias, limits):
+        if answer is None or answer.used or not answer.serves(weight, bias, limits):
             if answer is None or answer.limits is not limits or not answer.lies_at(weight, bias):
                 row = _row(weight, bias, layer.num_features, self.device)
                 if row is None:
@@ -205,20 +216,32 @@ class Roll:
         return weakref.ref(layer, lambda _: answers.pop(key, None))
 
     def _ask(self, first: Answer) -> None:
-        """Have one question ready for `first`, and for all other layers whose parameters are still there to be read."""
-        there = [answer for answer in list(self.answers.values()) if answer is first or _is_there(answer)]
-        if self.question is None or there != self.asked_for:
-            self._change(there)
-        self.mark, self.open, self.passes = next(_marks) % (2**30 - 1) + 1, True, _passes
+        """Have one question ready for `first`, and for all other layers whose parameters can still be read."""
+        if self.question is None or len(self.answers) != 1 or self.asked_for != [first]:
+            there = [a for a in list(self.answers.values()) if a is first or a.lies_at(a.weight, a.bias)]
+            if self.question is None or there != self.asked_for:
+                self._change(there)
+        mark = self.mark = next(_marks) % (2**30 - 1) + 1
+        self.open, self.passes = True, _passes
         for answer in self.asked_for:
-            answer.mark, answer.versions, answer.used = self.mark, _versions(answer.weight, answer.bias), False
+            assert answer.bias is not None  # whoever has none has no row, and is not asked for
+            answer.mark, answer.versions, answer.used = mark, versions(answer.weight, answer.bias), False
 
     def take_question(self) -> tuple[Any, int, Tensor] | None:
         """What is left to be put to the device, by whoever launches something next."""
         if not self.open:
             return None
         self.open = False
-        return self.question, self.mark, self.memory
+        return self.question, self.mark, self.places
+
+    def raise_late(self) -> None:
+        """A forward has found other parameters than those that were asked about: see [Note: asking the device]."""
+        channels, self.late_word.value = self.late_word.value, 0
+        raise ChangedError(
+            f"the weight or bias of an in-place activated batch norm over {channels} channels was changed through "
+            "`.data`, or by other code that autograd does not see, while its model was in forward, and the output can "
+            "no longer be inverted; change parameters under torch.no_grad(), or before forward begins"
+        )
 
     def _change(self, there: list[Answer]) -> None:
         """From now on ask for these, as many as there are words for."""
@@ -233,11 +256,15 @@ class Roll:
         """Whether the answer says so; waits for it. False also where there is no answer."""
         if slot < 0:
             return False
-        if self.stream is not None and self.words[slot] >> 1 != mark:
+        words = self.words
+        if self.stream is not None and words[slot] >> 1 != mark:
+            for _ in range(PATIENCE):
+                if words[slot] >> 1 == mark:
+                    return bool(words[slot] == 2 * mark)
             launched = self.stream.record_event()
-            while self.words[slot] >> 1 != mark and not launched.query():
+            while words[slot] >> 1 != mark and not launched.query():
                 pass  # each query lets other threads run, and raises what went wrong on the device
-        return bool(self.words[slot] == 2 * mark)
+        return bool(words[slot] == 2 * mark)
 
 
 class _Rolls(threading.local):
@@ -257,12 +284,6 @@ def _row(weight: Tensor, bias: Tensor | None, size: int, device: torch.device) -
     return Row(weight.data_ptr(), bias.data_ptr(), size, weight.dtype)
 
 
-def _is_there(answer: Answer) -> bool:
-    """Whether the layer still has the parameters that it was asked for."""
-    layer = answer.layer()
-    return layer is not None and answer.lies_at(*norm_tensors(layer)[:2])
-
-
 def _has_memory(t: Tensor, size: int, device: torch.device) -> bool:
     """Whether `t` has memory on this device. Sharded and offloaded parameters have it during their own forward only."""
     if type(t) not in (Tensor, nn.Parameter) or t.numel() != size or t.device != device:
@@ -270,10 +291,6 @@ def _has_memory(t: Tensor, size: int, device: torch.device) -> bool:
     if not serves(t) or not t.is_contiguous():
         return False
     return t.untyped_storage().nbytes() >= (t.storage_offset() + size) * t.element_size()
-
-
-def _versions(weight: Tensor, bias: Tensor | None) -> tuple[int, int]:
-    return version(weight), -1 if bias is None else version(bias)
 
 
 def _unfit(weight: Tensor, bias: Tensor | None, lower: Any, ratio: Any, upper: Any, shift: Any) -> Tensor:

@@ -79,6 +79,11 @@ def is_rows(t: Tensor) -> bool | None:
     return _layout(t.shape, t.stride())
 
 
+def is_dense(t: Tensor) -> bool:
+    """Whether `is_rows` has an answer; cheaper to ask."""
+    return t.is_contiguous() or t.is_contiguous(memory_format=torch.channels_last) or is_rows(t) is not None
+
+
 @lru_cache(maxsize=1 << 12)
 def _layout(shape: torch.Size, stride: tuple[int, ...]) -> bool | None:
     t = torch.empty_strided(shape, stride, device="meta")
@@ -149,21 +154,21 @@ def fused_layer(
     if not serves(x):
         return None
     shape, place = x.shape, x.get_device()
-    # Kernels see addresses only: what lies there is checked here, each time.
+    channels = shape[1]
     dtypes: list[torch.dtype | None] = []
+    # Kernels see addresses only: what lies there is checked here, each time.
     for t in (weight, bias, *(running or (None, None))):
         if t is None:
             dtypes.append(None)
-        elif t.numel() == shape[1] and t.get_device() == place and t.is_contiguous():
+        elif t.numel() == channels and t.get_device() == place and t.is_contiguous():
             dtypes.append(t.dtype)
         else:
             return None
-    if dtypes[2] != dtypes[3]:
+    if dtypes[2] is not dtypes[3]:
         return None
     if counter is not None and (counter.dtype != torch.int64 or counter.numel() != 1 or counter.get_device() != place):
         return None
-    form = (act.name, act.param, inverted, added, absolute, *dtypes, counter is None)
-    key = (shape, x.stride(), x.dtype, place, form)
+    key = (shape, x.stride(), x.dtype, place, act.name, act.param, inverted, added, absolute, counter is None, *dtypes)
     layer = _fused.get(key)
     if layer is None:
         if len(_fused) >= 1 << 12:  # somebody's maps have a new size in every step
