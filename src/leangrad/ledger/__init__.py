@@ -8,6 +8,7 @@ kernel: ``fused``, ``pattern``, ``chain``, ``assembly``, ``builder``, ``lowering
 """
 
 from leangrad.ledger.ledger import MIN_BYTES, Ledger
-from leangrad.ledger.region import Region, no_regions
+from leangrad.ledger.opened import no_regions
+from leangrad.ledger.region import Region
 
 __all__ = ["MIN_BYTES", "Ledger", "Region", "no_regions"]

@@ -13,9 +13,10 @@ from torch import nn
 
 from leangrad import _torch
 from leangrad.ledger.course import Course
+from leangrad.ledger.opened import region_is_open
 from leangrad.ledger.plan import best_cut
 from leangrad.ledger.record import Recorder
-from leangrad.ledger.region import DEEPEST, Decision, Region, region_is_open
+from leangrad.ledger.region import DEEPEST, Decision, Region
 from leangrad.ledger.summary import summarize
 
 MIN_BYTES = 16 * 1024  # below this a tensor costs more to look into than to keep

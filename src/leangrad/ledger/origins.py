@@ -17,6 +17,7 @@ from torch import Tensor
 from leangrad import _torch
 from leangrad.ledger.cast import Cast
 from leangrad.ledger.rules import RULES, Rule
+from leangrad.ledger.seen import Seen
 from leangrad.ledger.value import Bare, Value, fuses, is_there, leaf_value
 from leangrad.ledger.waiting import wait
 
@@ -184,8 +185,12 @@ class Walk:
         key = VALUES[nr] if nr < 64 else key_of(nr)
         ref = metadata.get(key)
         if ref is not None:
-            value: Value | None = ref()
-            if value is not None:
+            value: Value | Seen | None = ref()
+            if type(value) is Seen and node._sequence_nr() >= self._book.fence:
+                value = value.value()
+                metadata[key] = weakref.ref(value)
+                return value
+            if type(value) is Value:
                 tensor = value.tensor
                 if tensor is not None:
                     if value.before is not None and node._sequence_nr() < self._book.fence:
@@ -289,7 +294,7 @@ class Walk:
         packed = _torch.packed(raw)
         if type(packed) is Value or packed is None:
             return packed
-        if type(packed) is Cast:
+        if type(packed) is Cast or type(packed) is Seen:
             return packed.value()
         if type(packed) is not Bare:
             raise NoRecipeError(f"{name} was packed by other hooks")

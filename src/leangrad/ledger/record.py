@@ -14,7 +14,8 @@ from leangrad.ledger.cast import Packed
 from leangrad.ledger.course import ANY_SIZE, Call, Course, Recording, Saved
 from leangrad.ledger.hooks import unpack
 from leangrad.ledger.plan import Item, Record
-from leangrad.ledger.value import Bare, Value
+from leangrad.ledger.seen import Seen
+from leangrad.ledger.value import Value
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ class Recorder:
         self.bare = [self._is_bare(p, needed) for p in self.saved]
         self._fates = [self._fate(p) for p in self.saved]
         self._note_readers()
-        self._has_node = [type(p) is Value and p.op != "input" for p in self.saved]
+        self._has_node = [type(p) is Seen or (type(p) is Value and p.op != "input") for p in self.saved]
         self._small = [
             p.nbytes if type(p) is Value and p.free and p.nbytes < self.min_bytes else -1 for p in self.saved
         ]
@@ -156,7 +157,7 @@ class Recorder:
 
     def _needed(self) -> set[int]:
         """The values that some recipe reads."""
-        stack = [p for p in self.saved if type(p) is Value and not self._is_kept(p) and not self._sees_kept(p)]
+        stack = [v for v in map(_value_of, self.saved) if v is not None and not self._is_kept(v)]
         needed: set[int] = set()
         while stack:
             for v in stack.pop().inputs:
@@ -168,26 +169,17 @@ class Recorder:
 
     def _fate(self, packed: Packed) -> int:
         """The item that a saved tensor is, or a view of; KEPT or REBUILT where it is none."""
-        if type(packed) is Bare:
+        value = _value_of(packed)
+        if value is None:
             return KEPT
-        value: Any = packed
-        while value.recorder is not self and value.op == "view" and value.inputs:
-            value = value.inputs[0]
         return value.ordinal if value.recorder is self else KEPT if value.tensor is not None else REBUILT
 
     def _is_kept(self, value: Value) -> bool:
         return value.tensor is not None or id(value) in self._dear
 
-    def _sees_kept(self, packed: Value) -> bool:
-        return packed.op == "view" and self._is_kept(packed.inputs[0])
-
     def _is_bare(self, packed: Packed, needed: set[int]) -> bool:
-        if type(packed) is Bare:
-            return True
-        assert type(packed) is Value
-        if id(packed) in needed:
-            return False
-        return self._is_kept(packed) or (self._sees_kept(packed) and id(packed.inputs[0]) not in needed)
+        value = _value_of(packed)
+        return value is None or (id(value) not in needed and self._is_kept(value))
 
     def _number(self, value: Value) -> int:
         if value.recorder is not self:
@@ -224,12 +216,8 @@ class Recorder:
         if not self._is_reading:
             self._is_reading = True
             self.was_read = not _torch.after_backward(self._end)
-        if type(packed) is not Value:
-            return
-        value = packed
-        while value.recorder is not self and value.op == "view" and type(value.args[0]) is Value:
-            value = value.args[0]
-        if value.recorder is self:  # autocast hands one thread the cast that another made, and its value
+        value = _value_of(packed)
+        if value is not None and value.recorder is self:  # autocast hands one thread the cast that another made
             self.reads.append(value.ordinal)
             readers = self._readers.get(value.ordinal)  # backward comes to the last of them first
             self.gradients.append(readers.pop() if readers else self.items[value.ordinal].nbytes)
@@ -288,6 +276,11 @@ class Recorder:
         if nbytes <= 0:
             return call.size if nbytes == 0 else ANY_SIZE
         return max(call.size, (call.size * self.min_bytes - 1) // nbytes)
+
+
+def _value_of(packed: Packed) -> Value | None:
+    """The value of a saved tensor, or of what it is a view of; None: it is kept with no value around it."""
+    return packed if type(packed) is Value else packed.owner if type(packed) is Seen else None
 
 
 KEPT, REBUILT = -1, -2
