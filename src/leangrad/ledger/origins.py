@@ -331,7 +331,7 @@ class Walk:
 DEFAULTS: dict[str, Any] = {"memory_format": torch.contiguous_format}
 
 # Where nodes have a constant: in a note, as a fact of their output, as a saved tensor or statistic, or as their own.
-NOTED, FACT, SAVED, STATISTIC, OWN = "noted", "fact", "saved", "statistic", "own"
+NOTED, FACT, SAVED, STATISTIC, READ, OWN = "noted", "fact", "saved", "statistic", "read", "own"
 Constant = tuple[str, str, str]  # where, the attribute or the key there, the name
 
 
@@ -353,6 +353,8 @@ def _place_of(kind: type, name: str) -> Constant:
         return FACT, name[1:], name
     if name[0] == "?":
         return NOTED, name[1:], name
+    if name[0] == "=":
+        return READ, "_raw_saved_" + name[1:], name[1:]
     if name[0] == "~":
         return STATISTIC, "_raw_saved_" + name[1:], name[1:]
     if hasattr(kind, "_raw_saved_" + name):
