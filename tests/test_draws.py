@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -109,3 +112,20 @@ def test_the_default_generator_is_left_alone() -> None:
     rng._marks_tell.cache_clear()
     assert rng._marks_tell()
     assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("function", [F.dropout, F.alpha_dropout, F.feature_alpha_dropout])
+def test_on_cuda(function: Callable[..., Tensor]) -> None:
+    """Only the fused dropout is drawn again there; what alpha dropout draws is kept."""
+    results = []
+    for region in (contextlib.nullcontext(), saving(min_bytes=0)):
+        torch.manual_seed(0)
+        w = torch.randn(32, 32, device="cuda", requires_grad=True)
+        with region:
+            y = (function((w @ w).view(4, 8, 4, 8), 0.3, training=True).sin() @ w[:8]).cos()
+        y.backward(torch.ones_like(y) * 2)
+        assert w.grad is not None
+        results.append((y.detach(), w.grad, torch.cuda.get_rng_state()))
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)

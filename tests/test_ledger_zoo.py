@@ -24,7 +24,6 @@ ABOVE_FLOOR = {
     "resnet_inplace": (1.12, PEAK),
     "resnet": (1.12, PEAK),
     "unet": (1.09, EARLY),
-    "convnext": (1.12, PEAK),
     "depthwise": (1.05, PEAK),
     "t5": (1.035, RANDOM),
     "dit": (1.09, f"{PEAK}; {SMALL}"),

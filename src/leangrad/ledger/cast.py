@@ -5,10 +5,10 @@ It needs no walk and no value: a parameter, its version and a dtype say all.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from leangrad.ledger.rules import RULES
+from leangrad.ledger.seen import Seen, see, sight_of
 from leangrad.ledger.value import Bare, Value, is_there, leaf_value
 
 NODE = "ToCopyBackward0"
@@ -18,16 +18,13 @@ NODE = "ToCopyBackward0"
 class Cast:
     """``parameter.to(dtype)``, or a view of it, made anew whenever it is read."""
 
-    __slots__ = ("__weakref__", "dtype", "tensor", "version", "view")
+    __slots__ = ("__weakref__", "dtype", "sight", "tensor", "version")
 
     def __init__(self, parameter: Tensor, tensor: Tensor, owner: Tensor) -> None:
         """``tensor`` is ``owner``, the cast of ``parameter``, or a view of it."""
         self.tensor, self.version = parameter, parameter._version
         self.dtype = tensor.dtype
-        self.view: tuple[torch.Size, tuple[int, ...], int] | None = None
-        if tensor is not owner:
-            offset = tensor.storage_offset() - owner.storage_offset()
-            self.view = tensor.shape, tensor.stride(), int(offset)
+        self.sight = None if tensor is owner else sight_of(tensor, owner)
 
     def read(self) -> Tensor:
         """The tensor."""
@@ -35,7 +32,7 @@ class Cast:
         if parameter._version != self.version or not is_there(parameter):
             leaf_value(parameter, self.version).read()  # which says what is wrong
         made: Tensor = _RULE.function(parameter, self.dtype)
-        return made if self.view is None else made.as_strided(*self.view)
+        return made if self.sight is None else see(made, *self.sight)
 
     def value(self) -> Value:
         """The same as a value, for a recipe that reads it."""
@@ -45,4 +42,4 @@ class Cast:
 
 
 Anchor = Value | Cast  # what holds a tensor that recipes read
-Packed = Value | Bare | Cast  # what becomes of a saved tensor
+Packed = Value | Bare | Cast | Seen  # what becomes of a saved tensor

@@ -96,6 +96,8 @@ def dropout(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
         return out
     if kind == "NativeDropoutBackward0":
         _note_native_dropout(notes, node, x.device, p, state, after)
+    elif not isinstance(state, Tensor):
+        pass  # what is written out on an accelerator (alpha dropout) has its numbers kept
     elif kind == "MulBackward0":
         noise = _noise(notes, node)
         if noise is not None:
