@@ -181,7 +181,7 @@ def test_a_pooled_map_in_a_model() -> None:
 
 
 @pytest.mark.parametrize("dtype", [*FLOATS, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(3, 5, 4, 7), (1, 1, 1, 1), (2, 3, 33, 2)])
+@pytest.mark.parametrize("shape", [(3, 5, 4, 7), (1, 3, 1, 2), (2, 3, 33, 2)])
 @pytest.mark.parametrize("scales", [(2.0, 2.0), (None, None)])
 def test_nearest_neighbours_of_a_doubled_map(
     scales: tuple[float | None, ...], shape: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
@@ -219,3 +219,15 @@ def test_no_generator_is_drawn_from() -> None:
     assert shorter._batch_norm_is_exact(torch.float32, torch.float32)
     assert shorter._pool_is_exact(torch.float32)
     assert torch.equal(before, torch.get_rng_state())
+
+
+def test_maps_of_one_position_that_lie_channels_last() -> None:
+    """They are contiguous as well; what is made of them is not."""
+    x = torch.as_strided(maps(512, 64, 1, 1), (512, 64, 1, 1), (64, 1, 64, 64))
+    settings = ((2, 2), (1, 1), (1, 1), (1, 1), False)
+    pooled = torch.ops.aten.max_pool2d_with_indices.default(x, *settings)
+    doubled = torch.ops.aten.upsample_nearest2d.default(x, (2, 2), None, None)
+    found = shorter.upsample_nearest2d(x, (2, 2), None, None)
+    for mine, plain in (*((shorter.max_pool2d(n)(x, *settings), pooled[n]) for n in (0, 1)), (found, doubled)):
+        assert mine.stride() == plain.stride()
+        assert same_bits(mine, plain)

@@ -114,7 +114,12 @@ _pool: Callable[..., tuple[Tensor, Tensor]] = aten.max_pool2d_with_indices.defau
 
 def _gains(x: Tensor) -> bool:
     is_map = x.dim() == 4 and x.device.type == "cpu" and x.dtype in WIDE
-    return is_map and x.shape[1] >= FEWEST_CHANNELS and x.is_contiguous() and x.numel() >= FEWEST
+    return is_map and x.shape[1] >= FEWEST_CHANNELS and x.numel() >= FEWEST and _is_planes(x)
+
+
+def _is_planes(x: Tensor) -> bool:
+    """Whether ATen lays out a larger map like ``x`` contiguously: of one position or one channel it may do either."""
+    return x.is_contiguous() and not x.is_contiguous(memory_format=torch.channels_last)
 
 
 def _pool_turned(x: Tensor, which: int, settings: Sequence[Any]) -> Tensor:
@@ -152,7 +157,7 @@ def upsample_nearest2d(x: Tensor, size: Sequence[int], *scales: float | None) ->
     ATen looks each element up; halves are exact, so there is no question which element it finds.
     """
     doubled = x.dim() == 4 and list(size) == [2 * n for n in x.shape[2:]] and all(s in (None, 2.0) for s in scales)
-    if not doubled or not x.is_cpu or not x.is_contiguous():
+    if not doubled or not x.is_cpu or not _is_planes(x):
         return _upsample(x, size, *scales)
     batch, channels, height, width = x.shape
     out = x.new_empty(batch, channels, 2 * height, 2 * width)
