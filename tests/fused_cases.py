@@ -21,9 +21,9 @@ from leangrad.ledger.assembly import PROOFS, Plan
 from leangrad.ledger.builder import RefusedError, find_terms
 from leangrad.ledger.chain import MAX_STREAMS
 from leangrad.ledger.exact import same_bits
+from leangrad.ledger.memos import memos
 from leangrad.ledger.rules import RULES
 from leangrad.ledger.value import Value
-from leangrad.ledger.value import _memos as memos
 
 f32, bf16, f16 = torch.float32, torch.bfloat16, torch.float16
 STEPS = 3 + PROOFS

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, empty_strided
 
 from leangrad import kernels
 from leangrad.kernels.launch import stream_for
@@ -51,7 +51,7 @@ class Plan:
     scalars     which of the chain's numbers, and whether each is inverted
     outputs     shape, strides and dtype of each; the last is the root
     uses        how often the chain itself reads each
-    over        a leaf that each may be written over, if that is owned; else −1
+    rooms       the same, and before it a leaf that each may be written over, if that is owned; else −1
     """
 
     def __init__(self, chain: Chain, leaves: list[Tensor], variant: int = 0) -> None:
@@ -77,7 +77,7 @@ class Plan:
         self.kernel: Kernel = _compiled(chain, program, wide)
         self.device = leaves[0].device
         self.launch = self.kernel.launcher(self.device, self.n)
-        self.over = self._find_over(builder, leaves)
+        self.rooms = [(k, *o) for k, o in zip(self._find_over(builder, leaves), self.outputs, strict=True)]
         varies = any(step.op in VARIANTS for step in program.steps)
         self.proof = _proofs.setdefault((program, shape, stride) if varies else program, Proof())
         self.launches = 0
@@ -96,14 +96,18 @@ class Plan:
             found.append(fitting[0] if fitting else -1)
         return found
 
-    def run(self, leaves: Sequence[Tensor], owned: Sequence[bool], scalars: list[float]) -> list[Tensor]:
-        """The outputs of the program, in memory that nobody else sees."""
+    def run(self, leaves: Sequence[Tensor], owned: Sequence[bool] | None, scalars: list[float]) -> list[Tensor]:
+        """The outputs of the program, in memory that nobody else sees; ``owned`` None: of the leaves none is."""
+        device = self.device
         outputs = [
-            leaves[k] if k >= 0 and owned[k] else torch.empty_strided(s, t, dtype=d, device=self.device)
-            for k, (s, t, d) in zip(self.over, self.outputs, strict=True)
+            leaves[k]
+            if owned is not None and k >= 0 and owned[k]
+            else empty_strided(shape, stride, dtype=dtype, device=device)
+            for k, shape, stride, dtype in self.rooms
         ]
-        tensors = (*(leaves[k] for k in self.leaves), *outputs)
-        self.launch(stream_for(self.device), tensors, tuple(numbers_of(self.scalars, scalars)))
+        tensors = (*[leaves[k] for k in self.leaves], *outputs)
+        numbers = tuple(numbers_of(self.scalars, scalars)) if self.scalars else ()
+        self.launch(stream_for(device), tensors, numbers)
         self.launches += 1
         return outputs
 

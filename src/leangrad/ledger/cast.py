@@ -5,14 +5,18 @@ It needs no walk and no value: a parameter, its version and a dtype say all.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from leangrad.ledger.rules import RULES
 from leangrad.ledger.value import Bare, Value, is_there, leaf_value
 
 NODE = "ToCopyBackward0"
-(_RULE,) = RULES[NODE]
+
+
+# ``parameter.to`` and ``made.as_strided`` in the forms that torch parses fastest: together 5 µs for 8.
+cast, as_strided = Tensor.type, torch.as_strided
 
 
 class Cast:
@@ -24,18 +28,20 @@ class Cast:
         """``tensor`` is ``owner``, the cast of ``parameter``, or a view of it."""
         self.tensor, self.version = parameter, parameter._version
         self.dtype = tensor.dtype
-        self.view: tuple[torch.Size, tuple[int, ...], int] | None = None
+        self.view: tuple[Any, ...] | None = None  # shape and strides; and where it starts, if that is not at 0
         if tensor is not owner:
             offset = tensor.storage_offset() - owner.storage_offset()
-            self.view = tensor.shape, tensor.stride(), int(offset)
+            self.view = (tensor.shape, tensor.stride(), offset) if offset else (tensor.shape, tensor.stride())
 
     def read(self) -> Tensor:
         """The tensor."""
         parameter = self.tensor
         if parameter._version != self.version or not is_there(parameter):
             leaf_value(parameter, self.version).read()  # which says what is wrong
-        made: Tensor = _RULE.function(parameter, self.dtype)
-        return made if self.view is None else made.as_strided(*self.view)
+        made = cast(parameter, self.dtype)
+        if made is parameter:  # it had that dtype already
+            made = parameter.detach().clone()
+        return made if self.view is None else as_strided(made, *self.view)
 
     def value(self) -> Value:
         """The same as a value, for a recipe that reads it."""
