@@ -79,14 +79,16 @@ def transforms_active() -> bool:
 graph_task: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)
 
 
-_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+def _stream_of(index: int) -> int:
+    return int(torch.cuda.current_stream(index).cuda_stream)
+
+
+_raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _stream_of)
 
 
 def raw_stream(device: torch.device) -> int:
     """The current CUDA stream of ``device`` as a number."""
-    if _raw_stream is not None:
-        return int(_raw_stream(device.index))
-    return int(torch.cuda.current_stream(device).cuda_stream)
+    return _raw_stream(device.index)
 
 
 def engine_reaches(node: object) -> bool | None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, empty_strided
 
 from leangrad import kernels
+from leangrad._torch import raw_stream
 from leangrad.kernels.launch import stream_for
 from leangrad.kernels.pointwise import BLOCK, Kernel, Program, compiled
 from leangrad.ledger.builder import Builder, Layout, RefusedError, Slot, numbers_of
@@ -75,7 +76,7 @@ class Plan:
         self.outputs = [(*layouts[j], slots[k].dtype or torch.float32) for j, k in enumerate(chain.outputs)]
         wide = max(self.n, *(_reach(leaves[k]) for k in self.leaves)) >= 2**31 - BLOCK
         self.kernel: Kernel = _compiled(chain, program, wide)
-        self.device = leaves[0].device
+        self.device, self.on_cuda = leaves[0].device, leaves[0].is_cuda
         self.launch = self.kernel.launcher(self.device, self.n)
         self.rooms = [(k, *o) for k, o in zip(self._find_over(builder, leaves), self.outputs, strict=True)]
         varies = any(step.op in VARIANTS for step in program.steps)
@@ -95,6 +96,10 @@ class Plan:
             ]
             found.append(fitting[0] if fitting else -1)
         return found
+
+    def stream(self) -> int:
+        """The current stream of its device: that of all leaves."""
+        return raw_stream(self.device) if self.on_cuda else 0
 
     def run(self, leaves: Sequence[Tensor], owned: Sequence[bool] | None, scalars: list[float]) -> list[Tensor]:
         """The outputs of the program, in memory that nobody else sees; ``owned`` None: of the leaves none is."""

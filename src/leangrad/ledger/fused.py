@@ -82,7 +82,8 @@ def replay(root: Value, made: dict[int, Tensor], task: int) -> tuple[Tensor, boo
     if plan is None:
         return None
     if pattern.is_kept and not plan.proof.missing:  # half of all: nothing has to be made first, and none is owned
-        return _run(pattern, found, [v.anchor() for v in found.leaves], None, task)
+        stream = plan.stream()
+        return _run(pattern, found, [v.anchor(stream) for v in found.leaves], None, task)
     return _replay_in_turns(root, made, task, pattern, found)
 
 

@@ -166,8 +166,9 @@ class Pattern:
     def tensors(self, found: Found, taken: Taken) -> tuple[list[Tensor], list[bool]]:
         """The tensors of the leaves, and whether each is owned; those that are not kept come out of ``taken``."""
         tensors, owned = [], []
+        stream = self.plan.stream()
         for v, kept in zip(found.leaves, self.kept, strict=True):
-            tensor, free = (v.anchor(), False) if kept else taken.pop(v)
+            tensor, free = (v.anchor(stream), False) if kept else taken.pop(v)
             tensors.append(tensor)
             owned.append(free)
         return tensors, owned

@@ -25,6 +25,7 @@ from leangrad.ledger.overwriting import overwrite
 from leangrad.ledger.waiting import blocking
 
 Layout = tuple[torch.Size, tuple[int, ...]]
+UNKNOWN = -1  # a stream that has not been asked for
 
 
 @final
@@ -216,8 +217,8 @@ class Value:
             self.memo = None
         return tensor
 
-    def anchor(self) -> Tensor:
-        """The tensor of a kept value, for a recipe."""
+    def anchor(self, stream: int = UNKNOWN) -> Tensor:
+        """The tensor of a kept value, for a recipe that runs on ``stream``, where that was asked before."""
         tensor = self.tensor
         assert tensor is not None
         if self.before is not None:
@@ -230,7 +231,7 @@ class Value:
                     f"a recipe needs a parameter, {tensor.dtype} {list(tensor.shape)}, whose memory was freed after "
                     "forward. With sharded parameters call leangrad.lean on the module that was given to fully_shard."
                 )
-        elif tensor.is_cuda and not self.free and self.stream != _stream(tensor):
+        elif self.stream != stream and not self.free and tensor.is_cuda and self.stream != _stream(tensor):
             # The allocator must not hand this memory out again before the recipe on this stream has read it.
             tensor.record_stream(torch.cuda.current_stream(tensor.device))
         return tensor
