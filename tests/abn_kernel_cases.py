@@ -134,6 +134,20 @@ def check_layer(layout: str, name: str, dtype: torch.dtype, device: str, kind: t
         close("running statistics", a, b, torch.float32)
 
 
+def check_frozen_input(device: str) -> None:
+    """Of data, only the gradients of γ and β are wanted: then there is no second pass, and they keep their dtypes."""
+    x, dz, _ = case("channels_last", torch.float32, device)
+    for kind in (ABN, InPlaceABN):
+        for dtype in (torch.float32, torch.bfloat16):
+            layer = kind(5, dtype=dtype, device=device)
+            exact = kind(5, dtype=torch.float64, device=device)
+            ours = torch.autograd.grad(layer(x), [*layer.parameters()], dz)
+            theirs = torch.autograd.grad(exact(x.double()), [*exact.parameters()], dz.double())
+            for a, b in zip(ours, theirs, strict=True):
+                assert a.dtype == dtype
+                close(f"{kind.__name__} over data", a, b, dtype)
+
+
 def check_odd_parameters(device: str) -> None:
     """Kernels get what they can read: strided weights, another dtype of a buffer and a wrong size go the plain way."""
     x, dz, _ = case("rows", torch.float32, device)
@@ -300,6 +314,7 @@ def check_all(device: str) -> None:
     check_passes("many tiles", ops.Activation("leaky_relu", 0.3), torch.float32, device, inverted=True, added=False)
     check_passes("wide rows", ops.Activation("silu"), torch.float32, device, inverted=False, added=True)
     check_module(device)
+    check_frozen_input(device)
     check_odd_parameters(device)
     check_one_question(device)
     check_every_dtype_of_parameters(device)

@@ -443,3 +443,39 @@ def test_threads_under_autocast_learn_each_for_itself() -> None:
     for thread in threads:
         thread.join()
     assert errors == []
+
+
+def test_a_model_that_changes_now_and_then_is_learned_anew() -> None:
+    """Gradual unfreezing: each change of what is trained is one lesson, and after each there is a course again."""
+    model, x = leangrad.lean(blocks(), min_bytes=0), torch.randn(4, 16)
+    ledger = leangrad.ledger_of(model)
+    for part in model:
+        part.requires_grad_(False)
+    for part in reversed(list(model)):
+        part.requires_grad_(True)
+        for _ in range(12):
+            step(model, x)
+        assert ledger.course is not None
+
+
+def test_a_model_that_never_repeats_itself_is_recorded_ever_more_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And once it does repeat itself it is learned from all the same."""
+    model, x = leangrad.lean(blocks(), min_bytes=0), torch.randn(4, 16)
+    ledger = leangrad.ledger_of(model)
+    recorded = []
+    learn = type(ledger)._learn
+
+    def counted(self: Any, module: Any) -> Any:
+        recorder = learn(self, module)
+        recorded.append(recorder is not None)
+        return recorder
+
+    monkeypatch.setattr(type(ledger), "_learn", counted)
+    for n in range(60):  # odd steps are not like even ones
+        model[1].extra = (lambda y: y.exp().sin()) if n % 2 else (lambda y: None)
+        step(model, x)
+    assert sum(recorded[:10]) == 3
+    assert sum(recorded[30:]) == 1
+    for _ in range(70):
+        step(model, x)
+    assert ledger.course is not None

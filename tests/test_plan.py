@@ -1,8 +1,11 @@
 """Where a residual chain is cut: the plan alone, on records made by hand and at random."""
 
+import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
+import leangrad
 from leangrad.ledger.plan import MAX_DEPTH, NEAR, Item, Record, best_cut, constant_cut, growing_cut, play
 from tests.fuzz import fuzz_settings
 
@@ -101,3 +104,28 @@ def test_what_the_loss_reads_at_once_is_kept_in_the_stead_of_its_source() -> Non
 def test_what_the_loss_reads_at_once_is_rebuilt_if_its_source_is_kept_anyway() -> None:
     logits, log_probabilities = Item(100), Item(200, sources=(0,))
     assert best_cut(Record((logits, log_probabilities), (1, 0))) == frozenset()
+
+
+def test_a_product_is_given_a_gradient_of_the_size_of_its_output() -> None:
+    """Of a wide layer that a narrow one reads: the moment it is read is not the highest, so no link need be kept."""
+    link, wide = Item(100, sources=(0, 1), choice=True), Item(400)
+    items, reads = (Item(100), Item(100), link, wide), (2, 3, 2, 1, 0)
+    alike = Record(items, reads)
+    narrow = Record(items, reads, gradients=(100, 100, 100, 100, 100))
+    assert play(alike, frozenset()).peak_bytes == 100 + 100 + 100 + 400 + 2 * 400
+    assert play(narrow, frozenset()).peak_bytes == 100 + 100 + 100 + 400 + 400 + 100
+
+
+def test_readers_of_a_recorded_step_are_known_by_their_products() -> None:
+    """Backward comes to them from the last on, and each is given the gradient of its own output."""
+    wide = torch.randn(8, 64, requires_grad=True)
+    square, *weights = (torch.randn(n, 64, requires_grad=True) for n in (64, 4, 2))
+    ledger = leangrad.saving(min_bytes=0)
+    with ledger:
+        h = (wide @ square).sin()  # saves the product
+        y = F.linear(h, weights[0]).sum() + F.linear(h, weights[1]).sum()  # each saves h and its weight
+    y.backward()
+    recorder = ledger._recorded
+    assert recorder is not None
+    given = [g for r, g in zip(recorder.reads, recorder.gradients, strict=True) if recorder.items[r].sources]
+    assert given == [8 * 2 * 4, 8 * 4 * 4]

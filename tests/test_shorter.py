@@ -177,6 +177,40 @@ def test_a_pooled_map_in_a_model() -> None:
         assert same_bits(a, b)
 
 
+# ----------------------------------------------------------------------------------------------------------- resampling
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(3, 5, 4, 7), (1, 1, 1, 1), (2, 3, 33, 2)])
+@pytest.mark.parametrize("scales", [(2.0, 2.0), (None, None)])
+def test_nearest_neighbours_of_a_doubled_map(
+    scales: tuple[float | None, ...], shape: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = maps(*shape, dtype=dtype)
+    size = [2 * n for n in shape[2:]]
+    expected = torch.ops.aten.upsample_nearest2d.default(x, size, *scales)
+    monkeypatch.setattr(shorter, "_upsample", None)
+    found = shorter.upsample_nearest2d(x, size, *scales)
+    assert found.is_contiguous()
+    assert not found._is_view()  # so that the next op may write over it
+    assert same_bits(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("size", "scales"),
+    [((8, 7), ()), ((9, 14), ()), ((8, 14), (2.1, 2.0)), ((12, 21), (3.0, 3.0)), ((8, 14), (None, 1.9))],
+)
+def test_other_nearest_neighbours_are_looked_up(size: tuple[int, int], scales: tuple[float | None, ...]) -> None:
+    """A scale that is given decides, whatever the size: of 4 elements, 2.1 times, come 8."""
+    x = maps(3, 5, 4, 7)
+    expected = torch.ops.aten.upsample_nearest2d.default(x, size, *scales)
+    assert same_bits(shorter.upsample_nearest2d(x, size, *scales), expected)
+    last = x.to(memory_format=LAST)
+    found = shorter.upsample_nearest2d(last, size, *scales)
+    assert found.is_contiguous(memory_format=LAST)
+    assert same_bits(found, expected)
+
+
 def test_no_generator_is_drawn_from() -> None:
     """The comparisons run in the middle of somebody's backward."""
     shorter._batch_norm_is_exact.cache_clear()

@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from leangrad.ledger.region import Region, _active
+from leangrad.ledger.opened import opened
+from leangrad.ledger.region import Region
 from leangrad.verify import Verification, verify
 from leangrad.verify.comparison import difference
 from leangrad.verify.memory import Memory
@@ -542,7 +543,7 @@ def test_a_lean_model_runs_plain_first_and_stays_lean() -> None:
 
     class Model(nn.Sequential):
         def forward(self, x: Tensor) -> Tensor:
-            seen.append(type(getattr(_active, "region", None)) is Region)
+            seen.append(type(getattr(opened, "region", None)) is Region)
             return super().forward(x)
 
     model = front.lean(Model(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)))

@@ -2,12 +2,13 @@
 
 Read in this order: ``value`` (what backward may ask for), ``rules`` (how each op replays), ``origins`` (where tensors
 come from), ``notes`` (what nodes forget, with ``calls``, ``draws`` and ``changes``), ``region`` (the decision, with
-``hooks``, ``cast`` and ``waiting``), ``plan`` (where to cut a residual chain), ``record`` and ``course`` (what one step
-shows, and how later ones follow it), ``ledger`` (what is learned from step to step). How a chain is replayed as one
-kernel: ``fused``, ``pattern``, ``chain``, ``assembly``, ``builder``, ``lowering``, ``exact``.
+``hooks``, ``cast``, ``seen``, ``waiting`` and ``opened``), ``plan`` (where to cut a residual chain), ``record`` and
+``course`` (what one step shows, and how later ones follow it), ``ledger`` (what is learned from step to step). How a
+chain is replayed as one kernel: ``fused``, ``pattern``, ``chain``, ``assembly``, ``builder``, ``lowering``, ``exact``.
 """
 
 from leangrad.ledger.ledger import MIN_BYTES, Ledger
-from leangrad.ledger.region import Region, no_regions
+from leangrad.ledger.opened import no_regions
+from leangrad.ledger.region import Region
 
 __all__ = ["MIN_BYTES", "Ledger", "Region", "no_regions"]

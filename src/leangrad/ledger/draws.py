@@ -34,7 +34,7 @@ class Draw:
 
     __slots__ = ("after", "dtype", "p", "shape", "state", "stride")
 
-    def __init__(self, noise: Tensor, p: float, state: rng.State, after: rng.State | None) -> None:
+    def __init__(self, noise: Tensor, p: float, state: rng.State, after: rng.Mark | None) -> None:
         self.shape, self.stride, self.dtype = noise.shape, noise.stride(), noise.dtype
         self.p, self.state, self.after = p, state, after
 
@@ -95,6 +95,8 @@ def dropout(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
         return out
     if kind == "NativeDropoutBackward0":
         _note_native_dropout(notes, node, x.device, p, state, after)
+    elif not isinstance(state, Tensor):
+        pass  # what is written out on an accelerator (alpha dropout) has its numbers kept
     elif kind == "MulBackward0":
         noise = _noise(notes, node)
         if noise is not None:
@@ -114,7 +116,7 @@ def dropout(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def _note_native_dropout(
-    notes: Notes, node: Any, device: torch.device, p: float, state: rng.State, after: rng.State | None
+    notes: Notes, node: Any, device: torch.device, p: float, state: rng.State, after: rng.Mark | None
 ) -> None:
     def redraw(t: Tensor) -> tuple[Tensor, Tensor]:
         return rng.run_again(state, after, device, lambda: torch.native_dropout(t, p, True))

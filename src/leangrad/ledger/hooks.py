@@ -13,6 +13,7 @@ from leangrad import _torch
 from leangrad._torch import autocast_may_be_on
 from leangrad.errors import ChangedError
 from leangrad.ledger.cast import Cast, Packed
+from leangrad.ledger.seen import Seen
 from leangrad.ledger.value import Bare, Value, changed
 
 AUTOCAST_DEVICES = ("cuda", "cpu") if torch.backends.cuda.is_built() else ("cpu",)
@@ -76,7 +77,7 @@ def unpack(packed: Packed) -> Tensor:
     return packed.read()
 
 
-def _read_aside(packed: Value | Cast) -> Tensor:
+def _read_aside(packed: Value | Cast | Seen) -> Tensor:
     """A replay runs without gradients and without autocast, also where backward was called with them."""
     with torch.no_grad(), contextlib.ExitStack() as stack:
         for device in AUTOCAST_DEVICES:

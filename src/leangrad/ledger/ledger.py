@@ -13,13 +13,15 @@ from torch import nn
 
 from leangrad import _torch
 from leangrad.ledger.course import Course
+from leangrad.ledger.opened import region_is_open
 from leangrad.ledger.plan import best_cut
 from leangrad.ledger.record import Recorder
-from leangrad.ledger.region import DEEPEST, Decision, Region, region_is_open
+from leangrad.ledger.region import DEEPEST, Decision, Region
 from leangrad.ledger.summary import summarize
 
 MIN_BYTES = 16 * 1024  # below this a tensor costs more to look into than to keep
-MAX_LESSONS = 3  # a model whose steps differ again and again is not worth learning
+LONGEST_PAUSE = 10  # lessons; a model whose steps differ again and again is learned from ever more seldom
+STEADY = 64  # steps along what was learned, after which a difference is the first one again
 
 
 class Ledger:
@@ -39,7 +41,9 @@ class Ledger:
         self.residual_depth = residual_depth
         self.min_bytes = min_bytes
         self.sharded = False  # whether the module's parameters are
-        self._lessons = 0
+        self._lessons = 0  # what was learned and then was of no use
+        self._pause = 0  # steps until the next one is recorded
+        self._steps = 0  # along what was learned
         self._recorder: Recorder | None = None  # of the step that is being learned from
         self._recorded: Recorder | None = None  # of the last step that was recorded, for the summary
         self._decisions: list[Decision] | None = None
@@ -85,6 +89,7 @@ class Ledger:
     def _learn(self, module: nn.Module | None) -> Recorder | None:
         """What the last recorded step showed becomes the plan; where there is none, this step is recorded."""
         if self._decisions is not None:
+            self._steps += 1
             return None
         recorder = self._recorder
         if recorder is not None and recorder.was_read:
@@ -92,7 +97,8 @@ class Ledger:
             self._decisions, self.bare = recorder.decisions(cut), recorder.bare
             self.course = recorder.course(cut)
             return None
-        if self._lessons >= MAX_LESSONS:
+        if self._pause > 0:
+            self._pause -= 1
             return None
         self.sharded = module is not None and _torch.is_sharded(module)
         self._recorder = self._recorded = Recorder(module, self.min_bytes)
@@ -101,7 +107,9 @@ class Ledger:
     def differs(self) -> None:
         """This step is not like the one that was recorded."""
         self._decisions, self._recorder, self.course, self.bare = None, None, None, ()
-        self._lessons += 1
+        self._lessons = self._lessons + 1 if self._steps < STEADY else 1
+        self._pause = 2 ** min(self._lessons, LONGEST_PAUSE) - 2  # 0, 2, 6, 14, ...
+        self._steps = 0
 
     @property
     def decisions(self) -> list[Decision] | None:

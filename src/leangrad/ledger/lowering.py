@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from leangrad.ledger.builder import FLOATS, Builder, Layout, RefusedError, Slot, contiguous_strides, is_contiguous
-from leangrad.ledger.region import _see as see
 from leangrad.ledger.rules import RULES
 from leangrad.ledger.rules.reductions import (
     whole_batch_norm,
@@ -21,6 +20,7 @@ from leangrad.ledger.rules.reductions import (
     whole_layer_norm,
     whole_rms_norm,
 )
+from leangrad.ledger.seen import see
 
 VARIANTS = ("batch_norm", "batch_norm_scaled", "batch_norm_folded")  # cuDNN has a kernel for each
 

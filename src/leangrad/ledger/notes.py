@@ -172,6 +172,8 @@ def _batch_norm(names: str) -> Handler:
         elif mean is not None and out.grad_fn is not None and out.nbytes >= notes.book.min_bytes:
             for name, statistic in (("fixed_mean", mean), ("fixed_var", var)):
                 out.grad_fn.metadata[NOTE][name] = _copy_of(statistic)
+        if mean is not None and out.grad_fn is not None and not (mean.is_contiguous() and var.is_contiguous()):
+            out.grad_fn.metadata[OPAQUE] = True  # ATen has another formula for them, and a replay does not pass them
         return out
 
     return handler

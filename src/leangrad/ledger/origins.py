@@ -17,6 +17,7 @@ from torch import Tensor
 from leangrad import _torch
 from leangrad.ledger.cast import Cast
 from leangrad.ledger.rules import RULES, Rule
+from leangrad.ledger.seen import Seen
 from leangrad.ledger.value import Bare, Value, fuses, is_there, leaf_value
 from leangrad.ledger.waiting import wait
 
@@ -184,8 +185,12 @@ class Walk:
         key = VALUES[nr] if nr < 64 else key_of(nr)
         ref = metadata.get(key)
         if ref is not None:
-            value: Value | None = ref()
-            if value is not None:
+            value: Value | Seen | None = ref()
+            if type(value) is Seen and node._sequence_nr() >= self._book.fence:
+                value = value.value()
+                metadata[key] = weakref.ref(value)
+                return value
+            if type(value) is Value:
                 tensor = value.tensor
                 if tensor is not None:
                     if value.before is not None and node._sequence_nr() < self._book.fence:
@@ -289,7 +294,7 @@ class Walk:
         packed = _torch.packed(raw)
         if type(packed) is Value or packed is None:
             return packed
-        if type(packed) is Cast:
+        if type(packed) is Cast or type(packed) is Seen:
             return packed.value()
         if type(packed) is not Bare:
             raise NoRecipeError(f"{name} was packed by other hooks")
@@ -326,7 +331,7 @@ class Walk:
 DEFAULTS: dict[str, Any] = {"memory_format": torch.contiguous_format}
 
 # Where nodes have a constant: in a note, as a fact of their output, as a saved tensor or statistic, or as their own.
-NOTED, FACT, SAVED, STATISTIC, OWN = "noted", "fact", "saved", "statistic", "own"
+NOTED, FACT, SAVED, STATISTIC, READ, OWN = "noted", "fact", "saved", "statistic", "read", "own"
 Constant = tuple[str, str, str]  # where, the attribute or the key there, the name
 
 
@@ -348,6 +353,8 @@ def _place_of(kind: type, name: str) -> Constant:
         return FACT, name[1:], name
     if name[0] == "?":
         return NOTED, name[1:], name
+    if name[0] == "=":
+        return READ, "_raw_saved_" + name[1:], name[1:]
     if name[0] == "~":
         return STATISTIC, "_raw_saved_" + name[1:], name[1:]
     if hasattr(kind, "_raw_saved_" + name):

@@ -34,6 +34,7 @@ class Record:
 
     items: tuple[Item, ...]
     reads: tuple[int, ...]
+    gradients: tuple[int, ...] = ()  # the bytes of what each reader was given: the gradient of its op's output
 
 
 @dataclass
@@ -139,10 +140,11 @@ def play(record: Record, cut: frozenset[int]) -> Outcome:
         change[first] += items[n].nbytes
         change[last + 1] -= items[n].nbytes
     live = peak = kept
+    given = record.gradients or tuple(items[read].nbytes for read in reads)
     for tick, read in enumerate(reads):
         live += change[tick]
-        # The op that asked holds the gradient it reads and the one it writes, each about the size of what it asked for.
-        peak = max(peak, live + 2 * items[read].nbytes)
+        # The op that asked holds the gradient it was given and the one it writes, the size of what it asked for.
+        peak = max(peak, live + given[tick] + items[read].nbytes)
     return Outcome(peak, kept, run.rebuilt_bytes)
 
 

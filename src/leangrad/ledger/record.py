@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from leangrad import _torch
@@ -12,7 +14,8 @@ from leangrad.ledger.cast import Packed
 from leangrad.ledger.course import ANY_SIZE, Call, Course, Recording, Saved
 from leangrad.ledger.hooks import unpack
 from leangrad.ledger.plan import Item, Record
-from leangrad.ledger.value import Bare, Value
+from leangrad.ledger.seen import Seen
+from leangrad.ledger.value import Value
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,8 @@ class Recorder:
         self.entries: list[Entry] = []
         self.items: list[Item] = []
         self.reads: list[int] = []
+        self.gradients: list[int] = []  # of each read: the bytes of the output of the op that reads
+        self._readers: dict[int, list[int]] = {}  # of each item: the same for those that will read it, in order
         self.caught: set[int] = set()  # the calls of which a tensor was kept although autograd did not ask for it
         self._ops: list[str] = []  # of every decision, in order
         self._decided: list[tuple[Value, str, str]] = []  # value, module, why it was kept
@@ -117,7 +122,8 @@ class Recorder:
         needed = self._needed()
         self.bare = [self._is_bare(p, needed) for p in self.saved]
         self._fates = [self._fate(p) for p in self.saved]
-        self._has_node = [type(p) is Value and p.op != "input" for p in self.saved]
+        self._note_readers()
+        self._has_node = [type(p) is Seen or (type(p) is Value and p.op != "input") for p in self.saved]
         self._small = [
             p.nbytes if type(p) is Value and p.free and p.nbytes < self.min_bytes else -1 for p in self.saved
         ]
@@ -125,6 +131,19 @@ class Recorder:
             value.forget_recipe()
         self._decided, self._root, self._dear = [], None, set()
         self.saved.clear()
+
+    def _note_readers(self) -> None:
+        """Of each reader: the bytes of the gradient that it will be given.
+
+        That of a product has the size of its output. That of a convolution too, but it takes scratch memory as well,
+        which nobody tells us; and the others' is about the size of what they ask for.
+        """
+        assert self.recording is not None
+        for call in self.recording.calls:
+            for item in self._fates[call.first : call.first + len(call.names)]:
+                if item >= 0:
+                    given = call.nbytes if call.function in PRODUCTS else 0
+                    self._readers.setdefault(item, []).append(given or self.items[item].nbytes)
 
     def _spare(self) -> None:
         """Keep the smallest of what would be rebuilt: a recipe costs the host the same however little it saves."""
@@ -138,7 +157,7 @@ class Recorder:
 
     def _needed(self) -> set[int]:
         """The values that some recipe reads."""
-        stack = [p for p in self.saved if type(p) is Value and not self._is_kept(p) and not self._sees_kept(p)]
+        stack = [v for v in map(_value_of, self.saved) if v is not None and not self._is_kept(v)]
         needed: set[int] = set()
         while stack:
             for v in stack.pop().inputs:
@@ -150,26 +169,17 @@ class Recorder:
 
     def _fate(self, packed: Packed) -> int:
         """The item that a saved tensor is, or a view of; KEPT or REBUILT where it is none."""
-        if type(packed) is Bare:
+        value = _value_of(packed)
+        if value is None:
             return KEPT
-        value: Any = packed
-        while value.recorder is not self and value.op == "view" and value.inputs:
-            value = value.inputs[0]
         return value.ordinal if value.recorder is self else KEPT if value.tensor is not None else REBUILT
 
     def _is_kept(self, value: Value) -> bool:
         return value.tensor is not None or id(value) in self._dear
 
-    def _sees_kept(self, packed: Value) -> bool:
-        return packed.op == "view" and self._is_kept(packed.inputs[0])
-
     def _is_bare(self, packed: Packed, needed: set[int]) -> bool:
-        if type(packed) is Bare:
-            return True
-        assert type(packed) is Value
-        if id(packed) in needed:
-            return False
-        return self._is_kept(packed) or (self._sees_kept(packed) and id(packed.inputs[0]) not in needed)
+        value = _value_of(packed)
+        return value is None or (id(value) not in needed and self._is_kept(value))
 
     def _number(self, value: Value) -> int:
         if value.recorder is not self:
@@ -206,20 +216,18 @@ class Recorder:
         if not self._is_reading:
             self._is_reading = True
             self.was_read = not _torch.after_backward(self._end)
-        if type(packed) is not Value:
-            return
-        value = packed
-        while value.recorder is not self and value.op == "view" and type(value.args[0]) is Value:
-            value = value.args[0]
-        if value.recorder is self:  # autocast hands one thread the cast that another made, and its value
+        value = _value_of(packed)
+        if value is not None and value.recorder is self:  # autocast hands one thread the cast that another made
             self.reads.append(value.ordinal)
+            readers = self._readers.get(value.ordinal)  # backward comes to the last of them first
+            self.gradients.append(readers.pop() if readers else self.items[value.ordinal].nbytes)
 
     def _end(self) -> None:
         self.was_read = True
 
     def record(self) -> Record:
         """The step as data, for the plan."""
-        return Record(tuple(self.items), tuple(self.reads))
+        return Record(tuple(self.items), tuple(self.reads), tuple(self.gradients))
 
     def decisions(self, cut: frozenset[int] | None) -> list[tuple[str, bool]]:
         """For every decision of the step in order: its op, and whether the tensor is simply kept.
@@ -270,12 +278,18 @@ class Recorder:
         return max(call.size, (call.size * self.min_bytes - 1) // nbytes)
 
 
+def _value_of(packed: Packed) -> Value | None:
+    """The value of a saved tensor, or of what it is a view of; None: it is kept with no value around it."""
+    return packed if type(packed) is Value else packed.owner if type(packed) is Seen else None
+
+
 KEPT, REBUILT = -1, -2
+PRODUCTS = {F.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm, torch.addmm, Tensor.addmm}
 
 
-SPARE = (
-    0.01  # of the kept bytes, on an accelerator: the casts of a ResNet's weights are half of its recipes and 1% of it
-)
+# Of the kept bytes, on an accelerator: the casts of a ResNet's weights are half of its recipes and 1% of it; those of
+# the attention of a ViT-L a quarter of its recipes and 3%.
+SPARE = 0.03
 DEAR = 64  # bytes that may be made to rebuild one byte: the statistics of a norm are kept, not summed again
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -18,8 +16,10 @@ from leangrad.ledger.cast import Anchor, Cast, Packed
 from leangrad.ledger.course import Course, Following, Recording
 from leangrad.ledger.hooks import Hooks, unpack
 from leangrad.ledger.notes import Notes
-from leangrad.ledger.origins import CAST, NOTHING, OPAQUE, VALUES, NoRecipeError, Operand, Walk, enter, join, key_of
+from leangrad.ledger.opened import opened
+from leangrad.ledger.origins import CAST, OPAQUE, VALUES, NoRecipeError, Operand, Walk, enter, join, key_of
 from leangrad.ledger.record import Recorder
+from leangrad.ledger.seen import Seen
 from leangrad.ledger.value import Bare, Value
 from leangrad.ledger.waiting import released, wait
 
@@ -27,24 +27,6 @@ PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 DEEPEST = 32  # joins that a recipe may run through: each takes some frames of Python's stack
 
 Decision = tuple[str, bool]  # op, and whether the tensor is simply kept
-
-_active = threading.local()
-
-
-def region_is_open() -> bool:
-    """Whether a region is open in this thread, or none may be opened."""
-    return getattr(_active, "region", None) is not None
-
-
-@contextmanager
-def no_regions() -> Iterator[None]:
-    """Open no region in this thread: lean models run plain."""
-    before = getattr(_active, "region", None)
-    _active.region = before or no_regions
-    try:
-        yield
-    finally:
-        _active.region = before
 
 
 class Knowledge(Protocol):
@@ -105,7 +87,7 @@ class Region:
         elif ledger.course is not None and not _torch.saved_tensor_hooks_active():
             self._following = Following(self, ledger.course)
             self._notes.guide, self._notes.passes = self._following.call, ledger.course.passes
-        self._held: list[Value] = []  # what recipes may read and nobody else holds as a value
+        self._held: list[Value | Seen] = []  # what recipes may read and nobody else holds as a value
 
     def __enter__(self) -> Region:
         Operand.noted.clear()
@@ -113,7 +95,7 @@ class Region:
         self._notes.__enter__()
         if self._following is None:
             self.hooks.set_all()
-        _active.region = self
+        opened.region = self
         if self._recorder is not None:
             self._recorder.start()
         return self
@@ -121,7 +103,7 @@ class Region:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        _active.region = None
+        opened.region = None
         if self._following is None:
             self.hooks.take_back_all()
         self._held.clear()
@@ -175,7 +157,9 @@ class Region:
                 owner = tensor if base is None else base
                 if type(owner.grad_fn).__name__ == cast.NODE and (found := self._cast(tensor, owner)) is not None:
                     return found
-            value = self._value(tensor, base)
+            if base is not None:
+                return self._view(tensor, base)
+            value = self._value(tensor)
         value.readers += 1
         return value
 
@@ -186,7 +170,7 @@ class Region:
         base = tensor._base
         has_node = tensor.grad_fn is not None and (base is None or base.grad_fn is not None)
         if has_node and tensor.layout is torch.strided:
-            self._held.append(self._value(tensor, base))
+            self._held.append(self._value(tensor) if base is None else self._seen(tensor, base))
 
     def differ(self) -> None:
         """This step is not like the one that was recorded: what was learned serves it no more."""
@@ -210,8 +194,8 @@ class Region:
             memory = value.tensor.untyped_storage().data_ptr()
             self.watched_memory.setdefault(memory, []).append(weakref.ref(value))
 
-    def _value(self, tensor: Tensor, base: Tensor | None) -> Value:
-        """The value of a tensor that has a node; ``base``: of a view."""
+    def _value(self, tensor: Tensor) -> Value:
+        """The value of a tensor that has a node and is no view."""
         node: Any = tensor.grad_fn
         metadata = node.metadata
         nr = tensor.output_nr
@@ -232,15 +216,34 @@ class Region:
                 return self._choose(tensor, node, waiting=value)
         if not fresh or type(tensor) not in PLAIN_TYPES:
             return self._kept(tensor, type(node).__name__)
-        if base is not None:
-            value = self._view(tensor, base)
-        elif tensor.nbytes < self.min_bytes:
+        if tensor.nbytes < self.min_bytes:
             value = self._kept(tensor, type(node).__name__, free=True)
         else:
             value = self._choose(tensor, node)
         metadata[key] = ref = weakref.ref(value)
         self.anchors.append(ref)
         return value
+
+    def _view(self, tensor: Tensor, base: Tensor) -> Value | Seen:
+        """What becomes of a view that autograd saves."""
+        seen = self._seen(tensor, base)
+        (seen.owner if isinstance(seen, Seen) else seen).readers += 1
+        return seen
+
+    def _seen(self, tensor: Tensor, base: Tensor) -> Value | Seen:
+        """A view is its base, seen through a stride: kept or rebuilt once for all views."""
+        node: Any = tensor.grad_fn
+        metadata = node.metadata
+        if OPAQUE in metadata or node._sequence_nr() < self.fence or type(tensor) not in PLAIN_TYPES:
+            return self._kept(tensor, type(node).__name__)
+        found: Value | Seen
+        if base.grad_fn is None or base.dtype != tensor.dtype or tensor.is_conj() or tensor.is_neg():
+            found = self._kept(tensor, type(node).__name__, free=base.grad_fn is None)
+            self.anchors.append(weakref.ref(found))
+        else:
+            found = Seen(self._value(base), tensor, base)
+        metadata[key_of(tensor.output_nr)] = weakref.ref(found)
+        return found
 
     def _cast(self, tensor: Tensor, owner: Tensor) -> Cast | None:
         """The short way for ``owner``, or a view of it, if it is the cast of a parameter and to be rebuilt."""
@@ -272,16 +275,6 @@ class Region:
         value = Value(op)
         value.keep(tensor)
         value.free = free
-        return value
-
-    def _view(self, tensor: Tensor, base: Tensor) -> Value:
-        """A view is its base, seen through a stride: kept or rebuilt once for all views."""
-        if base.grad_fn is None or base.dtype != tensor.dtype or tensor.is_conj() or tensor.is_neg():
-            return self._kept(tensor, type(tensor.grad_fn).__name__, free=base.grad_fn is None)
-        value = Value("view")
-        offset = tensor.storage_offset() - base.storage_offset()
-        value.set_recipe(_see, (self._value(base, None), tensor.shape, tensor.stride(), offset), NOTHING)
-        value.nbytes = tensor.nbytes
         return value
 
     def _share(self, value: Value) -> None:
@@ -394,7 +387,3 @@ class Region:
         value.tensor, value.part = None, origin.part
         enter(node, nr, value)
         join(node, nr, value)
-
-
-def _see(base: Tensor, shape: torch.Size, stride: tuple[int, ...], offset: int) -> Tensor:
-    return base.as_strided(shape, stride, base.storage_offset() + offset)

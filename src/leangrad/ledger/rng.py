@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import threading
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from torch import Tensor
 from leangrad.errors import LeangradError
 
 State = Tensor | tuple[int, int]
+Mark = bytes | tuple[int, int]
 Result = TypeVar("Result")
 
 one_at_a_time = threading.Lock()  # a state, the op that draws from it, and the state after it belong together
@@ -32,31 +34,35 @@ def state_of(device: torch.device) -> State | None:
     return None
 
 
-def mark_of(device: torch.device) -> State | None:
+def mark_of(device: torch.device) -> Mark | None:
     """Where the default generator of ``device`` stands: enough of its state to tell whether it was drawn from."""
-    return _mark(torch.get_rng_state()).clone() if device.type == "cpu" else state_of(device)
+    state = state_of(device)
+    return _mark(state) if isinstance(state, Tensor) else state
 
 
 MARK_BYTES = 128  # the seed, the place among the twister's words, and the first of these
 
 
-def _mark(state: Tensor) -> Tensor:
-    return state[:MARK_BYTES] if _marks_tell() else state
+def _mark(state: Tensor) -> bytes:
+    # Read as bytes and not by ops of torch: one that runs seldom takes 50 microseconds to come into the caches.
+    return ctypes.string_at(state.data_ptr(), MARK_BYTES if _marks_tell() else state.nbytes)
 
 
 @functools.cache
 def _marks_tell() -> bool:
-    """Whether the head of a CPU state shows one more draw, and a whole round of the twister, after which its place is
-    the same and its words are others."""
+    """Whether the head of a CPU state tells of one more draw, and of a whole round of the twister.
+
+    After a round its place is the same, and its words are others.
+    """
     generator = torch.Generator()
-    seen = [generator.get_state()[:MARK_BYTES]]
+    states = [generator.get_state()]
     for words in (1, 623, 624, 1248):
         torch.empty(words, dtype=torch.int32, device="cpu").random_(generator=generator)
-        seen.append(generator.get_state()[:MARK_BYTES])
-    return not any(torch.equal(a, b) for n, a in enumerate(seen) for b in seen[:n])
+        states.append(generator.get_state())
+    return len({ctypes.string_at(s.data_ptr(), MARK_BYTES) for s in states}) == len(states)
 
 
-def draw_again(state: State, after: State | None, draw: Callable[[torch.Generator], Result]) -> Result:
+def draw_again(state: State, after: Mark | None, draw: Callable[[torch.Generator], Result]) -> Result:
     """``draw`` on a CPU generator of its own at ``state``: nobody else draws from it, and nobody's draws are disturbed.
 
     It must end where the default generator ended the first time, at the mark ``after``.
@@ -65,12 +71,12 @@ def draw_again(state: State, after: State | None, draw: Callable[[torch.Generato
     generator = torch.Generator()
     generator.set_state(state)
     result = draw(generator)
-    if not isinstance(after, Tensor) or not torch.equal(_mark(generator.get_state()), after):
+    if _mark(generator.get_state()) != after:
         raise LeangradError(_DISTURBED)
     return result
 
 
-def run_again(state: State, after: State | None, device: torch.device, function: Callable[[], Result]) -> Result:
+def run_again(state: State, after: Mark | None, device: torch.device, function: Callable[[], Result]) -> Result:
     """``function()`` as it ran from ``state`` on CUDA, whose ops draw from the default generator alone.
 
     The generator is left as it was found. It must end where it ended the first time, ``after``: it does not if another

@@ -75,14 +75,13 @@ class ABNFunction(torch.autograd.Function):
         if call.in_place:
             ctx.mark_dirty(x)
         ctx.call, ctx.recipe, ctx.consumed = call, None, False
+        call.dtypes = (None if weight is None else weight.dtype, None if bias is None else bias.dtype)
         if call.absolute and weight is not None:
             call.sign = weight.detach().sign()
         if layer is not None:
             vectors, channels, spare = _finish(begun, x, weight, bias, residual, call, z)
         else:
             vectors, channels, spare = _forward_in_steps(x, weight, bias, residual, call, z)
-        if layer is None or channels is not None:  # then backward goes in steps, too
-            call.dtypes = (None if weight is None else weight.dtype, None if bias is None else bias.dtype)
         if call.function is not None:
             z = call.function(z)
             if z.shape != x.shape:

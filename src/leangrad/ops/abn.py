@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from leangrad.kernels import serves
+from leangrad.kernels import INTERPRETED, serves
 from leangrad.ops.abn_activation import Activation, activate_, activation_backward, invert
 
 __all__ = ["Activation", "Kept", "backward_input", "backward_sums", "forward", "fused_layer", "normalize"]
@@ -151,7 +151,7 @@ def fused_layer(
     running: tuple[Tensor, Tensor] | None, counter: Tensor | None, added: bool,
 ) -> Any:  # fmt: skip
     """The kernels of a whole layer with statistics of the batch (`leangrad.kernels.abn.Layer`); None if they cannot."""
-    if not serves(x):
+    if not (x.is_cuda or INTERPRETED):
         return None
     shape, place = x.shape, x.get_device()
     channels = shape[1]
@@ -171,6 +171,8 @@ def fused_layer(
     key = (shape, x.stride(), x.dtype, place, act.name, act.param, inverted, added, absolute, counter is None, *dtypes)
     layer = _fused.get(key)
     if layer is None:
+        if not serves(x):
+            return None
         if len(_fused) >= 1 << 12:  # somebody's maps have a new size in every step
             _fused.clear()
         layer = _fused[key] = _layer(x, act, inverted, added, absolute, *dtypes[:3], counter is not None)

@@ -187,7 +187,7 @@ _STATISTICS = ("?fixed_mean", "?fixed_var", "eps")  # copies: a later training s
 rule("NativeLayerNormBackward0", "input weight bias", _layer_norm, "normalized_shape", "?eps", "~result1", "~result2")
 rule("FusedRmsNormBackward0", "input weight", _rms_norm, "normalized_shape", "?eps", "~result1")
 rule("NativeGroupNormBackward0", "input weight bias", _group_norm, "N", "C", "HxW", "group", "eps")
-rule("NativeBatchNormBackward0", "input weight bias", _batch_norm, "eps", "result1", "result2", when=_training)
+rule("NativeBatchNormBackward0", "input weight bias", _batch_norm, "eps", "=result1", "=result2", when=_training)
 rule("NativeBatchNormBackward0", "input weight bias", _fixed_norm, *_STATISTICS, when=_evaluating)
 rule(
     "CudnnBatchNormBackward0", "input weight bias", _cudnn_batch_norm, "epsilon", "~result1", "~result2", when=_training

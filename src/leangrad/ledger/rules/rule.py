@@ -11,7 +11,8 @@ norm) the constant is written ``?name`` and comes from the note that ``notes.py`
 note there is no recipe, and the tensor is kept. An input without an edge (it needs no gradient) is looked up by its
 name in the same way: ``other`` is what the node saved, ``?other`` is for nodes that save it only at times. ``@shape``
 and ``@dtype`` are those of the op's output. ``~result1`` is a statistic that the node saved (a mean, a 1/deviation):
-the function does not need it, but a fused kernel applies a norm from it (``fused.py``).
+the function does not need it, but a fused kernel applies a norm from it (``fused.py``); ``=result1`` is one that the
+function reads itself.
 """
 
 from __future__ import annotations

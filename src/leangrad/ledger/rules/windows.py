@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from leangrad.ledger.rules.rule import rule
-from leangrad.ledger.rules.shorter import max_pool2d
+from leangrad.ledger.rules.shorter import max_pool2d, upsample_nearest2d
 
 aten = torch.ops.aten
 
@@ -30,7 +30,8 @@ rule("AdaptiveAvgPool3DBackward0", "self", aten._adaptive_avg_pool3d.default, "@
 _SCALES = {1: ("scales",), 2: ("scales_h", "scales_w"), 3: ("scales_d", "scales_h", "scales_w")}
 for _d, _scales in _SCALES.items():
     _nearest = getattr(aten, f"upsample_nearest{_d}d").default, getattr(aten, f"_upsample_nearest_exact{_d}d").default
-    rule(f"UpsampleNearest{_d}DBackward0", "self", _nearest[0], "output_size", *_scales)
+    _function = upsample_nearest2d if _d == 2 else _nearest[0]
+    rule(f"UpsampleNearest{_d}DBackward0", "self", _function, "output_size", *_scales)
     rule(f"UpsampleNearestExact{_d}DBackward0", "self", _nearest[1], "output_size", *_scales)
 _ALIGNED = ("output_size", "align_corners")
 rule("UpsampleLinear1DBackward0", "self", aten.upsample_linear1d.default, *_ALIGNED, *_SCALES[1])
