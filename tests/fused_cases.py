@@ -374,6 +374,12 @@ def check_what_tells_chains_apart() -> None:
     with fused.off():
         expected, _ = negated._rebuild({}, 0)
     assert torch.equal(negated._rebuild({}, 0)[0], expected)
+    branches(x, y)._rebuild({}, 0)
+    branches(x, y)._rebuild({}, 0)
+    key = (root := branches(x, y)).function, root.layout
+    assert fused._patterns[key][0].match(root, {}, 0) is not None  # what is met most often is tried first
+    lone = made("ReluBackward0", made("ViewBackward0", kept(x), torch.Size((4, 128))), like=x.view(4, 128))
+    assert _gathered(lambda: [lone._rebuild({}, 0) for _ in range(STEPS)]) == 0  # a view of what is kept is no work
     known = branches(x, y)
     known.inputs[0].inputs[0].memo = torch.zeros(8, 64)
     assert _gathered(lambda: known._rebuild({}, 0)) == 1  # it is held already, and read
