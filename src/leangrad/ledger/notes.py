@@ -164,7 +164,7 @@ def _batch_norm(names: str) -> Handler:
         elif mean is not None and out.grad_fn is not None and out.nbytes >= notes.book.min_bytes:
             for name, statistic in (("fixed_mean", mean), ("fixed_var", var)):
                 out.grad_fn.metadata[NOTE][name] = _copy_of(statistic)
-        if mean is not None and out.grad_fn is not None and not (mean.is_contiguous() and var.is_contiguous()):
+        if out.grad_fn is not None and not all(s is None or s.is_contiguous() for s in (mean, var)):
             out.grad_fn.metadata[OPAQUE] = True  # ATen has another formula for them, and a replay does not pass them
         return out
 

@@ -349,14 +349,10 @@ class Form:
 
 
 def _place_of(kind: type, name: str) -> Constant:
-    if name[0] == "@":
-        return FACT, name[1:], name
-    if name[0] == "?":
-        return NOTED, name[1:], name
-    if name[0] == "=":
-        return READ, "_raw_saved_" + name[1:], name[1:]
-    if name[0] == "~":
-        return STATISTIC, "_raw_saved_" + name[1:], name[1:]
+    if name[0] in "@?":
+        return {"@": FACT, "?": NOTED}[name[0]], name[1:], name
+    if name[0] in "=~":
+        return {"=": READ, "~": STATISTIC}[name[0]], "_raw_saved_" + name[1:], name[1:]
     if hasattr(kind, "_raw_saved_" + name):
         return SAVED, "_raw_saved_" + name, name
     if hasattr(kind, "_saved_" + name):
