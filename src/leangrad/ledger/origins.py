@@ -85,8 +85,8 @@ def enter(node: Node, nr: int, value: Value) -> None:
 def join(node: Node, nr: int, value: Value) -> None:
     """Let the values of outputs 0 and 1 of ``node`` know each other: rebuilding one gives the other as well."""
     ref = node.metadata.get(VALUES[1 - nr]) if nr < 2 else None
-    other: Value | None = ref() if ref is not None else None
-    if other is not None:
+    other: Value | Seen | None = ref() if ref is not None else None
+    if type(other) is Value:  # a view is rebuilt with its base
         value.kin, other.kin = weakref.ref(other), weakref.ref(value)
 
 
