@@ -266,6 +266,23 @@ def test_small_weights_keep_their_input(beta_over_gamma: float, dtype: torch.dty
         assert (error <= 4 * own + 8 * eps * size + eps * 1e-2).all(), (error, own)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_bias_without_a_weight(dtype: torch.dtype) -> None:
+    """Somebody set the weight to None: next to a large β nothing of x̂ is left in the output."""
+    layer = InPlaceABN(4, activation="identity")
+    layer.weight = None
+    assert layer.bias is not None
+    with torch.no_grad():
+        layer.bias.copy_(torch.tensor([0.1, 1e5, -1e3, 5.0]))
+    x, dz = torch.randn(8, 4, 5, 5).to(dtype), torch.randn(8, 4, 5, 5).to(dtype)
+    mine, plain = x.clone().requires_grad_(), x.double().requires_grad_()
+    (dx,) = torch.autograd.grad(layer(mine * 1), mine, dz)
+    expected = F.batch_norm(plain, None, None, None, layer.bias.double(), training=True)
+    (want,) = torch.autograd.grad(expected, plain, dz.double())
+    error = (dx - want).abs().max()
+    assert error < 8 * torch.finfo(dtype).eps * want.abs().max()
+
+
 def test_bad_input() -> None:
     layer = InPlaceABN(3)
     with pytest.raises(ValueError, match=r"shape \(N, 3, ...\).*got \(2, 4, 5, 5\)"):

@@ -85,6 +85,7 @@ def dropout(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
         if inplace and training and p > 0 and not recorded:
             after_change(notes, x)
         return out
+    p = float(p)  # as ATen reads it: ``1 - p`` of a NumPy scalar or a tensor is rounded to the dtype of that
     with rng.one_at_a_time:
         state = rng.state_of(x.device)
         out = func(*args, **kwargs)
@@ -140,6 +141,7 @@ def dropout_inside(name: str, place: int, inner: Handler) -> Handler:
         device = args[0].device if args and isinstance(args[0], Tensor) else None
         if not 0 < p < 1 or device is None or device.type != "cpu" or not torch.is_grad_enabled():
             return inner(notes, func, args, kwargs)
+        p = float(p)  # as above
         with rng.one_at_a_time:
             state = rng.state_of(device)
             out = inner(notes, func, args, kwargs)

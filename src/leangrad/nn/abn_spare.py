@@ -132,9 +132,10 @@ def note_backward(answer: Answer | None) -> None:
 
 
 def ask(layer: Any, weight: Tensor | None, bias: Tensor | None, limits: Limits) -> Answer | None:
-    """Ask which channels of `layer` cannot be inverted, if nobody did; None if it has no weights, and all can be."""
+    """Ask which channels of `layer` cannot be inverted, if nobody did; None if it has neither weight nor bias."""
     if weight is None:
-        return None  # γ = 1, β = 0
+        # γ = 1; and β = 0, unless somebody took the weight alone away.
+        return None if bias is None else Answer(torch.ones_like(bias), bias, limits)
     if not (weight.is_cuda or INTERPRETED):
         return Answer(weight, bias, limits)
     place = (weight.get_device(), 0 if INTERPRETED else raw_stream(weight.device))

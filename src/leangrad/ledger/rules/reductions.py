@@ -154,7 +154,13 @@ def _batch_norm(
 ) -> Tensor:
     # Or the statistics of the batch again, with no running statistics to touch: the same bits, and no state changes.
     applied = shorter.batch_norm(x, weight, bias, mean, inverse)
-    return whole_batch_norm(x, weight, bias, eps)[0] if applied is None else applied
+    if applied is not None:
+        return applied
+    if weight is None and bias is None and mean is not None and mean.dtype != x.dtype and x.is_cpu:
+        # Only the running statistics told ATen to compute in float32: others in their stead do.
+        unused = torch.zeros_like(mean)
+        return torch.native_batch_norm(x, None, None, unused, unused.clone(), True, 0.0, eps)[0]
+    return whole_batch_norm(x, weight, bias, eps)[0]
 
 
 def _cudnn_batch_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, *statistics: Tensor) -> Tensor:
