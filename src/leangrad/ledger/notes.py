@@ -161,8 +161,6 @@ def _batch_norm(names: str) -> Handler:
         if mean is not None and trains:
             if not Operand.noted.isdisjoint((id(mean), id(var))):
                 notes.book.fence = _torch.next_sequence_nr()
-            if out.grad_fn is not None and not (mean.is_contiguous() and var.is_contiguous()):
-                out.grad_fn.metadata[OPAQUE] = True  # ATen takes another formula then; a replay would not
         elif mean is not None and out.grad_fn is not None and out.nbytes >= notes.book.min_bytes:
             for name, statistic in (("fixed_mean", mean), ("fixed_var", var)):
                 out.grad_fn.metadata[NOTE][name] = _copy_of(statistic)
