@@ -21,9 +21,9 @@ from leangrad.ledger.assembly import PROOFS, Plan
 from leangrad.ledger.builder import RefusedError, find_terms
 from leangrad.ledger.chain import MAX_STREAMS
 from leangrad.ledger.exact import same_bits
+from leangrad.ledger.memos import memos
 from leangrad.ledger.rules import RULES
 from leangrad.ledger.value import Value
-from leangrad.ledger.value import _memos as memos
 
 f32, bf16, f16 = torch.float32, torch.bfloat16, torch.float16
 STEPS = 3 + PROOFS
@@ -374,6 +374,12 @@ def check_what_tells_chains_apart() -> None:
     with fused.off():
         expected, _ = negated._rebuild({}, 0)
     assert torch.equal(negated._rebuild({}, 0)[0], expected)
+    branches(x, y)._rebuild({}, 0)
+    branches(x, y)._rebuild({}, 0)
+    key = (root := branches(x, y)).function, root.layout
+    assert fused._patterns[key][0].match(root, {}, 0) is not None  # what is met most often is tried first
+    lone = made("ReluBackward0", made("ViewBackward0", kept(x), torch.Size((4, 128))), like=x.view(4, 128))
+    assert _gathered(lambda: [lone._rebuild({}, 0) for _ in range(STEPS)]) == 0  # a view of what is kept is no work
     known = branches(x, y)
     known.inputs[0].inputs[0].memo = torch.zeros(8, 64)
     assert _gathered(lambda: known._rebuild({}, 0)) == 1  # it is held already, and read

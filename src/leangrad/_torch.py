@@ -75,22 +75,20 @@ def transforms_active() -> bool:
     return False if _transforms_active is None else _transforms_active()
 
 
-_graph_task_id: Callable[[], int] | None = getattr(torch._C, "_current_graph_task_id", None)
+# A number for the backward pass that runs on this thread; -1 outside of one, or where torch does not tell.
+graph_task: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)
 
 
-def graph_task() -> int:
-    """A number for the backward pass that runs on this thread; -1 outside of one, or where torch does not tell."""
-    return _graph_task_id() if _graph_task_id is not None else -1
+def _stream_of(index: int) -> int:
+    return int(torch.cuda.current_stream(index).cuda_stream)
 
 
-_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+_raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _stream_of)
 
 
 def raw_stream(device: torch.device) -> int:
     """The current CUDA stream of ``device`` as a number."""
-    if _raw_stream is not None:
-        return int(_raw_stream(device.index))
-    return int(torch.cuda.current_stream(device).cuda_stream)
+    return _raw_stream(device.index)
 
 
 def engine_reaches(node: object) -> bool | None:
@@ -445,12 +443,8 @@ def fused_rms_norm_backward(
     return dx, dweight if needs_dweight else None
 
 
-_dispatch_modes: Callable[[], int] | None = getattr(torch._C, "_len_torch_dispatch_stack", None)
-
-
-def dispatch_modes_active() -> bool:
-    """Whether a `TorchDispatchMode` listens, to whom every op has to be shown; False where torch does not tell."""
-    return _dispatch_modes is not None and _dispatch_modes() > 0
+# How many `TorchDispatchMode`s listen, to whom every op has to be shown; 0 where torch does not tell.
+dispatch_modes_active: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
 
 
 def storage_holders(tensor: Tensor) -> int | None:
@@ -555,12 +549,8 @@ def norm_tensors(norm: torch.nn.Module) -> tuple[Tensor | None, ...]:
         return tuple(getattr(norm, name) for name in names)
 
 
-_any_autocast: Callable[[], bool] | None = getattr(torch._C, "_is_any_autocast_enabled", None)
-
-
-def autocast_may_be_on() -> bool:
-    """Whether autocast is on for some kind of device; True where torch does not tell."""
-    return True if _any_autocast is None else _any_autocast()
+# Whether autocast is on for some kind of device; True where torch does not tell.
+autocast_may_be_on: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 
 
 def registries(module: torch.nn.Module) -> list[dict[str, Any]] | None:

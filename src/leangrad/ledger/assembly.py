@@ -7,9 +7,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, empty_strided
 
 from leangrad import kernels
+from leangrad._torch import raw_stream
 from leangrad.kernels.launch import stream_for
 from leangrad.kernels.pointwise import BLOCK, Kernel, Program, compiled
 from leangrad.ledger.builder import Builder, Layout, RefusedError, Slot, numbers_of
@@ -51,7 +52,7 @@ class Plan:
     scalars     which of the chain's numbers, and whether each is inverted
     outputs     shape, strides and dtype of each; the last is the root
     uses        how often the chain itself reads each
-    over        a leaf that each may be written over, if that is owned; else −1
+    rooms       the same, and before it a leaf that each may be written over, if that is owned; else −1
     """
 
     def __init__(self, chain: Chain, leaves: list[Tensor], variant: int = 0) -> None:
@@ -75,9 +76,9 @@ class Plan:
         self.outputs = [(*layouts[j], slots[k].dtype or torch.float32) for j, k in enumerate(chain.outputs)]
         wide = max(self.n, *(_reach(leaves[k]) for k in self.leaves)) >= 2**31 - BLOCK
         self.kernel: Kernel = _compiled(chain, program, wide)
-        self.device = leaves[0].device
+        self.device, self.on_cuda = leaves[0].device, leaves[0].is_cuda
         self.launch = self.kernel.launcher(self.device, self.n)
-        self.over = self._find_over(builder, leaves)
+        self.rooms = [(k, *o) for k, o in zip(self._find_over(builder, leaves), self.outputs, strict=True)]
         varies = any(step.op in VARIANTS for step in program.steps)
         self.proof = _proofs.setdefault((program, shape, stride) if varies else program, Proof())
         self.launches = 0
@@ -96,14 +97,22 @@ class Plan:
             found.append(fitting[0] if fitting else -1)
         return found
 
-    def run(self, leaves: Sequence[Tensor], owned: Sequence[bool], scalars: list[float]) -> list[Tensor]:
-        """The outputs of the program, in memory that nobody else sees."""
+    def stream(self) -> int:
+        """The current stream of its device: that of all leaves."""
+        return raw_stream(self.device) if self.on_cuda else 0
+
+    def run(self, leaves: Sequence[Tensor], owned: Sequence[bool] | None, scalars: list[float]) -> list[Tensor]:
+        """The outputs of the program, in memory that nobody else sees; ``owned`` None: of the leaves none is."""
+        device = self.device
         outputs = [
-            leaves[k] if k >= 0 and owned[k] else torch.empty_strided(s, t, dtype=d, device=self.device)
-            for k, (s, t, d) in zip(self.over, self.outputs, strict=True)
+            leaves[k]
+            if owned is not None and k >= 0 and owned[k]
+            else empty_strided(shape, stride, dtype=dtype, device=device)
+            for k, shape, stride, dtype in self.rooms
         ]
-        tensors = (*(leaves[k] for k in self.leaves), *outputs)
-        self.launch(stream_for(self.device), tensors, tuple(numbers_of(self.scalars, scalars)))
+        tensors = (*[leaves[k] for k in self.leaves], *outputs)
+        numbers = tuple(numbers_of(self.scalars, scalars)) if self.scalars else ()
+        self.launch(stream_for(device), tensors, numbers)
         self.launches += 1
         return outputs
 

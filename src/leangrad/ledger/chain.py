@@ -32,7 +32,14 @@ def may_chain(root: Value) -> bool:
         return False
     if WEIGHTS[function] > 1 or is_mixed(root):
         return True
-    return any(v.tensor is None and v.function in TABLE for v in root.inputs)
+    return any(map(_is_computed, root.inputs))
+
+
+def _is_computed(value: Value) -> bool:
+    """Whether an op of the table, or a view of what one made, has to be replayed; a view of what is kept is no work."""
+    while value.tensor is None and value.function in VIEWS:
+        value = value.inputs[0]
+    return value.tensor is None and value.function in TABLE
 
 
 def is_mixed(value: Value) -> bool:

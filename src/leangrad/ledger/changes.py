@@ -34,7 +34,9 @@ def before_change(notes: Notes, target: Any) -> None:
         if book.watched_parameters:
             owner = target._base
             _move(book.watched_parameters.pop(id(target if owner is None else owner), None))
-        if not (target.requires_grad and torch.is_grad_enabled()) and not _is_private(target):
+        if not (target.requires_grad and torch.is_grad_enabled()):
+            if _is_private(target):
+                return
             _watch_all(book)
             book.rewritten[_memory_of(target)] = _torch.next_sequence_nr()
         if book.watched_memory:
@@ -97,6 +99,16 @@ def _is_private(tensor: Tensor) -> bool:
     """Whether no parameter and no tensor of the graph can lie in this memory."""
     owner = tensor if tensor._base is None else tensor._base
     return not tensor.requires_grad and not owner.requires_grad and not _torch.storage_is_shared(tensor)
+
+
+def _is_nobodys(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a change of ``target`` concerns no recipe: a counter of batches, which half of all changes are.
+
+    No gradient flows into it, and nobody else sees its memory; what a recipe reads is seen by the recipe.
+    """
+    if not isinstance(target, Tensor) or target.requires_grad or (kwargs and _needs_gradient(tuple(kwargs.values()))):
+        return False
+    return not _needs_gradient(args) and _is_private(target)
 
 
 def _node_of(tensor: Any) -> Any:
@@ -163,6 +175,8 @@ def mutating(names: str = "", choose: str | None = None) -> Handler:
                 leave_note(out, names_, args, kwargs)
             return out
         target = args[0] if args else next((kwargs[k] for k in ("input", "tensor", "self") if k in kwargs), None)
+        if _is_nobodys(target, args, kwargs):
+            return func(*args, **kwargs)
         before_change(notes, target)
         overlaps = _overlaps(target, args, kwargs)
         note = constants_of(names_, args, kwargs) if names_ and not overlaps and _needs_gradient(args) else None

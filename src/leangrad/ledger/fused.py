@@ -29,13 +29,15 @@ import torch
 from torch import Tensor
 
 from leangrad import _torch
+from leangrad._torch import dispatch_modes_active
 from leangrad.ledger.assembly import PROOFS, CutError, InexactError, Plan
 from leangrad.ledger.builder import RefusedError
 from leangrad.ledger.chain import TABLE, Chain, Taken, may_chain
 from leangrad.ledger.lowering import LOWERINGS, NORMS, VARIANTS
+from leangrad.ledger.memos import remember
 from leangrad.ledger.pattern import AGAIN, Found, Pattern, UnlikeError
 from leangrad.ledger.rules import RULES
-from leangrad.ledger.value import Value, _remember, _stream
+from leangrad.ledger.value import Value, _stream
 
 MIN_BYTES = 32 * 1024  # below this a launch costs more than the passes over memory that it saves
 MAX_PLANS = 4096
@@ -49,13 +51,19 @@ _patterns: dict[Key, tuple[Pattern, ...]] = {}  # by the function and the layout
 _refused: dict[Key, str] = {}  # why a chain is replayed op by op
 _cuts: dict[Key, int] = {}  # the number of the value at which a chain has to end
 _lock = threading.RLock()  # one thread at a time makes and proves programs
-_local = threading.local()  # ``off``: this thread replays op by op
+
+
+class _Local(threading.local):
+    off = False  # this thread replays op by op
+
+
+_local = _Local()
 
 
 @contextlib.contextmanager
 def off() -> Iterator[None]:
     """Replay op by op in this thread: to compare."""
-    before = getattr(_local, "off", False)
+    before = _local.off
     _local.off = True
     try:
         yield
@@ -65,13 +73,31 @@ def off() -> Iterator[None]:
 
 def replay(root: Value, made: dict[int, Tensor], task: int) -> tuple[Tensor, bool] | None:
     """Rebuild ``root`` by one kernel for its chain; None where it has to be replayed op by op."""
-    if not may_chain(root) or (root.layout is not None and root.nbytes < MIN_BYTES):
+    if _local.off or dispatch_modes_active():
         return None
-    if getattr(_local, "off", False) or _torch.dispatch_modes_active():
+    pattern, found = _known(root, made, task)
+    if pattern is None or found is None:
+        return _gather(root, made, task, {}) if _may_pay(root) else None
+    plan = pattern.plan
+    if plan is None:
         return None
+    if pattern.is_kept and not plan.proof.missing:  # half of all: nothing has to be made first, and none is owned
+        stream = plan.stream()
+        return _run(pattern, found, [v.anchor(stream) for v in found.leaves], None, task)
+    return _replay_in_turns(root, made, task, pattern, found)
+
+
+def _may_pay(root: Value) -> bool:
+    """Whether a chain could be worth a program, at a glance. What matches a pattern has passed this before."""
+    return may_chain(root) and (root.layout is None or root.nbytes >= MIN_BYTES)
+
+
+def _replay_in_turns(
+    root: Value, made: dict[int, Tensor], task: int, pattern: Pattern | None, found: Found | None
+) -> tuple[Tensor, bool] | None:
+    """The same for a chain whose leaves are not all kept: to take one may make the chain another one."""
     taken: Taken = {}
     for _ in range(MAX_TURNS):
-        pattern, found = _known(root, made, task)
         if pattern is None or found is None:
             break
         plan = pattern.plan
@@ -81,19 +107,32 @@ def replay(root: Value, made: dict[int, Tensor], task: int) -> tuple[Tensor, boo
         if plan is not AGAIN and plan.proof.missing:
             break
         if pattern.take(found, made, task, taken):
-            leaves, owned = zip(*(taken.pop(v) for v in found.leaves), strict=True)
+            leaves, owned = pattern.tensors(found, taken)
             _give_back(taken, task)
-            outputs = plan.run(leaves, owned, found.scalars)
-            _hold([found.values[k] for k in pattern.outputs], plan.uses, outputs, task)
-            return outputs[-1], True
+            return _run(pattern, found, leaves, owned, task)
+        pattern, found = _known(root, made, task)
     return _gather(root, made, task, taken)
+
+
+def _run(
+    pattern: Pattern, found: Found, leaves: Sequence[Tensor], owned: Sequence[bool] | None, task: int
+) -> tuple[Tensor, bool]:
+    outputs = pattern.plan.run(leaves, owned, found.scalars)
+    if pattern.outputs:
+        _hold([found.values[k] for k in pattern.outputs], pattern.plan.uses, outputs, task)
+    return outputs[-1], True
 
 
 def _known(root: Value, made: dict[int, Tensor], task: int) -> tuple[Pattern | None, Found | None]:
     """The pattern of the chain under ``root``, and its values: see [Note: known again]."""
-    for pattern in _patterns.get((root.function, root.layout), ()):
+    key = root.function, root.layout
+    known = _patterns.get(key, ())
+    for pattern in known:
         found = pattern.match(root, made, task)
         if found is not None:
+            pattern.hits += 1
+            if pattern.hits > known[0].hits:  # what is met most often is tried first
+                _patterns[key] = (pattern, *[p for p in known if p is not pattern])
             return pattern, found
     return None, None
 
@@ -128,7 +167,8 @@ def _gather(root: Value, made: dict[int, Tensor], task: int, taken: Taken) -> tu
     _give_back(taken, task)
     outputs = plan.run(leaves, owned, chain.scalars)
     _know(chain, at_hand, leaves, plan)
-    _hold([chain.values[k] for k in chain.outputs[:-1]], plan.uses, outputs, task)
+    if len(outputs) > 1:
+        _hold([chain.values[k] for k in chain.outputs[:-1]], plan.uses, outputs, task)
     return outputs[-1], True
 
 
@@ -140,10 +180,10 @@ def _give_back(taken: Taken, task: int) -> None:
 
 def _hold(values: list[Value], uses: list[int], outputs: list[Tensor], task: int) -> None:
     """Leave the outputs of a program, but for the last, with their values: see [Note: what a launch leaves]."""
-    stream = _stream(outputs[-1]) if values else 0
+    stream = _stream(outputs[-1])
     for value, used, tensor in zip(values, uses, outputs, strict=False):
         value.memo, value.memo_stream, value.takes = tensor, stream, used
-        _remember(value, task)
+        remember(value, task)
 
 
 def _know(chain: Chain, at_hand: list[bool], leaves: Sequence[Tensor | None], plan: Any) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
 from torch.autograd.graph import saved_tensors_hooks
 
 from leangrad import _torch
+from leangrad._torch import autocast_may_be_on
 from leangrad.errors import ChangedError
-from leangrad.ledger.cast import Packed
+from leangrad.ledger.cast import Cast, Packed
+from leangrad.ledger.seen import Seen
 from leangrad.ledger.value import Bare, Value, changed
 
 AUTOCAST_DEVICES = ("cuda", "cpu") if torch.backends.cuda.is_built() else ("cpu",)
@@ -69,11 +72,15 @@ def unpack(packed: Packed) -> Tensor:
     tensor = packed.tensor
     if tensor is not None and type(packed) is Value and tensor._version == packed.version:
         return tensor
-    if torch.is_grad_enabled():
-        with torch.no_grad():
-            return unpack(packed)
-    for device in AUTOCAST_DEVICES:
-        if torch.is_autocast_enabled(device):
-            with torch.autocast(device, enabled=False):
-                return unpack(packed)
+    if is_grad_enabled() or autocast_may_be_on():
+        return _read_aside(packed)
     return packed.read()
+
+
+def _read_aside(packed: Value | Cast | Seen) -> Tensor:
+    """A replay runs without gradients and without autocast, also where backward was called with them."""
+    with torch.no_grad(), contextlib.ExitStack() as stack:
+        for device in AUTOCAST_DEVICES:
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        return packed.read()

@@ -146,20 +146,12 @@ def _group_norm(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str
 def _batch_norm(names: str) -> Handler:
     """In training batch norm changes its running statistics below every version counter; in eval it reads them."""
     names_ = tuple(names.split())
-    at_mean, at_var, at_trains, at_weight, at_bias = (
-        names_.index(n) for n in ("running_mean", "running_var", "training", "weight", "bias")
-    )
 
     def handler(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if len(args) == len(names_):
-            mean, var, trains, weight, bias = (
-                args[at_mean], args[at_var], args[at_trains], args[at_weight], args[at_bias],
-            )  # fmt: skip
-        else:
-            given = {**dict(zip(names_, args, strict=False)), **kwargs}
-            mean, var, trains, weight, bias = (
-                given.get(n) for n in ("running_mean", "running_var", "training", "weight", "bias")
-            )
+        given = dict(zip(names_, args, strict=False))
+        given.update(kwargs)
+        mean, var, trains = given.get("running_mean"), given.get("running_var"), given.get("training")
+        weight, bias = given.get("weight"), given.get("bias")
         if mean is not None and trains:
             before_change(notes, mean)
             before_change(notes, var)
@@ -172,7 +164,7 @@ def _batch_norm(names: str) -> Handler:
         elif mean is not None and out.grad_fn is not None and out.nbytes >= notes.book.min_bytes:
             for name, statistic in (("fixed_mean", mean), ("fixed_var", var)):
                 out.grad_fn.metadata[NOTE][name] = _copy_of(statistic)
-        if mean is not None and out.grad_fn is not None and not (mean.is_contiguous() and var.is_contiguous()):
+        if out.grad_fn is not None and not all(s is None or s.is_contiguous() for s in (mean, var)):
             out.grad_fn.metadata[OPAQUE] = True  # ATen has another formula for them, and a replay does not pass them
         return out
 

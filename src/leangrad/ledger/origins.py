@@ -85,8 +85,8 @@ def enter(node: Node, nr: int, value: Value) -> None:
 def join(node: Node, nr: int, value: Value) -> None:
     """Let the values of outputs 0 and 1 of ``node`` know each other: rebuilding one gives the other as well."""
     ref = node.metadata.get(VALUES[1 - nr]) if nr < 2 else None
-    other: Value | None = ref() if ref is not None else None
-    if other is not None:
+    other: Value | Seen | None = ref() if ref is not None else None
+    if type(other) is Value:  # a view is rebuilt with its base
         value.kin, other.kin = weakref.ref(other), weakref.ref(value)
 
 
@@ -349,14 +349,10 @@ class Form:
 
 
 def _place_of(kind: type, name: str) -> Constant:
-    if name[0] == "@":
-        return FACT, name[1:], name
-    if name[0] == "?":
-        return NOTED, name[1:], name
-    if name[0] == "=":
-        return READ, "_raw_saved_" + name[1:], name[1:]
-    if name[0] == "~":
-        return STATISTIC, "_raw_saved_" + name[1:], name[1:]
+    if name[0] in "@?":
+        return {"@": FACT, "?": NOTED}[name[0]], name[1:], name
+    if name[0] in "=~":
+        return {"=": READ, "~": STATISTIC}[name[0]], "_raw_saved_" + name[1:], name[1:]
     if hasattr(kind, "_raw_saved_" + name):
         return SAVED, "_raw_saved_" + name, name
     if hasattr(kind, "_saved_" + name):

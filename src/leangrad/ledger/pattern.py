@@ -23,7 +23,7 @@ from leangrad.ledger.chain import TABLE, Chain, Taken, is_number
 from leangrad.ledger.lowering import STATIC
 from leangrad.ledger.value import Value
 
-Kind = tuple[torch.dtype, torch.Size, tuple[int, ...], int, bool]
+Kind = tuple[torch.dtype, torch.Size, tuple[int, ...], bool, int, bool]
 Places = tuple[tuple[int, int], ...]
 PLAIN = (int, float, bool, str, type(None), tuple, torch.Size, torch.dtype, torch.memory_format, torch.layout)
 AGAIN = object()  # in the place of a plan: see ``Pattern``
@@ -63,10 +63,22 @@ class Pattern:
 
     ``plan`` None: they are replayed op by op. AGAIN: to rebuild their leaves makes values of the chain too, so that it
     is another one then. ``at_hand``: of each leaf, whether it was made before the leaves were taken; ``leaves``: their
-    tensors, where they are known.
+    tensors, where they are known; ``is_kept``: a plan serves them, and all of its leaves are kept.
     """
 
-    __slots__ = ("at_hand", "kept", "kinds", "outputs", "plan", "rows", "scalars", "unmade")
+    __slots__ = (
+        "at_hand",
+        "hits",
+        "is_kept",
+        "kept",
+        "kinds",
+        "outputs",
+        "plan",
+        "rows",
+        "scalars",
+        "unkept",
+        "unmade",
+    )
 
     def __init__(self, chain: Chain, at_hand: list[bool], leaves: Sequence[Tensor | None], plan: Any) -> None:
         last = len(chain.values) - 1
@@ -76,8 +88,11 @@ class Pattern:
         self.outputs = [last - k for k in chain.outputs[:-1]]  # rows
         self.kinds = [None if t is None else kind_of(t) for t in leaves]
         self.kept = [v.tensor is not None for v in chain.leaves]
+        self.is_kept = all(self.kept) and plan is not None and plan is not AGAIN
         self.at_hand = [(v.function in TABLE, made) for v, made in zip(chain.leaves, at_hand, strict=True)]
+        self.unkept = [k for k, kept in enumerate(self.kept) if not kept]
         self.unmade = [k for k, made in enumerate(at_hand) if not made]
+        self.hits = 0
 
     def match(self, root: Value, made: dict[int, Tensor], task: int) -> Found | None:
         """The values of the chain under ``root``, if it is like this one."""
@@ -126,21 +141,37 @@ class Pattern:
         return Found(values, leaves, scalars) if len(set(leaves)) == len(leaves) else None
 
     def take(self, found: Found, made: dict[int, Tensor], task: int, taken: Taken) -> bool:
-        """Take the leaves, as ``Chain.take`` does; False if the chain is another one now, or a leaf of another kind."""
+        """Take the leaves that are not kept, as ``Chain.take`` does.
+
+        False if the chain is another one now, or a leaf of another kind.
+        """
+        leaves = found.leaves
         for k in self.unmade:
-            v = found.leaves[k]
+            v = leaves[k]
             if v not in taken:
                 taken[v] = v._take(made, task)
-                if any(inner.memo is not None or id(inner) in made for inner in found.values[1:]):
-                    return False
+                for inner in found.values[1:]:
+                    if inner.memo is not None or id(inner) in made:
+                        return False
         if self.plan is AGAIN:
             return False
-        for k, v in enumerate(found.leaves):
+        for k in self.unkept:
+            v = leaves[k]
             if v not in taken:
                 taken[v] = v._take(made, task)
-            if not self.kept[k] and not self._fits(taken[v][0], k):
+            if not self._fits(taken[v][0], k):
                 return False
         return True
+
+    def tensors(self, found: Found, taken: Taken) -> tuple[list[Tensor], list[bool]]:
+        """The tensors of the leaves, and whether each is owned; those that are not kept come out of ``taken``."""
+        tensors, owned = [], []
+        stream = self.plan.stream()
+        for v, kept in zip(found.leaves, self.kept, strict=True):
+            tensor, free = (v.anchor(stream), False) if kept else taken.pop(v)
+            tensors.append(tensor)
+            owned.append(free)
+        return tensors, owned
 
     def _is_like(self, leaf: Value, k: int, made: dict[int, Tensor]) -> bool:
         """Whether ``leaf`` is of the kind of leaf k, and where it is not kept, is no more and no less at hand."""
@@ -154,11 +185,11 @@ class Pattern:
         kind = self.kinds[k]
         if kind is None:
             return False
-        dtype, shape, stride, device, may_be_negated = kind
+        dtype, shape, stride, contiguous, device, may_be_negated = kind
         return (
             tensor.dtype is dtype
             and tensor.shape == shape
-            and tensor.stride() == stride
+            and (tensor.is_contiguous() if contiguous else tensor.stride() == stride)
             and tensor.get_device() == device
             and not (may_be_negated and tensor.is_neg())
         )
@@ -167,10 +198,12 @@ class Pattern:
 def kind_of(tensor: Tensor) -> Kind:
     """What a program depends on in a tensor that it reads; the last says that it may be a part of a complex one.
 
-    Such a part may be negated only when it is read, which no program does. Its strides are all even.
+    Such a part may be negated only when it is read, which no program does. Its strides are all even. The fourth says
+    that to be contiguous means these very strides, and is sooner asked; a dimension of size 1 may have any stride.
     """
-    stride = tensor.stride()
-    return tensor.dtype, tensor.shape, stride, tensor.get_device(), not any(s % 2 for s in stride)
+    shape, stride = tensor.shape, tensor.stride()
+    contiguous = tensor.is_contiguous() and all(n > 1 for n in shape)
+    return tensor.dtype, shape, stride, contiguous, tensor.get_device(), not any(s % 2 for s in stride)
 
 
 def _rows(chain: Chain) -> list[Row]:

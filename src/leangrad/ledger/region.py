@@ -201,9 +201,9 @@ class Region:
         nr = tensor.output_nr
         key = VALUES[nr] if nr < 64 else key_of(nr)
         ref = metadata.get(key)
-        value: Value | None = ref() if ref is not None else None
+        value: Value | Seen | None = ref() if ref is not None else None
         fresh = OPAQUE not in metadata and node._sequence_nr() >= self.fence
-        if value is not None:
+        if type(value) is Value:
             if value.tensor is not None:
                 if value.version == tensor._version and (fresh or value.before is None):
                     self._share(value)
@@ -236,13 +236,19 @@ class Region:
         metadata = node.metadata
         if OPAQUE in metadata or node._sequence_nr() < self.fence or type(tensor) not in PLAIN_TYPES:
             return self._kept(tensor, type(node).__name__)
+        key = key_of(tensor.output_nr)
         found: Value | Seen
         if base.grad_fn is None or base.dtype != tensor.dtype or tensor.is_conj() or tensor.is_neg():
+            ref = metadata.get(key)
+            known = ref() if ref is not None else None
+            if type(known) is Value and known.tensor is None and known.function is not None and not known.blocked:
+                self._share(known)
+                return known
             found = self._kept(tensor, type(node).__name__, free=base.grad_fn is None)
             self.anchors.append(weakref.ref(found))
         else:
             found = Seen(self._value(base), tensor, base)
-        metadata[key_of(tensor.output_nr)] = weakref.ref(found)
+        metadata[key] = weakref.ref(found)
         return found
 
     def _cast(self, tensor: Tensor, owner: Tensor) -> Cast | None:

@@ -18,11 +18,14 @@ import torch
 from torch import Tensor
 
 from leangrad import _torch, kernels
+from leangrad._torch import graph_task
 from leangrad.errors import ChangedError, LeangradError
+from leangrad.ledger.memos import remember
 from leangrad.ledger.overwriting import overwrite
 from leangrad.ledger.waiting import blocking
 
 Layout = tuple[torch.Size, tuple[int, ...]]
+UNKNOWN = -1  # a stream that has not been asked for
 
 
 @final
@@ -205,13 +208,32 @@ class Value:
         if self.before is not None and self.tensor is not None:  # only recipes read what it was
             self._check(self.tensor)
             return self.tensor
-        task = _torch.graph_task()
+        task = graph_task()
         if task != self.task:
             self.task, self.reads = task, 0
         self.reads += 1
         tensor, _ = self._take({}, task)
-        if self.reads >= self.readers and not self._is_held():
+        if self.memo is not None and self.reads >= self.readers and not self._is_held():
             self.memo = None
+        return tensor
+
+    def anchor(self, stream: int = UNKNOWN) -> Tensor:
+        """The tensor of a kept value, for a recipe that runs on ``stream``, where that was asked before."""
+        tensor = self.tensor
+        assert tensor is not None
+        if self.before is not None:
+            return self.before
+        if tensor._version != self.version:
+            self._check(tensor)
+        if self.op == "leaf":
+            if not is_there(tensor):
+                raise LeangradError(
+                    f"a recipe needs a parameter, {tensor.dtype} {list(tensor.shape)}, whose memory was freed after "
+                    "forward. With sharded parameters call leangrad.lean on the module that was given to fully_shard."
+                )
+        elif self.stream != stream and not self.free and tensor.is_cuda and self.stream != _stream(tensor):
+            # The allocator must not hand this memory out again before the recipe on this stream has read it.
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
         return tensor
 
     def _check(self, tensor: Tensor) -> None:
@@ -227,27 +249,15 @@ class Value:
         nobody reads but the next: each link would be rebuilt from the first, and the sums grow as the square.
         """
         parents = self.parents
-        return parents >= MANY or (parents > 1 and self.depth > 0 and not self.readers)
+        return parents > 1 and (parents >= MANY or (self.depth > 0 and not self.readers))
 
     def _take(self, made: dict[int, Tensor], task: int) -> tuple[Tensor, bool]:
         """The tensor, and whether it is owned: made just now, held by nobody else, free to be overwritten.
 
         ``made``: what this rebuild has made so far and will read again.
         """
-        tensor = self.tensor
-        if tensor is not None:
-            if self.before is not None:
-                return self.before, False
-            self._check(tensor)
-            if self.op == "leaf" and not is_there(tensor):
-                raise LeangradError(
-                    f"a recipe needs a parameter, {tensor.dtype} {list(tensor.shape)}, whose memory was freed after "
-                    "forward. With sharded parameters call leangrad.lean on the module that was given to fully_shard."
-                )
-            if tensor.is_cuda and not self.free and self.stream != _stream(tensor):
-                # The allocator must not hand this memory out again before the recipe on this stream has read it.
-                tensor.record_stream(torch.cuda.current_stream(tensor.device))
-            return tensor, False
+        if self.tensor is not None:
+            return self.anchor(), False
         memo = self.memo
         if memo is not None and self.memo_stream == _stream(memo):
             if self._is_held():
@@ -255,16 +265,17 @@ class Value:
                 if self.takes >= self.parents + self.readers and self.reads >= self.readers:
                     self.memo = None
             return memo, False
-        if self.parents > 1 and id(self) in made:
+        shared = self.parents > 1
+        if shared and id(self) in made:
             return made[id(self)], False
         tensor, owned = self._rebuild(made, task)
-        if self._is_held() or (self.readers and (self.reads < self.readers or self.task != task)):
+        if (self.readers and (self.reads < self.readers or self.task != task)) or (shared and self._is_held()):
             # [Note: a memo belongs to one stream] Backward of each op runs on the stream of its forward. What was
             # rebuilt on one stream is not ready on another, so another stream rebuilds it for itself.
             self.memo, self.memo_stream, self.takes = tensor, _stream(tensor), 1
-            _remember(self, task)
+            remember(self, task)
             return tensor, False
-        if self.parents > 1:
+        if shared:
             made[id(self)] = tensor
             return tensor, False
         return tensor, owned
@@ -275,7 +286,7 @@ class Value:
             self.takes -= 1
             if self.memo is None:
                 self.memo, self.memo_stream = tensor, _stream(tensor)
-                _remember(self, task)
+                remember(self, task)
 
     def _rebuild(self, made: dict[int, Tensor], task: int) -> tuple[Tensor, bool]:
         function = self.function
@@ -313,7 +324,12 @@ class Value:
                 )
             tensor = torch.empty_strided(*layout, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
         # A view, or an input handed back (``x.to`` of its own dtype), is somebody else's memory too.
-        return tensor, not tensor._is_view() and not any(tensor is a for a in args)
+        if tensor._is_view():
+            return tensor, False
+        for a in args:
+            if a is tensor:
+                return tensor, False
+        return tensor, True
 
     def _hand_on(self, parts: Sequence[Tensor], task: int) -> None:
         """The other tensor that was made with this one: backward is about to ask for it, so it is held if it is small.
@@ -328,7 +344,7 @@ class Value:
             return
         if (other.task != task or other.reads < other.readers) and not tensor._is_view() and other.is_laid_out(tensor):
             other.memo, other.memo_stream = tensor, _stream(tensor)
-            _remember(other, task)
+            remember(other, task)
 
     def is_laid_out(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` lies in memory as this value did."""
@@ -353,25 +369,6 @@ def fuses() -> bool:
 
 MANY = 4  # see [Note: held for recipes]
 
-_memos: dict[int, list[weakref.ref[Value]]] = {}  # by backward pass
-
-
-def _remember(value: Value, task: int) -> None:
-    """Let go of the value's memo at the end of this backward pass: a reader that takes no part in it never comes."""
-    held = _memos.get(task)
-    if held is None:
-        held = _memos[task] = []
-        if not _torch.after_backward(lambda: _forget(task)):
-            del _memos[task]
-    held.append(weakref.ref(value))
-
-
-def _forget(task: int) -> None:
-    for ref in _memos.pop(task, ()):
-        value = ref()
-        if value is not None:
-            value.memo = None
-
 
 def changed(what: str, tensor: Tensor, version: int) -> str:
     """The message for a tensor that was changed in place after it was kept."""
@@ -388,7 +385,7 @@ def _stream(tensor: Tensor) -> int:
 
 def is_there(tensor: Tensor) -> bool:
     """Whether a tensor has its memory: sharding frees that of a parameter and leaves the parameter standing."""
-    return tensor.numel() == 0 or tensor.untyped_storage().nbytes() > 0
+    return tensor.untyped_storage().nbytes() > 0 or tensor.numel() == 0
 
 
 def leaf_value(tensor: Tensor, version: int) -> Value:
