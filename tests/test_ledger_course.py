@@ -418,6 +418,18 @@ def test_the_collector_rests_in_forward_only() -> None:
         gc.enable()
 
 
+def test_the_collector_rests_in_a_region_of_code() -> None:
+    x = torch.randn(4, 4, requires_grad=True)
+    with leangrad.saving(min_bytes=0):
+        y = (x @ x).sin()
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    y.sum().backward()
+    with pytest.raises(ZeroDivisionError), leangrad.saving(), leangrad.saving():
+        _ = 1 // 0
+    assert gc.isenabled()
+
+
 def test_threads_under_autocast_learn_each_for_itself() -> None:
     """Autocast's cache hands one thread the cast that another made, and with it a value of the other's step."""
     model, plain, errors = leangrad.lean(blocks(), min_bytes=0), blocks(), []

@@ -14,7 +14,6 @@ was made, and keeps it, shares one that is kept already, or stores a recipe that
 
 from __future__ import annotations
 
-import gc
 import threading
 from typing import Any, Literal, TypeVar
 
@@ -22,6 +21,7 @@ from torch import nn
 
 from leangrad import _torch
 from leangrad.ledger import MIN_BYTES, Ledger, Region
+from leangrad.ledger.rest import Rest
 
 __all__ = ["is_lean", "lean", "ledger_of", "plain", "saving"]
 
@@ -162,38 +162,30 @@ class _Guard:
 
 
 class _Call:
-    """One running call of a lean module, and the region it opened.
-
-    [Note: no collection in forward] A ledger makes thousands of small objects in forward, which die in backward without
-    any help. Python's collector only sees them grow in number, and looks through all that the process holds: a tenth of
-    a second and more where large libraries are imported, for nothing. So it rests while a lean module runs.
-    """
+    """One running call of a lean module, and the region it opened."""
 
     def __init__(self, module: nn.Module, region: Region | None) -> None:
         self.module, self.region = module, region
         self.thread = threading.get_ident()
-        self.pauses_collector = region is not None and gc.isenabled()
-        if self.pauses_collector:
-            gc.disable()
+        self.rest = Rest() if region is not None else None
 
     def close(self) -> None:
         """End this call, and those inside it that were left open."""
         calls = _calls()
         if self.thread != threading.get_ident() or self not in calls:
-            self._resume_collector()  # at the latest, in whatever thread the last that knows of this call dies
+            self._end_rest()  # at the latest, in whatever thread the last that knows of this call dies
             return
         while calls:
             call = calls.pop()
             if call.region is not None:
                 call.region.__exit__(None, None, None)
-            call._resume_collector()
+            call._end_rest()
             if call is self:
                 return
 
-    def _resume_collector(self) -> None:
-        if self.pauses_collector:
-            self.pauses_collector = False
-            gc.enable()
+    def _end_rest(self) -> None:
+        if self.rest is not None:
+            self.rest.end()
 
 
 _local = threading.local()

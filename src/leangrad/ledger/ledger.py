@@ -17,6 +17,7 @@ from leangrad.ledger.opened import region_is_open
 from leangrad.ledger.plan import best_cut
 from leangrad.ledger.record import Recorder
 from leangrad.ledger.region import DEEPEST, Decision, Region
+from leangrad.ledger.rest import Rest
 from leangrad.ledger.summary import summarize
 
 MIN_BYTES = 16 * 1024  # below this a tensor costs more to look into than to keep
@@ -69,16 +70,19 @@ class Ledger:
 
     def __enter__(self) -> Ledger:
         region = self.region()
+        rest = None
         if region is not None:
             region.__enter__()
-        self._stack().append(region)
+            rest = Rest()
+        self._stack().append((region, rest))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        region = self._stack().pop()
+        region, rest = self._stack().pop()
         if region is not None:
+            rest.end()
             region.__exit__(kind, error, trace)
 
     def _stack(self) -> list[Any]:

@@ -19,9 +19,7 @@ def see(base: Tensor, shape: torch.Size, stride: tuple[int, ...], offset: int) -
     """The view of ``base``."""
     if offset:
         return as_strided(base, shape, stride, base.storage_offset() + offset)
-    return as_strided(
-        base, shape, stride
-    )  # from where the other begins; a third cheaper than the method with an offset
+    return as_strided(base, shape, stride)  # from where the other begins, and a third cheaper
 
 
 class Seen:
