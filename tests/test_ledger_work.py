@@ -46,6 +46,18 @@ def steps(forward: Callable[[], Tensor], ledger: Ledger, n: int = 3) -> list[lis
     return found
 
 
+def test_what_several_products_see_as_views_is_rebuilt_once() -> None:
+    """Query, key and value: each product saves a view of the one norm, flattened for it."""
+    x, norm, weights = leaf(2, 4, 16), leaf(16, seed=1), [leaf(16, 16, seed=n) for n in (2, 3, 4)]
+
+    def forward() -> Tensor:
+        normed = F.layer_norm(x.exp(), (16,), norm)
+        return torch.cat([F.linear(normed, w).sin() for w in weights])
+
+    for ops in steps(forward, saving(min_bytes=0)):
+        assert ops.count("NativeLayerNormBackward0") == 1
+
+
 def test_links_that_only_recipes_read_are_rebuilt_once() -> None:
     """A residual stream of which autograd saves only casts: its sums must not grow as the square of its length."""
     links = 12

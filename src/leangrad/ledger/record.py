@@ -284,6 +284,7 @@ def _value_of(packed: Packed) -> Value | None:
 
 
 KEPT, REBUILT = -1, -2
+# Whose gradients have the size of what they gave, and which take no scratch: not all that ``notes`` calls sources.
 PRODUCTS = {F.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm, torch.addmm, Tensor.addmm}
 
 

@@ -3,7 +3,7 @@
 [Note: a shorter way]
 The arithmetic is ATen's in each case; what differs is how much of it is done again. A way is taken only after it was
 compared with the op itself, once for each dtype and with the inputs that could tell the two apart: a torch release in
-which they differ goes the long way.
+which they differ goes the long way. What only copies elements needs no such proof.
 """
 
 from __future__ import annotations
