@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from leangrad.ledger.origins import NOTE, Operand
+from leangrad.ledger.forms import NOTE
+from leangrad.ledger.origins import Operand
 
 if TYPE_CHECKING:
     from leangrad.ledger.notes import Notes

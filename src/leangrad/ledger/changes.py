@@ -17,7 +17,7 @@ from torch import Tensor
 from leangrad import _torch
 from leangrad.ledger.calls import Handler, argument, constants_of, leave_note
 from leangrad.ledger.cast import Anchor
-from leangrad.ledger.origins import NOTE, OPAQUE, key_of
+from leangrad.ledger.forms import NOTE, OPAQUE, VALUES
 from leangrad.ledger.value import Value
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ def swapped(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
     before_change(notes, args[0])
     node = _node_of(args[0])
     if node is not None and not args[0]._is_view():
-        node.metadata.pop(key_of(args[0].output_nr), None)
+        node.metadata.pop(VALUES[args[0].output_nr], None)
     result = func(*args, **kwargs)
     after_change(notes, args[0])
     return result

@@ -113,21 +113,21 @@ class Following:
         self._calls, self._saves, self._quiet, _ = course
         self._length = len(course.calls)
         self._next = 0
-        self._lost = False
+        self.lost = False
 
     def lose(self) -> None:
         """The step has left its course: from now on hooks are set around every call that may save."""
-        self._lost = self._book.catches = True
+        self.lost = self._book.catches = True
 
     def call(self, notes: Notes, function: Any, handler: Handler | None, args: Any, kwargs: Any) -> Any:
         """Run one call, with hooks if it saves what is rebuilt."""
         saves = self._saves.get(function)
         if saves is False:
             out = function(*args, **kwargs) if handler is None else handler(notes, function, args, kwargs)
-            if function in self._quiet and not self._lost and _is_graded(out, args):
+            if function in self._quiet and not self.lost and _is_graded(out, args):
                 self._book.differ()
             return out
-        if saves is None or self._lost:
+        if saves is None or self.lost:
             return self._look(notes, function, handler, args, kwargs)
         n = self._next
         self._next = n + 1
@@ -174,7 +174,7 @@ class Following:
         finally:
             if hooked:
                 book.hooks.take_back()
-        if not self._lost and book.packs != before:
+        if not self.lost and book.packs != before:
             book.differ()
         return out
 

@@ -13,7 +13,6 @@ mutated   a change in place that autograd did not record ends every recipe throu
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -27,10 +26,9 @@ from leangrad.ledger.calls import Handler, argument, leave_note
 from leangrad.ledger.cast import Anchor
 from leangrad.ledger.changes import after_change, aliased, before_change, leaked, mutating, swapped, write_out
 from leangrad.ledger.draws import dropout, dropout_inside
-from leangrad.ledger.origins import LIVE, NOTE, OPAQUE, Operand
+from leangrad.ledger.forms import NOTE, OPAQUE
+from leangrad.ledger.origins import Operand
 from leangrad.ledger.value import Value
-
-RECENT = 4  # how many outputs of sources are held: query, key, value and one more
 
 
 # What runs the calls in the stead of the override: it writes them down, or follows what was written.
@@ -52,6 +50,9 @@ class Book(Protocol):
     anchors: list[weakref.ref[Value]]  # those that plain has kept too
     rewritten: dict[int, int]  # memory that was changed unseen, and the number of the first node after that
 
+    def hold(self, made: Tensor) -> None:
+        """Hold the output of a product for a while."""
+
     def settle(self, node: Any, nr: int, name: str) -> None:
         """Give the recipe of output ``nr`` of ``node`` to the value that was kept as its saved ``name``."""
 
@@ -62,7 +63,6 @@ class Notes(TorchFunctionMode):
     def __init__(self, book: Book) -> None:
         super().__init__()
         self.book = book
-        self.recent: deque[Tensor] = deque(maxlen=RECENT)
         self.guide: Guide | None = None
         self.passes: frozenset[Any] = frozenset()  # functions that are known to need nothing of us
 
@@ -232,15 +232,11 @@ def _pooled(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
 
 def _source(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     out = func(*args, **kwargs)
-    if not notes.book.catches:
-        return out
-    if type(out) is Tensor and out.nbytes >= notes.book.min_bytes:
+    book = notes.book
+    if book.catches and type(out) is Tensor and out.nbytes >= book.min_bytes:
         made = out._base if out._is_view() else out
-        node: Any = made.grad_fn if made is not None else None
-        if node is not None and made is not None:
-            held = made.detach()
-            node.metadata[LIVE] = (weakref.ref(held), held._version, notes.book.call)
-            notes.recent.append(held)
+        if made is not None and made.grad_fn is not None:
+            book.hold(made)
     return out
 
 

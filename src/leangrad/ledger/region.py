@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Protocol
+from weakref import ref
 
 import torch
 from torch import Tensor
 
 from leangrad import _torch
-from leangrad.ledger import cast
-from leangrad.ledger.cast import Anchor, Cast, Packed
+from leangrad.ledger.cast import NODE, Anchor, Cast, Packed
 from leangrad.ledger.course import Course, Following, Recording
 from leangrad.ledger.hooks import Hooks, unpack
 from leangrad.ledger.notes import Notes
 from leangrad.ledger.opened import opened
-from leangrad.ledger.origins import CAST, OPAQUE, VALUES, NoRecipeError, Operand, Walk, enter, join, key_of
+from leangrad.ledger.forms import CAST, LIVE, OPAQUE, VALUES, AccumulateGrad, NoRecipeError, join
+from leangrad.ledger.origins import Operand, Walk, enter
 from leangrad.ledger.record import Recorder
 from leangrad.ledger.seen import Seen
 from leangrad.ledger.value import Bare, Value
 from leangrad.ledger.waiting import released, wait
 
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+RECENT = 4  # how many outputs of products are held: query, key, value and one more
 DEEPEST = 32  # joins that a recipe may run through: each takes some frames of Python's stack
 
 Decision = tuple[str, bool]  # op, and whether the tensor is simply kept
@@ -79,14 +82,18 @@ class Region:
         self._walk = Walk(self)
         self._recorder = recorder
         self._notes = Notes(self)
-        self.hooks = Hooks(self.pack, unpack if recorder is None else recorder.unpack)
         self._following: Following | None = None
-        if recorder is not None:
-            recorder.recording = Recording(self, recorder.saved)
-            self._notes.guide = recorder.recording.call
-        elif ledger.course is not None and not _torch.saved_tensor_hooks_active():
+        if recorder is None and ledger.course is not None and not _torch.saved_tensor_hooks_active():
             self._following = Following(self, ledger.course)
             self._notes.guide, self._notes.passes = self._following.call, ledger.course.passes
+            self.hooks = Hooks(self.pack_along, unpack)
+        elif recorder is not None:
+            recorder.recording = Recording(self, recorder.saved)
+            self._notes.guide = recorder.recording.call
+            self.hooks = Hooks(self.pack, recorder.unpack)
+        else:
+            self.hooks = Hooks(self.pack, unpack)
+        self._recent: deque[Tensor | Value] = deque(maxlen=RECENT)  # the last outputs of products
         self._held: list[Value | Seen] = []  # what recipes may read and nobody else holds as a value
 
     def __enter__(self) -> Region:
@@ -108,7 +115,7 @@ class Region:
             self.hooks.take_back_all()
         self._held.clear()
         self._notes.__exit__(kind, error, trace)
-        self._notes.recent.clear()
+        self._recent.clear()
         self._walk.forget()
         if self._recorder is not None:
             self._recorder.stop()
@@ -120,46 +127,55 @@ class Region:
 
     def pack(self, tensor: Tensor) -> Packed:
         """Autograd wants to keep ``tensor``; what it gets is a value that can give it back."""
-        n = self.packs
-        self.packs = n + 1
-        if n == self.hooks.last:
-            self.hooks.reach_last()
         self.packing = True
         try:
-            if n < self._planned and self._bare[n]:
-                if tensor.is_leaf:
-                    return Bare(tensor if tensor.requires_grad else tensor.detach(), tensor._version)
-                return Bare(tensor.detach(), tensor._version, type(tensor.grad_fn))
-            packed = self._pack(tensor)
+            packed = self.pack_along(tensor)
         finally:
             self.packing = False
         if self._recorder is not None:
             self._recorder.packed(packed)
         return packed
 
+    def pack_along(self, tensor: Tensor) -> Packed:
+        """The same along a course: hooks are set inside calls only, where torch itself has taken the override away."""
+        n = self.packs
+        self.packs = n + 1
+        if n == self.hooks.last:
+            self.hooks.reach_last()
+        if n < self._planned and self._bare[n]:
+            if tensor.is_leaf:
+                return Bare(tensor if tensor.requires_grad else tensor.detach(), tensor._version)
+            return Bare(tensor.detach(), tensor._version, type(tensor.grad_fn))
+        return self._pack(tensor)
+
     def _pack(self, tensor: Tensor) -> Packed:
         """Half of what a model saves are parameters, views of parameters, and statistics that need no gradient.
 
         They are kept as they are, with their version and no value around them.
         """
-        if tensor.grad_fn is None:
+        node: Any = tensor.grad_fn
+        if node is None:
             if tensor.requires_grad:
                 return Bare(tensor, tensor._version)
             if tensor.layout is not torch.strided or tensor.nbytes < self.min_bytes:
                 return Bare(tensor.detach(), tensor._version)
             value = self._kept(tensor, "input", free=True)  # it may turn out to be an op's second output, or its noise
-            self.anchors.append(weakref.ref(value))
-        else:
-            base = tensor._base
-            if tensor.layout is not torch.strided or (base is not None and base.grad_fn is None):
-                return Bare(tensor.detach(), tensor._version)
-            if self._recorder is None:
-                owner = tensor if base is None else base
-                if type(owner.grad_fn).__name__ == cast.NODE and (found := self._cast(tensor, owner)) is not None:
-                    return found
-            if base is not None:
-                return self._view(tensor, base)
-            value = self._value(tensor)
+            self.anchors.append(ref(value))
+            value.readers += 1
+            return value
+        base = tensor._base
+        owner: Any = node if base is None else base.grad_fn
+        if owner is None or tensor.layout is not torch.strided:
+            return Bare(tensor.detach(), tensor._version)
+        if type(owner).__name__ == NODE and self._recorder is None:
+            short = self._cast(tensor, tensor if base is None else base, owner)
+            if short is not None:
+                return short
+        if base is not None:
+            seen = self._seen(tensor, base, node)
+            (seen.owner if type(seen) is Seen else seen).readers += 1
+            return seen
+        value = self._value(tensor, node)
         value.readers += 1
         return value
 
@@ -167,10 +183,29 @@ class Region:
 
     def anchor(self, tensor: Tensor) -> None:
         """A tensor that autograd keeps may be read by recipes."""
+        node: Any = tensor.grad_fn
         base = tensor._base
-        has_node = tensor.grad_fn is not None and (base is None or base.grad_fn is not None)
-        if has_node and tensor.layout is torch.strided:
-            self._held.append(self._value(tensor) if base is None else self._seen(tensor, base))
+        if node is not None and (base is None or base.grad_fn is not None) and tensor.layout is torch.strided:
+            self._held.append(self._value(tensor, node) if base is None else self._seen(tensor, base, node))
+
+    def hold(self, made: Tensor) -> None:
+        """Hold the output of a product: a recipe may want it kept in the stead of a larger tensor downstream.
+
+        Along a course it is known that one will, so it is kept at once, and no recipe has to wait for it. If none does
+        after all, it is let go with the next few products.
+        """
+        node: Any = made.grad_fn
+        held: Tensor | Value
+        if self._following is not None and not self._following.lost:
+            held = Value(type(node).__name__)
+            held.keep(made)
+            self.watch(held)
+            node.metadata[VALUES[made.output_nr]] = ref(held)
+            tensor: Any = held.tensor
+        else:
+            held = tensor = made.detach()
+        node.metadata[LIVE] = (ref(tensor), made._version, self.call)
+        self._recent.append(held)
 
     def differ(self) -> None:
         """This step is not like the one that was recorded: what was learned serves it no more."""
@@ -194,87 +229,88 @@ class Region:
             memory = value.tensor.untyped_storage().data_ptr()
             self.watched_memory.setdefault(memory, []).append(weakref.ref(value))
 
-    def _value(self, tensor: Tensor) -> Value:
+    def _value(self, tensor: Tensor, node: Any) -> Value:
         """The value of a tensor that has a node and is no view."""
-        node: Any = tensor.grad_fn
         metadata = node.metadata
-        nr = tensor.output_nr
-        key = VALUES[nr] if nr < 64 else key_of(nr)
-        ref = metadata.get(key)
-        value: Value | Seen | None = ref() if ref is not None else None
-        fresh = OPAQUE not in metadata and node._sequence_nr() >= self.fence
-        if type(value) is Value:
-            if value.tensor is not None:
-                if value.version == tensor._version and (fresh or value.before is None):
+        key = VALUES[tensor.output_nr]
+        fresh = node._sequence_nr() >= self.fence
+        if metadata:
+            fresh = fresh and OPAQUE not in metadata
+            known = metadata.get(key)
+            value: Value | Seen | None = known() if known is not None else None
+            if type(value) is Value:
+                if value.tensor is not None:
+                    if value.version == tensor._version and (fresh or value.before is None):
+                        self._share(value)
+                        return value
+                elif fresh and value.function is not None and not value.blocked:
                     self._share(value)
                     return value
-            elif fresh and value.function is not None and not value.blocked:
-                self._share(value)
-                return value
-            elif fresh and type(tensor) in PLAIN_TYPES:  # absent until now, or its recipe waits for what is absent
-                self.anchors.append(weakref.ref(value))
-                return self._choose(tensor, node, waiting=value)
+                elif fresh and type(tensor) in PLAIN_TYPES:  # absent until now, or its recipe waits for what is absent
+                    self.anchors.append(ref(value))
+                    return self._choose(tensor, node, waiting=value)
         if not fresh or type(tensor) not in PLAIN_TYPES:
             return self._kept(tensor, type(node).__name__)
         if tensor.nbytes < self.min_bytes:
             value = self._kept(tensor, type(node).__name__, free=True)
         else:
             value = self._choose(tensor, node)
-        metadata[key] = ref = weakref.ref(value)
-        self.anchors.append(ref)
+        metadata[key] = ref(value)
+        self.anchors.append(metadata[key])
         return value
 
-    def _view(self, tensor: Tensor, base: Tensor) -> Value | Seen:
-        """What becomes of a view that autograd saves."""
-        seen = self._seen(tensor, base)
-        (seen.owner if isinstance(seen, Seen) else seen).readers += 1
-        return seen
-
-    def _seen(self, tensor: Tensor, base: Tensor) -> Value | Seen:
-        """A view is its base, seen through a stride: kept or rebuilt once for all views."""
-        node: Any = tensor.grad_fn
+    def _seen(self, tensor: Tensor, base: Tensor, node: Any) -> Value | Seen:
+        """A view that autograd saves is its base, seen through a stride: kept or rebuilt once for all views."""
         metadata = node.metadata
-        if OPAQUE in metadata or node._sequence_nr() < self.fence or type(tensor) not in PLAIN_TYPES:
+        if (
+            (metadata and OPAQUE in metadata)
+            or node._sequence_nr() < self.fence
+            or type(tensor) not in PLAIN_TYPES
+        ):
             return self._kept(tensor, type(node).__name__)
-        key = key_of(tensor.output_nr)
+        key = VALUES[tensor.output_nr]
         found: Value | Seen
-        if base.grad_fn is None or base.dtype != tensor.dtype or tensor.is_conj() or tensor.is_neg():
-            ref = metadata.get(key)
-            known = ref() if ref is not None else None
-            if type(known) is Value and known.tensor is None and known.function is not None and not known.blocked:
-                self._share(known)
-                return known
-            found = self._kept(tensor, type(node).__name__, free=base.grad_fn is None)
-            self.anchors.append(weakref.ref(found))
+        owner: Any = base.grad_fn
+        if owner is None or base.dtype != tensor.dtype or tensor.is_conj() or tensor.is_neg():
+            known = metadata.get(key)
+            value = known() if known is not None else None
+            if type(value) is Value and value.tensor is None and value.function is not None and not value.blocked:
+                self._share(value)
+                return value
+            found = self._kept(tensor, type(node).__name__, free=owner is None)
+            self.anchors.append(ref(found))
         else:
-            found = Seen(self._value(base), tensor, base)
-        metadata[key] = weakref.ref(found)
+            found = Seen(self._value(base, owner), tensor, base)
+        metadata[key] = ref(found)
         return found
 
-    def _cast(self, tensor: Tensor, owner: Tensor) -> Cast | None:
+    def _cast(self, tensor: Tensor, owner: Tensor, node: Any) -> Cast | None:
         """The short way for ``owner``, or a view of it, if it is the cast of a parameter and to be rebuilt."""
-        node: Any = owner.grad_fn
-        parameter = self._walk.parameter(node)
-        nbytes = owner.nbytes
+        before = node.next_functions[0][0]
+        if type(before) is not AccumulateGrad or node._sequence_nr() < self.fence or self.sharded:
+            return None
+        metadata = node.metadata
+        if metadata and (VALUES[0] in metadata or OPAQUE in metadata):
+            return None
+        parameter: Tensor = before.variable
         if (
-            parameter is None
-            or self.sharded
-            or nbytes < self.min_bytes
+            type(parameter) not in PLAIN_TYPES
             or type(tensor) is not Tensor
-            or tensor.dtype != owner.dtype
-            or (tensor is not owner and (tensor.is_conj() or tensor.is_neg()))  # strides do not tell
+            or owner.nbytes < self.min_bytes
             or parameter.device != owner.device
+            # Strides do not tell the rest.
+            or (tensor is not owner and (tensor.dtype != owner.dtype or tensor.is_conj() or tensor.is_neg()))
         ):
             return None
-        if CAST not in node.metadata:
+        if CAST not in metadata:
             if self._decisions is not None:
                 n = self._decided
-                if n >= len(self._decisions) or self._decisions[n] != (cast.NODE, False):
+                if n >= len(self._decisions) or self._decisions[n] != (NODE, False):
                     return None
                 self._decided = n + 1
-            node.metadata[CAST] = True
+            metadata[CAST] = True
         made = Cast(parameter, tensor, owner)
-        self.watched_parameters.setdefault(id(parameter), []).append(weakref.ref(made))
+        self.watched_parameters.setdefault(id(parameter), []).append(ref(made))
         return made
 
     def _kept(self, tensor: Tensor, op: str, *, free: bool = False) -> Value:
@@ -290,15 +326,20 @@ class Region:
     def _choose(self, tensor: Tensor, node: Any, waiting: Value | None = None) -> Value:
         """Keep ``tensor`` or store a recipe; ``waiting``: its value, if a recipe downstream has asked for it before."""
         cap = self.cap
-        nbytes = tensor.nbytes
-        if self._decisions is not None:
-            learned = self._learned(type(node).__name__)
-            if learned:
-                value = waiting or Value(type(node).__name__)
+        op = type(node).__name__
+        decisions = self._decisions
+        if decisions is not None:
+            n = self._decided
+            self._decided = n + 1
+            if n >= len(decisions) or op != decisions[n][0]:
+                self.differ()
+            elif decisions[n][1]:  # the plan says to simply keep it
+                value = waiting or Value(op)
                 value.keep(tensor)
                 return value
-            if learned is not None:
+            else:
                 cap = DEEPEST
+        nbytes = tensor.nbytes
         why = ""
         walk = self._walk
         try:
@@ -308,7 +349,7 @@ class Region:
             if waiting is None and walk.operand_bytes >= nbytes:
                 raise NoRecipeError("its recipe would hold as many bytes of operands")
         except NoRecipeError as reason:
-            value, why = waiting or Value(type(node).__name__), str(reason)
+            value, why = waiting or Value(op), str(reason)
             value.keep(tensor)
         else:
             if value.layout is None and value.tensor is None:
@@ -318,20 +359,9 @@ class Region:
                 if value.depth > cap or value.blocked:
                     why = self._keep_all_the_same(value, tensor, cap)
         if self._recorder is not None:
-            self._recorder.decided(value, type(node).__name__, why)
+            self._recorder.decided(value, op, why)
             self._recorder.on_accelerator |= tensor.is_cuda
         return value
-
-    def _learned(self, op: str) -> bool | None:
-        """Whether the plan says to simply keep this tensor; None, and an end to the plan, if this step is another."""
-        decisions = self._decisions
-        assert decisions is not None
-        n = self._decided
-        self._decided = n + 1
-        if n < len(decisions) and op == decisions[n][0]:
-            return decisions[n][1]
-        self.differ()
-        return None
 
     def _keep_all_the_same(self, value: Value, tensor: Tensor, cap: int) -> str:
         """A recipe was found that is too deep, or waits for what is not kept: say why ``tensor`` is kept, if it is."""

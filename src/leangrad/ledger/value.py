@@ -128,47 +128,71 @@ class Value:
         self.function, self.args = function, args
         if kwargs:
             self.kwargs = kwargs
-        if len(args) == 1 and type(args[0]) is Value:
-            self._set_input(args[0])
-            return
+        self.read_arguments()
+
+    def read_arguments(self) -> None:
+        """Find the values among ``args``, and what follows for this one: where it waits, how deep it lies."""
+        args = self.args
         inputs: list[Value] = []
         order: list[int] = []
-        blocked = deep = False
         for i, a in enumerate(args):
             if type(a) is Value:
                 inputs.append(a)
                 order.append(i)
-                a.parents += 1
-                if a.tensor is None:
-                    if a.function is None or a.blocked:
-                        blocked = True
-                    if a.depth:
-                        deep = True
             elif type(a) is tuple and a and type(a[0]) is not int:
                 inside = [v for v in a if type(v) is Value]
                 if inside:
                     inputs += inside
                     order.append(i)
-                    blocked = True  # perhaps
-                    for v in inside:
-                        v.parents += 1
+        blocked, depth, joined = False, 0, False
+        root: Value | None = None
+        for v in inputs:
+            v.parents += 1
+            if v.free:
+                continue
+            if v.tensor is None and (v.function is None or v.blocked):
+                blocked = True
+            if v.depth > depth:
+                depth = v.depth
+            if root is None:
+                root = v.root or v
+            elif root is not (v.root or v):
+                joined = True
         self.inputs = tuple(inputs)
-        if deep and len(order) > 1:
+        if depth and len(order) > 1:
             # The deepest first: a long chain is then rebuilt from its far end with no temporaries waiting on the way.
             order.sort(key=lambda i: -args[i].depth if type(args[i]) is Value else 0)
         self.order = tuple(order)
         if blocked:
             self.blocked = blocking(inputs)
-        self.settle_lineage()
+        self.depth, self.root = (depth + 1, None) if joined else (depth, root)
 
-    def _set_input(self, only: Value) -> None:
-        """The same as below for a recipe of one value: half of all."""
+    def read_one(self, only: Value) -> None:
+        """The same where the first argument is the only value: half of all recipes."""
         only.parents += 1
         self.inputs, self.order = (only,), (0,)
         if only.tensor is None and (only.function is None or only.blocked):
             self.blocked = blocking(self.inputs)
         if not only.free:
             self.depth, self.root = only.depth, only.root or only
+
+    def read_two(self, a: Value, b: Value) -> None:
+        """The same where the first two arguments are the only values."""
+        a.parents += 1
+        b.parents += 1
+        self.inputs = (a, b)
+        self.order = (1, 0) if b.depth > a.depth else (0, 1)
+        if (a.tensor is None and (a.function is None or a.blocked)) or (
+            b.tensor is None and (b.function is None or b.blocked)
+        ):
+            self.blocked = blocking(self.inputs)
+        if a.free:
+            if not b.free:
+                self.depth, self.root = b.depth, b.root or b
+        elif b.free or (a.root or a) is (b.root or b):
+            self.depth, self.root = (a.depth if b.free or a.depth >= b.depth else b.depth), a.root or a
+        else:
+            self.depth = 1 + (a.depth if a.depth >= b.depth else b.depth)
 
     def forget_recipe(self) -> None:
         """A kept value lets go of a recipe that still waits, and so of what that recipe holds."""

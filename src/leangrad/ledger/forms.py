@@ -1,0 +1,254 @@
+"""A rule, written out for the nodes of one type: straight code that makes the value of a node's output.
+
+[Note: a rule as straight code]
+A step makes hundreds of recipes, each of several ops, and what that costs the host goes with the Python instructions
+that it takes. What a rule asks of a node (which attributes, how many edges, which constants) is the same for all nodes
+of a type. So when the first node of a type is met, its rules are written out, as ``dataclass`` writes out ``__init__``:
+
+    def origin(walk, node, nr, metadata):  # LeakyReluBackward0
+        if metadata and OPAQUE in metadata:
+            raise NoRecipeError(CHANGED)
+        walk.steps += 1
+        if walk.steps > MAX_WALK:
+            raise NoRecipeError(FAR)
+        value = Value(OP)
+        if walk.sizes:
+            value.nbytes = output_nbytes(node, nr)
+        edges = node.next_functions
+        b0, k = edges[0]
+        a0 = walk.input(b0, k) if b0 is not None else walk.saved(node, node._raw_saved_self, "self", True)
+        c0 = node._saved_negative_slope
+        if type(c0) not in UNSIGNED: c0 = signed(c0)
+        value.function, value.args = FUNCTION, (a0, c0)
+        if b0 is not None:
+            value.read_one(a0)
+        else:
+            value.read_arguments()
+        return value
+"""
+
+from __future__ import annotations
+
+import linecache
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from leangrad._torch import output_fact, output_nbytes
+from leangrad.ledger.rules import RULES, Rule
+from leangrad.ledger.value import Value, fuses
+
+if TYPE_CHECKING:
+    from leangrad.ledger.origins import Walk
+
+Node = Any  # torch.autograd.graph.Node, whose saved attributes differ from class to class
+Origin = Callable[["Walk", Node, int, dict[Any, Any]], Value]
+
+
+# What we write into a node's metadata. Weak references only, and plain constants: see [Note: what a value may hold].
+class _Keys(dict[int, tuple[str, int]]):
+    """Where a node's metadata hold the value of its output ``nr``: ``VALUES[nr]``."""
+
+    def __missing__(self, nr: int) -> tuple[str, int]:
+        key = self[nr] = ("leangrad", nr)
+        return key
+
+
+VALUES = _Keys()
+NOTE = "leangrad.note"  # constants that the node forgets: {name: constant or Operand}
+# This op is never computed twice: (weak reference to its output, version, number of the call).
+LIVE = "leangrad.live"
+CAST = "leangrad.cast"  # what was saved of it went the short way: see ``cast.py``
+OPAQUE = "leangrad.opaque"  # the output was changed behind autograd's back: it cannot be replayed
+
+with torch.enable_grad():  # leangrad may be imported anywhere
+    AccumulateGrad: Any = type((torch.ones((), requires_grad=True) * 1).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
+
+LISTED = ("*",)
+UNSIGNED = (float, bool, str, type(None))  # constants that are what they are
+MAX_WALK = 64  # nodes between a tensor and its anchors; beyond that the tensor is kept
+
+
+class NoRecipeError(Exception):
+    """This tensor cannot be rebuilt; the argument says why."""
+
+
+class Form:
+    """A rule for the nodes of one type: when it serves, and the code that it is."""
+
+    __slots__ = ("origin", "output", "when")
+
+    def __init__(self, rule: Rule, node: Node) -> None:
+        self.output = None if rule.numbered else rule.output  # None: all of them
+        self.when = rule.when
+        self.origin = _compile(rule, node)
+
+
+_FORMS: dict[type, tuple[Form, ...]] = {}
+_ONLY: dict[type, Origin] = {}  # of output 0, for the types that have one form for that, always
+
+
+def origin_of(node: Node, nr: int) -> Origin | None:
+    """What makes the value of output ``nr`` of ``node``; None: the op is never computed twice."""
+    kind = type(node)
+    if nr == 0 and kind in _ONLY:
+        return _ONLY[kind]
+    forms = _FORMS.get(kind)
+    if forms is None:
+        forms = _FORMS[kind] = tuple([Form(rule, node) for rule in RULES.get(kind.__name__, ())])
+        if len(forms) == 1 and forms[0].when is None and not forms[0].output:
+            _ONLY[kind] = forms[0].origin
+    for form in forms:
+        if (form.output is None or form.output == nr) and (form.when is None or form.when(node)):
+            return form.origin
+    return None
+
+
+# ---------------------------------------------------------------------------------------------------- the code of a rule
+
+
+def _compile(rule: Rule, node: Node) -> Origin:
+    text = source(rule, node)
+    name = f"<leangrad {rule.node} {rule.output}>"
+    linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)  # for tracebacks
+    scope = {
+        **globals(),
+        "FUNCTION": rule.function,
+        "OP": rule.node,
+        "CHANGED": f"the output of {rule.node} was changed behind autograd's back",
+        "FAR": f"more than {MAX_WALK} ops between the tensor and its anchors",
+    }
+    exec(compile(text, name, "exec"), scope)
+    return scope["origin"]  # type: ignore[no-any-return]
+
+
+def source(rule: Rule, node: Node) -> str:
+    """The code of ``rule`` for nodes like ``node``: see [Note: a rule as straight code]."""
+    lines = [
+        "if metadata and OPAQUE in metadata:",
+        "    raise NoRecipeError(CHANGED)",
+        "walk.steps += 1",
+        "if walk.steps > MAX_WALK:",
+        "    raise NoRecipeError(FAR)",
+        "value = Value(OP)",
+        "if walk.sizes:",
+        "    value.nbytes = output_nbytes(node, nr)",
+        "edges = node.next_functions",
+    ]
+    operands = _operands(rule, node, lines)
+    constants, unsure = [], []  # unsure: what may turn out to be a value, or to have values in it
+    for i, name in enumerate(rule.constants):
+        if name[0] == "~" and not fuses():
+            break  # only fused kernels read statistics, and these come last
+        constants.append(f"c{i}")
+        if _assign(f"c{i}", name, node, lines):
+            unsure.append(f"c{i}")
+    arguments = "(" + "".join(f"{a}, " for a in operands + constants) + ")"
+    if rule.twins:
+        lines += [
+            "if b0._input_metadata[k].device != node._input_metadata[0].device:",
+            "    raise NoRecipeError('a copy from another device')",
+            f"twin = twin_of(a0, {arguments}, value)",
+            "if twin is not None:",
+            "    return twin",
+        ]
+    lines.append(f"value.function, value.args = FUNCTION, {arguments}")
+    if rule.keywords:
+        for i, (_, name) in enumerate(rule.keywords):
+            _assign(f"d{i}", name, node, lines)
+        keywords = ", ".join(f"{key!r}: d{i}" for i, (key, _) in enumerate(rule.keywords))
+        lines.append(f"value.kwargs = {{{keywords}}}")
+    lines += _reads(rule, operands, unsure)
+    if rule.numbered:
+        lines += ["value.part = nr", "join(node, nr, value)"]
+    if len(rule.operands) > 1:
+        lines.append("value.dtype = node._input_metadata[0].dtype")
+    lines.append("return value")
+    return f"def origin(walk, node, nr, metadata):  # {rule.node}\n" + "".join(f"    {line}\n" for line in lines)
+
+
+def _operands(rule: Rule, node: Node, lines: list[str]) -> list[str]:
+    """The names of the inputs along the edges, and the code that finds them."""
+    if rule.operands == LISTED:
+        lines.append("a0 = walk.listed(edges, metadata)")
+        return ["a0"]
+    names = []
+    for i, name in enumerate(rule.operands[: len(node.next_functions)]):
+        lines.append(f"b{i}, k = edges[{i}]")
+        if rule.twins:
+            lines += [f"if type(b{i}) is AccumulateGrad:", f"    return walk.cast(value, node, b{i}.variable, FUNCTION)"]
+        lines += [f"if b{i} is not None:", f"    a{i} = walk.input(b{i}, k)", "else:"]
+        inner: list[str] = []
+        _assign(f"a{i}", name, node, inner)
+        lines += ["    " + line for line in inner]
+        names.append(f"a{i}")
+    return names
+
+
+def _reads(rule: Rule, operands: list[str], unsure: list[str]) -> list[str]:
+    """The code that tells the value which values it is made of; the common cases by the short way."""
+    sure = "".join(f" and type({c}) is not Value and type({c}) is not tuple" for c in unsure)
+    otherwise = ["else:", "    value.read_arguments()"]
+    if rule.operands == LISTED or len(operands) > 2:
+        return otherwise[1][4:].splitlines()
+    if len(operands) == 1:
+        return [f"if b0 is not None{sure}:", "    value.read_one(a0)", *otherwise]
+    return [
+        f"if b0 is not None and b1 is not None{sure}:",
+        "    value.read_two(a0, a1)",
+        f"elif b0 is not None and type(a1) is not Value{sure}:",  # the other is a number
+        "    value.read_one(a0)",
+        *otherwise,
+    ]
+
+
+def _assign(to: str, name: str, node: Node, lines: list[str]) -> bool:
+    """The code that finds a constant, written as rules write it; whether it may be, or hold, a value."""
+    kind = type(node)
+    if name == "@dtype":
+        lines.append(f"{to} = node._input_metadata[0].dtype")
+        return False
+    if name[0] == "@":
+        lines.append(f"{to} = output_fact(node, {name[1:]!r})")
+        return False
+    if name[0] in "=~":
+        lines.append(f"{to} = walk.saved(node, node._raw_saved_{name[1:]}, {name[1:]!r}, False)")
+        return True
+    if name[0] != "?" and hasattr(kind, "_raw_saved_" + name):
+        lines.append(f"{to} = walk.saved(node, node._raw_saved_{name}, {name!r}, True)")
+        return True
+    if name[0] != "?" and hasattr(kind, "_saved_" + name):
+        lines += [f"{to} = node._saved_{name}", f"if type({to}) not in UNSIGNED:", f"    {to} = signed({to})"]
+        return False
+    lines.append(f"{to} = walk.noted(node, {name.lstrip('?')!r}, metadata)")
+    return True
+
+
+def signed(constant: Any) -> Any:
+    """Nodes hand out negative dimensions as unsigned numbers."""
+    if type(constant) is int:
+        return constant - (1 << 64) if constant >= (1 << 63) else constant
+    if type(constant) in (tuple, list):
+        return tuple([signed(c) for c in constant])
+    return constant
+
+
+def join(node: Node, nr: int, value: Value) -> None:
+    """Let the values of outputs 0 and 1 of ``node`` know each other: rebuilding one gives the other as well."""
+    ref = node.metadata.get(VALUES[1 - nr]) if nr < 2 else None
+    other = ref() if ref is not None else None
+    if type(other) is Value:  # a view is rebuilt with its base
+        value.kin, other.kin = weakref.ref(other), weakref.ref(value)
+
+
+def twin_of(parent: Value, args: tuple[Any, ...], value: Value) -> Value | None:
+    """The value that the same function already made of the same input; else ``value`` is entered as that one."""
+    if parent.children is None:
+        parent.children = {}
+    ref = parent.children.get(args[1:])
+    twin = ref() if ref is not None else None
+    if twin is None:
+        parent.children[args[1:]] = weakref.ref(value)
+    return twin
