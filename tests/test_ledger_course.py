@@ -57,13 +57,13 @@ def assert_same(a: list[Tensor], b: list[Tensor]) -> None:
 @pytest.fixture
 def packs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many tensors went through the hooks, counted in its one element."""
-    count, pack = [0], Region.pack
+    count, pack = [0], Region.pack_along
 
     def counted(self: Region, tensor: Tensor) -> Any:
         count[0] += 1
         return pack(self, tensor)
 
-    monkeypatch.setattr(Region, "pack", counted)
+    monkeypatch.setattr(Region, "pack_along", counted)
     return count
 
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import leangrad
+from leangrad.ledger import forms
 from leangrad.ledger.rules import RULES
 from leangrad.ledger.value import Value
 from tests.rule_cases import Case, check
@@ -264,11 +265,13 @@ def test_check_fails_where_a_rule_gives_other_bits(monkeypatch: pytest.MonkeyPat
     check(case, torch.float32)
     function = rule.function
     object.__setattr__(rule, "function", torch.sin)
+    forms.forget()
     try:
         with pytest.raises(AssertionError):
             check(case, torch.float32)
     finally:
         object.__setattr__(rule, "function", function)
+        forms.forget()
     other = Case("SinBackward0", "", lambda h, t: h.cos())
     with pytest.raises(AssertionError, match="is rebuilt by"):
         check(other, torch.float32)

@@ -68,6 +68,7 @@ with torch.enable_grad():  # leangrad may be imported anywhere
 
 LISTED = ("*",)
 UNSIGNED = (float, bool, str, type(None))  # constants that are what they are
+HALF = 1 << 63
 MAX_WALK = 64  # nodes between a tensor and its anchors; beyond that the tensor is kept
 
 
@@ -87,34 +88,40 @@ class Form:
 
 
 _FORMS: dict[type, tuple[Form, ...]] = {}
-_ONLY: dict[type, Origin] = {}  # of output 0, for the types that have one form for that, always
+ONLY: dict[type, Origin] = {}  # of output 0, for the types that have one form for that, always
 
 
 def origin_of(node: Node, nr: int) -> Origin | None:
     """What makes the value of output ``nr`` of ``node``; None: the op is never computed twice."""
     kind = type(node)
-    if nr == 0 and kind in _ONLY:
-        return _ONLY[kind]
+    if nr == 0 and kind in ONLY:
+        return ONLY[kind]
     forms = _FORMS.get(kind)
     if forms is None:
         forms = _FORMS[kind] = tuple([Form(rule, node) for rule in RULES.get(kind.__name__, ())])
         if len(forms) == 1 and forms[0].when is None and not forms[0].output:
-            _ONLY[kind] = forms[0].origin
+            ONLY[kind] = forms[0].origin
     for form in forms:
         if (form.output is None or form.output == nr) and (form.when is None or form.when(node)):
             return form.origin
     return None
 
 
-# ---------------------------------------------------------------------------------------------------- the code of a rule
+def forget() -> None:
+    """A rule has changed: write all out anew."""
+    _FORMS.clear()
+    ONLY.clear()
+
+
+# --------------------------------------------------------------------------------------------------- the code of a rule
 
 
 def _compile(rule: Rule, node: Node) -> Origin:
     text = source(rule, node)
     name = f"<leangrad {rule.node} {rule.output}>"
     linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)  # for tracebacks
-    scope = {
-        **globals(),
+    scope: dict[str, Any] = {
+        **KNOWN,
         "FUNCTION": rule.function,
         "OP": rule.node,
         "CHANGED": f"the output of {rule.node} was changed behind autograd's back",
@@ -138,13 +145,17 @@ def source(rule: Rule, node: Node) -> str:
         "edges = node.next_functions",
     ]
     operands = _operands(rule, node, lines)
-    constants, unsure = [], []  # unsure: what may turn out to be a value, or to have values in it
+    constants, plain, values = [], "", list(operands)  # values: those among the arguments that are values, as a rule
     for i, name in enumerate(rule.constants):
         if name[0] == "~" and not fuses():
             break  # only fused kernels read statistics, and these come last
         constants.append(f"c{i}")
-        if _assign(f"c{i}", name, node, lines):
-            unsure.append(f"c{i}")
+        kind = _assign(f"c{i}", name, node, lines)
+        if kind == STATISTIC:
+            values.append(f"c{i}")
+            plain += f" and type(c{i}) is Value"
+        elif kind == UNSURE:
+            plain += f" and type(c{i}) is not Value and type(c{i}) is not tuple"
     arguments = "(" + "".join(f"{a}, " for a in operands + constants) + ")"
     if rule.twins:
         lines += [
@@ -160,7 +171,7 @@ def source(rule: Rule, node: Node) -> str:
             _assign(f"d{i}", name, node, lines)
         keywords = ", ".join(f"{key!r}: d{i}" for i, (key, _) in enumerate(rule.keywords))
         lines.append(f"value.kwargs = {{{keywords}}}")
-    lines += _reads(rule, operands, unsure)
+    lines += _reads(rule, operands, values, operands + constants, plain)
     if rule.numbered:
         lines += ["value.part = nr", "join(node, nr, value)"]
     if len(rule.operands) > 1:
@@ -178,7 +189,7 @@ def _operands(rule: Rule, node: Node, lines: list[str]) -> list[str]:
     for i, name in enumerate(rule.operands[: len(node.next_functions)]):
         lines.append(f"b{i}, k = edges[{i}]")
         if rule.twins:
-            lines += [f"if type(b{i}) is AccumulateGrad:", f"    return walk.cast(value, node, b{i}.variable, FUNCTION)"]
+            lines += ["if type(b0) is AccumulateGrad:", "    return walk.cast(value, node, b0.variable, FUNCTION)"]
         lines += [f"if b{i} is not None:", f"    a{i} = walk.input(b{i}, k)", "else:"]
         inner: list[str] = []
         _assign(f"a{i}", name, node, inner)
@@ -187,51 +198,56 @@ def _operands(rule: Rule, node: Node, lines: list[str]) -> list[str]:
     return names
 
 
-def _reads(rule: Rule, operands: list[str], unsure: list[str]) -> list[str]:
-    """The code that tells the value which values it is made of; the common cases by the short way."""
-    sure = "".join(f" and type({c}) is not Value and type({c}) is not tuple" for c in unsure)
-    otherwise = ["else:", "    value.read_arguments()"]
-    if rule.operands == LISTED or len(operands) > 2:
-        return otherwise[1][4:].splitlines()
-    if len(operands) == 1:
-        return [f"if b0 is not None{sure}:", "    value.read_one(a0)", *otherwise]
-    return [
-        f"if b0 is not None and b1 is not None{sure}:",
-        "    value.read_two(a0, a1)",
-        f"elif b0 is not None and type(a1) is not Value{sure}:",  # the other is a number
-        "    value.read_one(a0)",
-        *otherwise,
-    ]
+def _reads(rule: Rule, operands: list[str], values: list[str], args: list[str], plain: str) -> list[str]:
+    """The code that tells the value which values it is made of, where the arguments are what they are as a rule."""
+    if rule.operands == LISTED:
+        return ["value.read_arguments()"]
+    edges = " and ".join(f"b{i} is not None" for i in range(len(operands)))
+    places = "".join(f"{args.index(v)}, " for v in values)
+    lines = [f"if {edges}{plain}:"]
+    if len(values) == 1:
+        lines.append("    value.read_one(a0)")
+    elif values == ["a0", "a1"]:
+        lines += ["    value.read_two(a0, a1)", f"elif b0 is not None and type(a1) is not Value{plain}:"]
+        lines.append("    value.read_one(a0)")  # the other is a number
+    else:
+        lines.append(f"    value.read_values(({', '.join(values)}), ({places}))")
+    return [*lines, "else:", "    value.read_arguments()"]
 
 
-def _assign(to: str, name: str, node: Node, lines: list[str]) -> bool:
-    """The code that finds a constant, written as rules write it; whether it may be, or hold, a value."""
+def _assign(to: str, name: str, node: Node, lines: list[str]) -> str:
+    """The code that finds a constant, written as rules write it; and what it may turn out to be."""
     kind = type(node)
     if name == "@dtype":
         lines.append(f"{to} = node._input_metadata[0].dtype")
-        return False
+        return PLAIN
     if name[0] == "@":
         lines.append(f"{to} = output_fact(node, {name[1:]!r})")
-        return False
+        return PLAIN
     if name[0] in "=~":
         lines.append(f"{to} = walk.saved(node, node._raw_saved_{name[1:]}, {name[1:]!r}, False)")
-        return True
+        return STATISTIC
     if name[0] != "?" and hasattr(kind, "_raw_saved_" + name):
         lines.append(f"{to} = walk.saved(node, node._raw_saved_{name}, {name!r}, True)")
-        return True
+        return UNSURE
     if name[0] != "?" and hasattr(kind, "_saved_" + name):
         lines += [f"{to} = node._saved_{name}", f"if type({to}) not in UNSIGNED:", f"    {to} = signed({to})"]
-        return False
+        return PLAIN
     lines.append(f"{to} = walk.noted(node, {name.lstrip('?')!r}, metadata)")
-    return True
+    return UNSURE
+
+
+# What a constant may turn out to be: never a value; a value, as a rule; a value or a number or several of them.
+PLAIN, STATISTIC, UNSURE = "plain", "statistic", "unsure"
 
 
 def signed(constant: Any) -> Any:
     """Nodes hand out negative dimensions as unsigned numbers."""
-    if type(constant) is int:
-        return constant - (1 << 64) if constant >= (1 << 63) else constant
-    if type(constant) in (tuple, list):
-        return tuple([signed(c) for c in constant])
+    kind = type(constant)
+    if kind is int:
+        return constant if constant < HALF else constant - 2 * HALF
+    if kind is tuple or kind is list:
+        return tuple([c if type(c) is int and c < HALF else signed(c) for c in constant])
     return constant
 
 
@@ -252,3 +268,8 @@ def twin_of(parent: Value, args: tuple[Any, ...], value: Value) -> Value | None:
     if twin is None:
         parent.children[args[1:]] = weakref.ref(value)
     return twin
+
+
+# What the code of a rule may name.
+KNOWN: dict[str, Any] = {"AccumulateGrad": AccumulateGrad, "MAX_WALK": MAX_WALK, "OPAQUE": OPAQUE, "UNSIGNED": UNSIGNED}
+KNOWN |= {f.__name__: f for f in (NoRecipeError, Value, join, output_fact, output_nbytes, signed, twin_of)}

@@ -28,8 +28,8 @@ from leangrad.ledger.changes import after_change, aliased, before_change, leaked
 from leangrad.ledger.draws import dropout, dropout_inside
 from leangrad.ledger.forms import NOTE, OPAQUE
 from leangrad.ledger.origins import Operand
+from leangrad.ledger.products import Products
 from leangrad.ledger.value import Value
-
 
 # What runs the calls in the stead of the override: it writes them down, or follows what was written.
 Guide = Callable[["Notes", Any, Handler | None, tuple[Any, ...], dict[str, Any]], Any]
@@ -49,9 +49,7 @@ class Book(Protocol):
     watched_memory: dict[int, list[weakref.ref[Anchor]]]
     anchors: list[weakref.ref[Value]]  # those that plain has kept too
     rewritten: dict[int, int]  # memory that was changed unseen, and the number of the first node after that
-
-    def hold(self, made: Tensor) -> None:
-        """Hold the output of a product for a while."""
+    products: Products
 
     def settle(self, node: Any, nr: int, name: str) -> None:
         """Give the recipe of output ``nr`` of ``node`` to the value that was kept as its saved ``name``."""
@@ -236,7 +234,7 @@ def _source(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
     if book.catches and type(out) is Tensor and out.nbytes >= book.min_bytes:
         made = out._base if out._is_view() else out
         if made is not None and made.grad_fn is not None:
-            book.hold(made)
+            book.products.hold(made)
     return out
 
 

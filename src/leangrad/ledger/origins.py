@@ -21,6 +21,7 @@ from leangrad.ledger.cast import Anchor, Cast
 from leangrad.ledger.forms import (
     LIVE,
     NOTE,
+    ONLY,
     UNSIGNED,
     VALUES,
     AccumulateGrad,
@@ -98,14 +99,12 @@ class Walk:
         self.steps = self.operand_bytes = 0
         self.sizes = book.sizes
 
-    def start(self, node: Node, nr: int) -> Value:
-        """A new walk: the origin of output ``nr`` of ``node``; NoRecipeError where there is none."""
+    def start(self, node: Node, nr: int, metadata: dict[Any, Any]) -> Value:
+        """A new walk: the origin of output ``nr`` of a node behind the fence; NoRecipeError where there is none."""
         self.steps = self.operand_bytes = 0
-        origin, metadata = origin_of(node, nr), node.metadata
-        if origin is None or LIVE in metadata:
+        origin = origin_of(node, nr)
+        if origin is None or (metadata and LIVE in metadata):
             raise NoRecipeError(f"{type(node).__name__} is never computed twice")
-        if node._sequence_nr() < self._book.fence:
-            raise NoRecipeError(f"the output of {type(node).__name__} was changed behind autograd's back")
         return origin(self, node, nr, metadata)
 
     def forget(self) -> None:
@@ -114,7 +113,8 @@ class Walk:
 
     def input(self, node: Node, nr: int) -> Value:
         """The value that flows in along an edge from output ``nr`` of ``node``: known, a parameter, rebuilt, absent."""
-        if type(node) is AccumulateGrad:
+        kind = type(node)
+        if kind is AccumulateGrad:
             return self._leaf(node.variable)
         metadata = node.metadata
         if metadata:
@@ -134,10 +134,10 @@ class Walk:
                 else:
                     raise NoRecipeError(f"the output of {value.op} was changed in place")
         if node._sequence_nr() < self._book.fence:
-            raise NoRecipeError(f"the output of {type(node).__name__} may have been changed unseen")
-        origin = origin_of(node, nr)
+            raise NoRecipeError(f"the output of {kind.__name__} may have been changed unseen")
+        origin = ONLY[kind] if nr == 0 and kind in ONLY else origin_of(node, nr)
         if origin is None or (metadata and LIVE in metadata):
-            value = Value(type(node).__name__)
+            value = Value(kind.__name__)
             value.live = metadata.get(LIVE)
         else:
             value = origin(self, node, nr, metadata)
@@ -174,7 +174,8 @@ class Walk:
         book = self._book
         if book.sharded or not is_there(variable):
             raise NoRecipeError("a sharded parameter, which is gone by the time a recipe runs")
-        value = self._leaves[id(variable)] = leaf_value(variable, version)
+        value = self._leaves[id(variable)] = Value("leaf")
+        value.tensor, value.version, value.free = variable, version, True
         book.watched_parameters.setdefault(id(variable), []).append(ref(value))
         return value
 

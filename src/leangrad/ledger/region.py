@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Protocol
@@ -15,18 +14,18 @@ from torch import Tensor
 from leangrad import _torch
 from leangrad.ledger.cast import NODE, Anchor, Cast, Packed
 from leangrad.ledger.course import Course, Following, Recording
+from leangrad.ledger.forms import CAST, OPAQUE, VALUES, AccumulateGrad, NoRecipeError, join
 from leangrad.ledger.hooks import Hooks, unpack
 from leangrad.ledger.notes import Notes
 from leangrad.ledger.opened import opened
-from leangrad.ledger.forms import CAST, LIVE, OPAQUE, VALUES, AccumulateGrad, NoRecipeError, join
 from leangrad.ledger.origins import Operand, Walk, enter
+from leangrad.ledger.products import Products
 from leangrad.ledger.record import Recorder
 from leangrad.ledger.seen import Seen
 from leangrad.ledger.value import Bare, Value
-from leangrad.ledger.waiting import released, wait
+from leangrad.ledger.waiting import wait
 
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)
-RECENT = 4  # how many outputs of products are held: query, key, value and one more
 DEEPEST = 32  # joins that a recipe may run through: each takes some frames of Python's stack
 
 Decision = tuple[str, bool]  # op, and whether the tensor is simply kept
@@ -93,7 +92,7 @@ class Region:
             self.hooks = Hooks(self.pack, recorder.unpack)
         else:
             self.hooks = Hooks(self.pack, unpack)
-        self._recent: deque[Tensor | Value] = deque(maxlen=RECENT)  # the last outputs of products
+        self.products = Products(self, recorder)
         self._held: list[Value | Seen] = []  # what recipes may read and nobody else holds as a value
 
     def __enter__(self) -> Region:
@@ -115,12 +114,12 @@ class Region:
             self.hooks.take_back_all()
         self._held.clear()
         self._notes.__exit__(kind, error, trace)
-        self._recent.clear()
+        self.products.forget()
         self._walk.forget()
         if self._recorder is not None:
             self._recorder.stop()
-        for ref in self.waiting:
-            if (value := ref()) is not None:
+        for waiting in self.waiting:
+            if (value := waiting()) is not None:
                 value.forget_recipe()
 
     # ---------------------------------------------------------------- pack
@@ -173,7 +172,7 @@ class Region:
                 return short
         if base is not None:
             seen = self._seen(tensor, base, node)
-            (seen.owner if type(seen) is Seen else seen).readers += 1
+            (seen.owner if isinstance(seen, Seen) else seen).readers += 1
             return seen
         value = self._value(tensor, node)
         value.readers += 1
@@ -188,24 +187,10 @@ class Region:
         if node is not None and (base is None or base.grad_fn is not None) and tensor.layout is torch.strided:
             self._held.append(self._value(tensor, node) if base is None else self._seen(tensor, base, node))
 
-    def hold(self, made: Tensor) -> None:
-        """Hold the output of a product: a recipe may want it kept in the stead of a larger tensor downstream.
-
-        Along a course it is known that one will, so it is kept at once, and no recipe has to wait for it. If none does
-        after all, it is let go with the next few products.
-        """
-        node: Any = made.grad_fn
-        held: Tensor | Value
-        if self._following is not None and not self._following.lost:
-            held = Value(type(node).__name__)
-            held.keep(made)
-            self.watch(held)
-            node.metadata[VALUES[made.output_nr]] = ref(held)
-            tensor: Any = held.tensor
-        else:
-            held = tensor = made.detach()
-        node.metadata[LIVE] = (ref(tensor), made._version, self.call)
-        self._recent.append(held)
+    @property
+    def is_on_course(self) -> bool:
+        """Whether the step has been like the recorded one so far."""
+        return self._following is not None and not self._following.lost
 
     def differ(self) -> None:
         """This step is not like the one that was recorded: what was learned serves it no more."""
@@ -248,13 +233,13 @@ class Region:
                     return value
                 elif fresh and type(tensor) in PLAIN_TYPES:  # absent until now, or its recipe waits for what is absent
                     self.anchors.append(ref(value))
-                    return self._choose(tensor, node, waiting=value)
+                    return self._choose(tensor, node, metadata, waiting=value)
         if not fresh or type(tensor) not in PLAIN_TYPES:
             return self._kept(tensor, type(node).__name__)
         if tensor.nbytes < self.min_bytes:
             value = self._kept(tensor, type(node).__name__, free=True)
         else:
-            value = self._choose(tensor, node)
+            value = self._choose(tensor, node, metadata)
         metadata[key] = ref(value)
         self.anchors.append(metadata[key])
         return value
@@ -262,11 +247,7 @@ class Region:
     def _seen(self, tensor: Tensor, base: Tensor, node: Any) -> Value | Seen:
         """A view that autograd saves is its base, seen through a stride: kept or rebuilt once for all views."""
         metadata = node.metadata
-        if (
-            (metadata and OPAQUE in metadata)
-            or node._sequence_nr() < self.fence
-            or type(tensor) not in PLAIN_TYPES
-        ):
+        if (metadata and OPAQUE in metadata) or node._sequence_nr() < self.fence or type(tensor) not in PLAIN_TYPES:
             return self._kept(tensor, type(node).__name__)
         key = VALUES[tensor.output_nr]
         found: Value | Seen
@@ -323,7 +304,7 @@ class Region:
         if self._recorder is not None:
             self._recorder.shared(value, value.nbytes)
 
-    def _choose(self, tensor: Tensor, node: Any, waiting: Value | None = None) -> Value:
+    def _choose(self, tensor: Tensor, node: Any, metadata: dict[Any, Any], waiting: Value | None = None) -> Value:
         """Keep ``tensor`` or store a recipe; ``waiting``: its value, if a recipe downstream has asked for it before."""
         cap = self.cap
         op = type(node).__name__
@@ -343,7 +324,7 @@ class Region:
         why = ""
         walk = self._walk
         try:
-            value = waiting or walk.start(node, tensor.output_nr)
+            value = waiting or walk.start(node, tensor.output_nr, metadata)
             if value.function is None:
                 raise NoRecipeError(f"{value.op} is never computed twice")
             if waiting is None and walk.operand_bytes >= nbytes:
@@ -370,48 +351,20 @@ class Region:
             if self._recorder is None:
                 value.forget_recipe()
             return f"its recipe joins more than {cap} lineages in a row"
-        if self._catch(value):
+        if self.products.catch(value):
             return ""
         value.keep(tensor)
         wait(value)
         self.waiting.append(weakref.ref(value))
         return "it is made from " + ", ".join(b.op for b in value.blocked) + ", which is not kept"
 
-    def _catch(self, value: Value) -> bool:
-        """Keep the absent values under ``value`` in its stead, if they are still there and smaller."""
-        tensors = [b.catchable() for b in value.blocked]
-        if any(t is None or self._is_changing(t) for t in tensors):
-            return False
-        cost = sum(t.nbytes for t in tensors if t is not None)
-        gain = value.nbytes
-        if cost >= gain:
-            gain += released(value.blocked)
-            if cost >= gain:
-                return False
-        for b, t in zip(value.blocked, tensors, strict=True):
-            assert t is not None
-            assert b.live is not None
-            b.keep(t)
-            self.watch(b)
-            if self._recorder is not None:
-                self._recorder.caught.add(b.live[2])
-        value.blocked = ()
-        value.settle_lineage()
-        return True
-
-    def _is_changing(self, tensor: Tensor) -> bool:
-        changing = self.changing
-        if not isinstance(changing, Tensor) or changing.layout is not torch.strided:
-            return False
-        return tensor.untyped_storage().data_ptr() == changing.untyped_storage().data_ptr()
-
     def settle(self, node: Any, nr: int, name: str) -> None:
         """Output ``nr`` of ``node``, kept as its saved ``name`` because it has no node of its own, gets its recipe."""
         value = _torch.packed(getattr(node, "_raw_saved_" + name))
-        if type(value) is not Value or value.tensor is None:
+        if type(value) is not Value or value.tensor is None or node._sequence_nr() < self.fence:
             return
         try:
-            origin = self._walk.start(node, nr)
+            origin = self._walk.start(node, nr, node.metadata)
         except NoRecipeError:
             return
         if origin.blocked or origin.depth > self.cap:

@@ -131,11 +131,10 @@ class Value:
         self.read_arguments()
 
     def read_arguments(self) -> None:
-        """Find the values among ``args``, and what follows for this one: where it waits, how deep it lies."""
-        args = self.args
+        """Find the values among ``args``."""
         inputs: list[Value] = []
         order: list[int] = []
-        for i, a in enumerate(args):
+        for i, a in enumerate(self.args):
             if type(a) is Value:
                 inputs.append(a)
                 order.append(i)
@@ -144,6 +143,10 @@ class Value:
                 if inside:
                     inputs += inside
                     order.append(i)
+        self.read_values(tuple(inputs), tuple(order))
+
+    def read_values(self, inputs: tuple[Value, ...], order: tuple[int, ...]) -> None:
+        """This value is made of ``inputs``; ``order``: where they, or lists of them, stand among the arguments."""
         blocked, depth, joined = False, 0, False
         root: Value | None = None
         for v in inputs:
@@ -158,17 +161,17 @@ class Value:
                 root = v.root or v
             elif root is not (v.root or v):
                 joined = True
-        self.inputs = tuple(inputs)
+        self.inputs, self.order = inputs, order
         if depth and len(order) > 1:
             # The deepest first: a long chain is then rebuilt from its far end with no temporaries waiting on the way.
-            order.sort(key=lambda i: -args[i].depth if type(args[i]) is Value else 0)
-        self.order = tuple(order)
+            args = self.args
+            self.order = tuple(sorted(order, key=lambda i: -args[i].depth if type(args[i]) is Value else 0))
         if blocked:
             self.blocked = blocking(inputs)
         self.depth, self.root = (depth + 1, None) if joined else (depth, root)
 
     def read_one(self, only: Value) -> None:
-        """The same where the first argument is the only value: half of all recipes."""
+        """It is made of its first argument alone: half of all recipes."""
         only.parents += 1
         self.inputs, self.order = (only,), (0,)
         if only.tensor is None and (only.function is None or only.blocked):
@@ -177,7 +180,7 @@ class Value:
             self.depth, self.root = only.depth, only.root or only
 
     def read_two(self, a: Value, b: Value) -> None:
-        """The same where the first two arguments are the only values."""
+        """It is made of its first two arguments."""
         a.parents += 1
         b.parents += 1
         self.inputs = (a, b)
