@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -416,6 +416,73 @@ def test_the_collector_rests_in_forward_only() -> None:
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+def test_steps_leave_nothing_to_the_collector() -> None:
+    """Regions, recorders and values know each other; none of them waits for the collector to find that out."""
+    model, x = leangrad.lean(blocks(), min_bytes=0), torch.randn(8, 16)
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(4):
+            step(model, x)
+        with leangrad.saving(min_bytes=0):
+            y = model(x)
+        del y  # backward never runs
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
+
+
+@pytest.fixture
+def thresholds() -> Iterator[None]:
+    before = gc.get_threshold()
+    yield
+    gc.set_threshold(*before)
+
+
+def test_what_a_region_made_does_not_call_the_collector(thresholds: None) -> None:
+    """It dies in backward; only what others make counts."""
+    model, x = leangrad.lean(nn.Sequential(*[blocks() for _ in range(8)]), min_bytes=0), torch.randn(8, 16)
+    collections: list[int] = []
+
+    def collected(phase: str, info: dict[str, int]) -> None:
+        collections.append(info["generation"])
+
+    for _ in range(3):
+        step(model, x)
+    gc.collect()
+    gc.set_threshold(300, 10, 10)
+    gc.callbacks.append(collected)
+    try:
+        for _ in range(5):
+            y = model(x)
+            assert gc.get_count()[0] > 300
+            assert not collections
+            y.sum().backward()
+            del y
+        kept = [[i] for i in range(1000)]
+        assert collections
+        assert len(kept) == 1000
+    finally:
+        gc.callbacks.remove(collected)
+
+
+def test_thresholds_that_somebody_sets_stay(thresholds: None) -> None:
+    model, x = leangrad.lean(blocks(), min_bytes=0), torch.randn(8, 16)
+    gc.set_threshold(500, 10, 10)
+    y = model(x)
+    assert gc.get_threshold()[0] > 500  # raised by what was made
+    y = model(x)
+    assert 500 < gc.get_threshold()[0] < 5000  # not by both
+    gc.set_threshold(600, 10, 10)
+    y = model(x)
+    del y
+    with leangrad.saving():
+        assert gc.get_threshold() == (600, 10, 10)
+    gc.set_threshold(0, 10, 10)  # the collector is switched off
+    model(x)
+    assert gc.get_threshold() == (0, 10, 10)
 
 
 def test_the_collector_rests_in_a_region_of_code() -> None:

@@ -121,6 +121,7 @@ class Region:
         for waiting in self.waiting:
             if (value := waiting()) is not None:
                 value.forget_recipe()
+        vars(self).clear()  # its parts know it: it dies here and now, with no help of Python's collector
 
     # ---------------------------------------------------------------- pack
 
