@@ -450,7 +450,7 @@ def test_what_a_region_made_does_not_call_the_collector(thresholds: None) -> Non
         collections.append(info["generation"])
 
     for _ in range(3):
-        step(model, x)
+        model(x).sum().backward()  # gradients are there to stay
     gc.collect()
     gc.set_threshold(300, 10, 10)
     gc.callbacks.append(collected)
