@@ -44,6 +44,20 @@ def test_dropout_has_the_factor_that_is_assumed(dtype: torch.dtype) -> None:
     assert same_bits(F.dropout(torch.ones(33, 37, dtype=dtype), 0.3), factor)
 
 
+@pytest.mark.parametrize("function", [F.dropout, F.alpha_dropout, F.feature_alpha_dropout])
+@pytest.mark.parametrize(("p", "training"), [(0.0, True), (0.5, False), (1.0, False)])
+@pytest.mark.parametrize("inplace", [False, True])
+def test_dropout_that_does_nothing_hands_its_input_back(
+    function: Callable[..., Tensor], p: float, training: bool, inplace: bool
+) -> None:
+    """Nothing of it is noted, and nothing moves before it, as it is no change."""
+    x = torch.ones(3, 4, requires_grad=True) * 2
+    state, version = torch.get_rng_state(), x._version
+    assert function(x, p, training, inplace) is x
+    assert x._version == version
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("p", [1e-9, 0.1, 0.5, 0.9, 1 - 1e-6])
 def test_alpha_dropout_from_one_drawing(dtype: torch.dtype, p: float) -> None:

@@ -70,3 +70,19 @@ def test_the_note_tells_every_name_that_the_ledger_uses_in_place() -> None:
                 if not own and not node.attr.startswith(("_saved_", "_raw_saved_")):
                     found.add(node.attr)
     assert found == NOTED, "a private name of torch belongs into _torch.py, or into its note"
+
+
+@pytest.mark.parametrize("has_names", [True, False])
+def test_saved_tensor_hooks_are_set_and_taken_back(has_names: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not has_names:
+        monkeypatch.setattr(_torch, "_push_hooks", None)
+    put, take_back = _torch.saved_tensor_hooks(lambda x: [x.detach()], lambda packed: packed[0])
+    x = torch.ones(3, requires_grad=True)
+    for _ in range(2):
+        put()
+        inside = x.exp()
+        take_back()
+        outside = x.exp()
+        assert type(inside.grad_fn._raw_saved_result.data) is list
+        assert outside.grad_fn._raw_saved_result.unpack_hook is None
+        assert not _torch.saved_tensor_hooks_active()

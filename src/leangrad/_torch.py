@@ -193,14 +193,16 @@ def same_device(node: Any) -> bool:
     return bool(device == node._input_metadata[0].device)
 
 
+_storage_use_count: Callable[[int], int] = getattr(torch._C, "_storage_Use_Count", lambda _: sys.maxsize)
+
+
 def storage_is_shared(tensor: Tensor) -> bool:
     """Whether a tensor other than this one and its base can see this memory; True where torch does not tell."""
     try:
         storage = tensor.untyped_storage()
         holders = 3 if tensor._base is not None else 2  # the storage object in our hand is one of them
-        if torch._C._storage_Use_Count(storage._cdata) > holders:
-            return True
-        return bool(tensor._use_count() > 1)  # type: ignore[attr-defined]  # a node has saved it
+        # Who holds it; and more than one hold a tensor that a node has saved.
+        return _storage_use_count(storage._cdata) > holders or tensor._use_count() > 1  # type: ignore[attr-defined]
     except (AttributeError, NotImplementedError, RuntimeError):
         return True
 
@@ -572,3 +574,18 @@ is_capturing: Callable[[], bool] = getattr(
 def versions(a: Tensor, b: Tensor) -> tuple[int, int]:
     """The versions of two tensors."""
     return a._version, b._version
+
+
+_push_hooks: Any = getattr(torch._C._autograd, "_push_saved_tensors_default_hooks", None)
+_pop_hooks: Any = getattr(torch._C._autograd, "_pop_saved_tensors_default_hooks", None)
+
+
+def saved_tensor_hooks(pack: Callable[..., Any], unpack: Callable[..., Any]) -> tuple[Callable[[], None], ...]:
+    """What sets a pair of saved-tensor hooks, and what takes back the pair that was set last: both may be called often.
+
+    The same as to enter and to leave `torch.autograd.graph.saved_tensors_hooks(pack, unpack)`, with no frame of Python.
+    """
+    if _push_hooks is None or _pop_hooks is None:
+        hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+        return hooks.__enter__, hooks.__exit__
+    return functools.partial(_push_hooks, pack, unpack), _pop_hooks

@@ -125,6 +125,20 @@ NORMS = {
     "NativeBatchNorm0 eval": batch_norm("leaf", "leaf", training=False),
     "NativeBatchNorm0 eval plain": batch_norm(None, None, training=False),
     "NativeBatchNorm0 eval frozen": batch_norm("const", "const", training=False),
+    "NativeBatchNorm0 of torch": lambda h, t: torch.batch_norm(
+        h, t.leaf(4), t.const(4), t.const(4), t.const(4).abs(), True, 0.1, 1e-2, False
+    ),
+    "NativeBatchNorm0 of torch by name": lambda h, t: torch.batch_norm(
+        h,
+        bias=None,
+        weight=t.leaf(4),
+        running_var=t.const(4).abs(),
+        running_mean=t.const(4),
+        training=False,
+        momentum=0.1,
+        eps=1e-2,
+        cudnn_enabled=False,
+    ),
     "NativeBatchNorm0 rows": lambda h, t: F.batch_norm(
         h.flatten(0, 2), None, None, t.leaf(8), t.leaf(8), training=True
     ),

@@ -30,24 +30,28 @@ def leave_note(out: Any, names: tuple[str, ...], args: tuple[Any, ...], kwargs: 
 
 
 def constants_of(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The constants of a call by name; tensors among them only if they need no gradient: others have a node."""
+    """The constants of a call by name; tensors among them only if they need no gradient: others have a node.
+
+    A tensor by the name of ``_`` is one that the node keeps itself.
+    """
     note: dict[str, Any] = {}
     for name, a in zip(names, args, strict=False):
         if type(a) in PLAIN:
             note[name] = a
         else:
-            _note_one(note, name, a)
+            note_one(note, name, a)
     for name, a in kwargs.items():
-        _note_one(note, "self" if name == "input" else name, a)
+        note_one(note, "self" if name == "input" else name, a)
     return note
 
 
-PLAIN = frozenset((float, int, bool, str, type(None)))
+PLAIN = frozenset((float, int, bool, str, type(None), torch.memory_format))  # never a tensor, nor holding one
 
 
-def _note_one(note: dict[str, Any], name: str, a: Any) -> None:
+def note_one(note: dict[str, Any], name: str, a: Any) -> None:
+    """Enter one constant."""
     if isinstance(a, Tensor):
-        if not a.requires_grad:
+        if name != "_" and not a.requires_grad:
             note[name] = Operand(a)
     elif isinstance(a, list | tuple) and any(isinstance(t, Tensor) for t in a):
         note[name] = {i: Operand(t) for i, t in enumerate(a) if not t.requires_grad}

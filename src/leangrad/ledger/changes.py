@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
 
 from leangrad import _torch
 from leangrad.ledger.calls import Handler, argument, constants_of, leave_note
@@ -30,24 +31,25 @@ def before_change(notes: Notes, target: Any) -> None:
     So do all others where autograd will not record the change, if the memory has other names than ``target``.
     """
     if isinstance(target, Tensor):
+        unrecorded = not (target.requires_grad and is_grad_enabled())
+        if unrecorded and _is_private(target):
+            return
         book = notes.book
         if book.watched_parameters:
-            owner = target._base
-            _move(book.watched_parameters.pop(id(target if owner is None else owner), None))
-        if not (target.requires_grad and torch.is_grad_enabled()):
-            if _is_private(target):
-                return
+            base = target._base
+            _move(book.watched_parameters.pop(id(target if base is None else base), ()))
+        if unrecorded:
             _watch_all(book)
             book.rewritten[_memory_of(target)] = _torch.next_sequence_nr()
         if book.watched_memory:
-            _move(book.watched_memory.pop(_memory_of(target), None))
+            _move(book.watched_memory.pop(_memory_of(target), ()))
     elif isinstance(target, list | tuple):
         for t in target:
             before_change(notes, t)
 
 
-def _move(anchors: list[weakref.ref[Anchor]] | None) -> None:
-    for ref in anchors or ():
+def _move(anchors: Iterable[weakref.ref[Anchor]]) -> None:
+    for ref in anchors:
         value = ref()
         if value is not None and value.tensor is not None:
             tensor = _copy(value.tensor.detach())
@@ -97,8 +99,10 @@ def after_change(notes: Notes, target: Any) -> None:
 
 def _is_private(tensor: Tensor) -> bool:
     """Whether no parameter and no tensor of the graph can lie in this memory."""
-    owner = tensor if tensor._base is None else tensor._base
-    return not tensor.requires_grad and not owner.requires_grad and not _torch.storage_is_shared(tensor)
+    if tensor.requires_grad:
+        return False
+    base = tensor._base
+    return (base is None or not base.requires_grad) and not _torch.storage_is_shared(tensor)
 
 
 def _is_nobodys(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -106,9 +110,11 @@ def _is_nobodys(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> b
 
     No gradient flows into it, and nobody else sees its memory; what a recipe reads is seen by the recipe.
     """
-    if not isinstance(target, Tensor) or target.requires_grad or (kwargs and _needs_gradient(tuple(kwargs.values()))):
+    if not isinstance(target, Tensor) or target.requires_grad:
         return False
-    return not _needs_gradient(args) and _is_private(target)
+    if _needs_gradient(args) or (kwargs and _needs_gradient(kwargs.values())):
+        return False
+    return _is_private(target)
 
 
 def _node_of(tensor: Any) -> Any:
@@ -198,8 +204,12 @@ def mutating(names: str = "", choose: str | None = None) -> Handler:
     return handler
 
 
-def _needs_gradient(args: tuple[Any, ...]) -> bool:
-    return torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args)
+def _needs_gradient(args: Iterable[Any]) -> bool:
+    if is_grad_enabled():
+        for a in args:
+            if isinstance(a, Tensor) and a.requires_grad:
+                return True
+    return False
 
 
 def write_out(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -28,7 +28,7 @@ from torch import Tensor
 from leangrad import _torch
 from leangrad.ledger.calls import Handler
 from leangrad.ledger.cast import Packed
-from leangrad.ledger.hooks import Hooks
+from leangrad.ledger.hooks import TAKEN_BACK, Hooks
 
 if TYPE_CHECKING:
     from leangrad.ledger.notes import Notes
@@ -36,16 +36,30 @@ if TYPE_CHECKING:
 ALL = ANY_SIZE = sys.maxsize
 
 
-class Call(NamedTuple):
+class Call:
     """One call of a function that saves tensors."""
 
-    function: Any
-    first: int = 0  # how many tensors were saved before it
-    last: int = -1  # the last tensor that it saves and that is rebuilt; -1: there is none
-    anchors: tuple[str, ...] = ()  # what it saves after that and recipes read, by the names of its node
-    catches: bool = False  # its output was kept in the stead of a larger tensor
-    size: int = ANY_SIZE  # elements that its output may have before what was too small to look into is so no more
-    quiet: bool = False  # autograd had no part in it
+    __slots__ = ("anchors", "catches", "first", "function", "is_checked", "last", "quiet", "size")
+
+    def __init__(
+        self,
+        function: Any,
+        first: int = 0,
+        last: int = -1,
+        anchors: tuple[str, ...] = (),
+        catches: bool = False,
+        size: int = ANY_SIZE,
+        quiet: bool = False,
+    ) -> None:
+        self.function = function
+        self.first = first  # how many tensors were saved before it
+        self.last = last  # the last tensor that it saves and that is rebuilt; -1: there is none
+        # What it saves after that and recipes read: the attributes of its node.
+        self.anchors = tuple(("_raw_saved_" + name, "_saved_" + name) for name in anchors)
+        self.catches = catches  # its output was kept in the stead of a larger tensor
+        self.size = size  # elements that its output may have before what was too small to look into is so no more
+        self.quiet = quiet  # autograd had no part in it
+        self.is_checked = quiet or size != ANY_SIZE
 
 
 class Course(NamedTuple):
@@ -110,70 +124,81 @@ class Following:
 
     def __init__(self, book: Book, course: Course) -> None:
         self._book = book
-        self._calls, self._saves, self._quiet, _ = course
-        self._length = len(course.calls)
-        self._next = 0
+        self._hooks = book.hooks
+        self._saves, self._quiet = course.saves, course.quiet
+        self._rest = iter(course.calls)
+        self._expected = next(self._rest, _END)
         self.lost = False
 
     def lose(self) -> None:
         """The step has left its course: from now on hooks are set around every call that may save."""
         self.lost = self._book.catches = True
+        self._expected = _END
 
     def call(self, notes: Notes, function: Any, handler: Handler | None, args: Any, kwargs: Any) -> Any:
         """Run one call, with hooks if it saves what is rebuilt."""
+        call = self._expected
+        if call.function is not function:
+            return self._pass(notes, function, handler, args, kwargs)
+        self._expected = next(self._rest, _END)
+        book, hooks = self._book, self._hooks
+        book.catches = call.catches
+        if call.last >= 0 and hooks.set(call.last):
+            book.packs = call.first
+            try:
+                out = function(*args, **kwargs) if handler is None else handler(notes, function, args, kwargs)
+            finally:
+                if hooks.last != TAKEN_BACK:
+                    hooks.take_back()
+        else:
+            out = function(*args, **kwargs) if handler is None else handler(notes, function, args, kwargs)
+        if call.is_checked:
+            self._check(call, out, args)
+        if call.anchors:
+            self._anchor(call, out)
+        return out
+
+    def _pass(self, notes: Notes, function: Any, handler: Handler | None, args: Any, kwargs: Any) -> Any:
+        """A call that is no part of the course, unless it leads off it."""
         saves = self._saves.get(function)
         if saves is False:
             out = function(*args, **kwargs) if handler is None else handler(notes, function, args, kwargs)
             if function in self._quiet and not self.lost and _is_graded(out, args):
                 self._book.differ()
             return out
-        if saves is None or self.lost:
-            return self._look(notes, function, handler, args, kwargs)
-        n = self._next
-        self._next = n + 1
-        call = self._calls[n] if n < self._length else _END
-        book = self._book
-        if call.function is not function:
-            book.differ()
-            return self._look(notes, function, handler, args, kwargs)
-        book.catches = call.catches
-        if call.last >= 0 and book.hooks.set(call.last):
-            book.packs = call.first
-            try:
-                out = function(*args, **kwargs) if handler is None else handler(notes, function, args, kwargs)
-            finally:
-                book.hooks.take_back()
-        else:
-            out = function(*args, **kwargs) if handler is None else handler(notes, function, args, kwargs)
-        if call.quiet or call.size != ANY_SIZE:
-            self._check(call, out, args)
-        if call.anchors:
-            self._anchor(call, out)
-        return out
+        if saves and not self.lost:
+            self._book.differ()
+        return self._look(notes, function, handler, args, kwargs)
 
     def _anchor(self, call: Call, out: Any) -> None:
-        """Let recipes read what the call saved with no hook."""
+        """Let recipes read what the call saved with no hook, if it is as it was."""
         node = out.grad_fn if type(out) is Tensor else None
-        for name in call.anchors:
-            tensor = saved_tensor(node, name)
-            if tensor is not None:
+        for raw_name, name in call.anchors:
+            raw = getattr(node, raw_name, None)
+            if raw is None or not _torch.passed_no_hook(raw):
+                continue
+            try:
+                tensor = getattr(node, name)
+            except RuntimeError:  # it was changed in place, which plain PyTorch will say when it comes to it
+                continue
+            if isinstance(tensor, Tensor):
                 self._book.anchor(tensor)
 
     def _check(self, call: Call, out: Any, args: Any) -> None:
         """What was too small to look into may be so no more; what needed no gradient may need one."""
-        grown = type(out) is Tensor and out.numel() > call.size
+        grown = call.size != ANY_SIZE and type(out) is Tensor and out.numel() > call.size
         if grown or (call.quiet and _is_graded(out, args)):
             self._book.differ()
 
     def _look(self, notes: Notes, function: Any, handler: Handler | None, args: Any, kwargs: Any) -> Any:
         """A call that was not recorded: it leads off the course if it saves anything."""
         book = self._book
-        before, hooked = book.packs, book.hooks.set(ALL)
+        before, hooked = book.packs, self._hooks.set(ALL)
         try:
             out = function(*args, **kwargs) if handler is None else handler(notes, function, args, kwargs)
         finally:
             if hooked:
-                book.hooks.take_back()
+                self._hooks.take_back()
         if not self.lost and book.packs != before:
             book.differ()
         return out
@@ -190,18 +215,6 @@ def _is_graded(out: Any, args: tuple[Any, ...]) -> bool | None:
         return None
     graded = [_is_graded(o, args) for o in out]
     return True if True in graded else False if False in graded else None
-
-
-def saved_tensor(node: Any, name: str) -> Tensor | None:
-    """What ``node`` has saved under ``name`` with no hook, if it is as it was."""
-    raw = getattr(node, "_raw_saved_" + name, None)
-    if raw is None or not _torch.passed_no_hook(raw):
-        return None
-    try:
-        tensor = getattr(node, "_saved_" + name)
-    except RuntimeError:  # it was changed in place, which plain PyTorch will say when it comes to it
-        return None
-    return tensor if isinstance(tensor, Tensor) else None
 
 
 _NAMES: dict[type, tuple[str, ...]] = {}

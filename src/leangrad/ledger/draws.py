@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
 
 from leangrad import _torch
 from leangrad.ledger import rng
@@ -73,16 +73,18 @@ ALPHA = 1.7580993408473766  # of self-normalizing networks; ATen's own constant
 
 def dropout(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Dropout and alpha dropout: note the state before it, and let go of what was drawn."""
-    if len(args) == 4:
-        x, p, training, inplace = args
+    if len(args) == 1 and len(kwargs) == 3:  # as torch shows it to an override
+        x, p, training, inplace = args[0], kwargs["p"], kwargs["training"], kwargs["inplace"]
     else:
         x, p, training, inplace = (argument(func, args, kwargs, n) for n in ("input", "p", "training", "inplace"))
+    if not training or p == 0:  # it hands its input back
+        return func(*args, **kwargs)
     if inplace:
         before_change(notes, x)
-    recorded = torch.is_grad_enabled() and isinstance(x, Tensor) and x.requires_grad
-    if not recorded or not training or not 0 < p < 1 or x.nbytes < notes.book.min_bytes:
+    recorded = is_grad_enabled() and isinstance(x, Tensor) and x.requires_grad
+    if not recorded or not 0 < p < 1 or x.nbytes < notes.book.min_bytes:
         out = func(*args, **kwargs)
-        if inplace and training and p > 0 and not recorded:
+        if inplace and p > 0 and not recorded:
             after_change(notes, x)
         return out
     p = float(p)  # as ATen reads it: ``1 - p`` of a NumPy scalar or a tensor is rounded to the dtype of that
@@ -138,8 +140,10 @@ def dropout_inside(name: str, place: int, inner: Handler) -> Handler:
 
     def handler(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         p = kwargs[name] if name in kwargs else args[place] if place < len(args) else 0.0
+        if not 0 < p < 1 or not is_grad_enabled():
+            return inner(notes, func, args, kwargs)
         device = args[0].device if args and isinstance(args[0], Tensor) else None
-        if not 0 < p < 1 or device is None or device.type != "cpu" or not torch.is_grad_enabled():
+        if device is None or device.type != "cpu":
             return inner(notes, func, args, kwargs)
         p = float(p)  # as above
         with rng.one_at_a_time:

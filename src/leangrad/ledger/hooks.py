@@ -7,10 +7,9 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, is_grad_enabled
-from torch.autograd.graph import saved_tensors_hooks
 
 from leangrad import _torch
-from leangrad._torch import autocast_may_be_on
+from leangrad._torch import autocast_may_be_on, graph_task, saved_tensor_hooks_active
 from leangrad.errors import ChangedError
 from leangrad.ledger.cast import Cast, Packed
 from leangrad.ledger.seen import Seen
@@ -25,23 +24,16 @@ class Hooks:
     """The saved-tensor hooks of one region: set for all of it, or call by call up to a known saved tensor."""
 
     def __init__(self, pack: Callable[[Tensor], Packed], unpack: Callable[[Packed], Tensor]) -> None:
-        self._hooks = saved_tensors_hooks(pack, unpack)
+        # Set them until they are taken back; whatever was set inside has been taken back by then by whoever set it.
+        self.set_all, self.take_back_all = _torch.saved_tensor_hooks(pack, unpack)
         self.last = TAKEN_BACK  # the saved tensor after which they are taken back
-
-    def set_all(self) -> None:
-        """Set them until ``take_back_all``."""
-        self._hooks.__enter__()
-
-    def take_back_all(self) -> None:
-        """Whatever was set inside has been taken back by whoever set it."""
-        self._hooks.__exit__()
 
     def set(self, last: int) -> bool:
         """Set them, up to saved tensor ``last``; False where others have set theirs or no hooks may be set."""
-        if _torch.saved_tensor_hooks_active():
+        if saved_tensor_hooks_active():
             return False
         try:
-            self._hooks.__enter__()
+            self.set_all()
         except RuntimeError:  # inside a transform of torch.func
             return False
         self.last = last
@@ -52,14 +44,14 @@ class Hooks:
 
         A backward that runs inside a call has its own copy of what is set; there they stay until the call ends.
         """
-        if _torch.graph_task() < 0:
-            self.take_back()
+        if graph_task() < 0:
+            self.last = TAKEN_BACK
+            self.take_back_all()
 
     def take_back(self) -> None:
-        """If that has not been done."""
-        if self.last != TAKEN_BACK:
-            self.last = TAKEN_BACK
-            self._hooks.__exit__()
+        """The call has ended before autograd came to the last tensor."""
+        self.last = TAKEN_BACK
+        self.take_back_all()
 
 
 def unpack(packed: Packed) -> Tensor:

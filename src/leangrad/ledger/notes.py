@@ -18,11 +18,12 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
+from torch.compiler import is_compiling
 from torch.overrides import TorchFunctionMode
 
 from leangrad import _torch
-from leangrad.ledger.calls import Handler, argument, leave_note
+from leangrad.ledger.calls import PLAIN, Handler, argument, leave_note, note_one
 from leangrad.ledger.cast import Anchor
 from leangrad.ledger.changes import after_change, aliased, before_change, leaked, mutating, swapped, write_out
 from leangrad.ledger.draws import dropout, dropout_inside
@@ -67,7 +68,7 @@ class Notes(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if torch.compiler.is_compiling():  # a compiled part of the model: dynamo traces this very function
+        if is_compiling():  # a compiled part of the model: dynamo traces this very function
             return func(*args, **(kwargs or {}))
         if not kwargs:
             if func in self.passes:
@@ -81,8 +82,9 @@ class Notes(TorchFunctionMode):
             handler = HANDLERS[func] = mutating() if _torch.mutates(func) else None
         if kwargs and kwargs.get("out") is not None:
             handler = write_out
-        if self.guide is not None and torch.is_grad_enabled():  # nothing is saved otherwise
-            return self.guide(self, func, handler, args, kwargs)
+        guide = self.guide
+        if guide is not None and is_grad_enabled():  # nothing is saved otherwise
+            return guide(self, func, handler, args, kwargs)
         return func(*args, **kwargs) if handler is None else handler(self, func, args, kwargs)
 
 
@@ -107,16 +109,22 @@ def _noted(names: str) -> Handler:
     return handler
 
 
-def _noted_with_defaults(names: str, **defaults: Any) -> Handler:
-    names_ = tuple(names.split())
+def _constants(**places: tuple[int, Any]) -> Handler:
+    """A function whose node forgets constants: where each stands among the arguments, and its default."""
+    wanted = tuple((name, place, default) for name, (place, default) in places.items())
 
     def handler(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = func(*args, **kwargs)
         if not args or out is not args[0]:  # ``x.contiguous()`` may be x itself, and its node another op's
-            if len(args) < len(names_):
-                missing = {k: v for k, v in defaults.items() if names_.index(k) >= len(args)}
-                kwargs = {**missing, **kwargs}
-            leave_note(out, names_, args, kwargs)
+            node: Any = out.grad_fn if isinstance(out, Tensor) else None
+            if node is not None and is_grad_enabled():
+                node.metadata[NOTE] = note = {}
+                for name, place, default in wanted:
+                    a = args[place] if place < len(args) else kwargs.get(name, default)
+                    if type(a) in PLAIN:
+                        note[name] = a
+                    else:
+                        note_one(note, name, a)
         return out
 
     return handler
@@ -141,32 +149,52 @@ def _group_norm(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str
     return out
 
 
-def _batch_norm(names: str) -> Handler:
-    """In training batch norm changes its running statistics below every version counter; in eval it reads them."""
-    names_ = tuple(names.split())
+def _batch_norm(read: Callable[..., tuple[Any, ...]]) -> Handler:
+    """In training batch norm changes its running statistics below every version counter; in eval it reads them.
+
+    read: gives back, of the arguments of a call, its running mean and variance, weight, bias and whether it trains.
+    """
 
     def handler(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        given = dict(zip(names_, args, strict=False))
-        given.update(kwargs)
-        mean, var, trains = given.get("running_mean"), given.get("running_var"), given.get("training")
-        weight, bias = given.get("weight"), given.get("bias")
-        if mean is not None and trains:
+        mean, var, weight, bias, trains = read(*args, **kwargs)
+        changes = trains and mean is not None
+        if changes:
             before_change(notes, mean)
             before_change(notes, var)
         out = func(*args, **kwargs)
         if not (trains and weight is not None and weight.requires_grad and bias is not None and bias.requires_grad):
             leave_note(out, (), (), {"weight": weight, "bias": bias})  # the node has no edge for one of them
-        if mean is not None and trains:
+        if changes:
             if not Operand.noted.isdisjoint((id(mean), id(var))):
                 notes.book.fence = _torch.next_sequence_nr()
         elif mean is not None and out.grad_fn is not None and out.nbytes >= notes.book.min_bytes:
             for name, statistic in (("fixed_mean", mean), ("fixed_var", var)):
                 out.grad_fn.metadata[NOTE][name] = _copy_of(statistic)
-        if out.grad_fn is not None and not all(s is None or s.is_contiguous() for s in (mean, var)):
+        usual = (mean is None or mean.is_contiguous()) and (var is None or var.is_contiguous())
+        if not usual and out.grad_fn is not None:
             out.grad_fn.metadata[OPAQUE] = True  # ATen has another formula for them, and a replay does not pass them
         return out
 
     return handler
+
+
+def _of_functional(
+    input: Any,
+    running_mean: Any,
+    running_var: Any,
+    weight: Any = None,
+    bias: Any = None,
+    training: Any = False,
+    *_: Any,
+    **__: Any,
+) -> tuple[Any, ...]:
+    return running_mean, running_var, weight, bias, training
+
+
+def _of_torch(
+    input: Any, weight: Any, bias: Any, running_mean: Any, running_var: Any, training: Any, *_: Any, **__: Any
+) -> tuple[Any, ...]:
+    return running_mean, running_var, weight, bias, training
 
 
 def _copy_of(tensor: Any) -> Value:
@@ -241,16 +269,18 @@ def _source(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
 # --------------------------------------------------------------------------------------------------------------- tables
 
 
-# Functions and methods of torch whose nodes forget operands that need no gradient, and the names of their arguments.
+# Functions and methods of torch whose nodes forget operands that need no gradient, and the names of their arguments;
+# ``_``: one that the node never forgets.
 FORGOTTEN = {
     "self other": "add sub subtract fmod remainder copysign hypot",
     "self end weight": "lerp",
     "self tensor1 tensor2": "addcmul addcdiv",
-    "self mask value": "masked_fill",
-    "self mask source": "masked_scatter",
-    "self dim index value": "index_fill scatter",
-    "self dim index src": "scatter_add",
-    "self dim index source": "index_add index_copy",
+    "self _ value": "masked_fill",
+    "self _ source": "masked_scatter",
+    "self _ _ value": "index_fill scatter",
+    "self _ _ source": "index_copy",
+    "self _ index src": "scatter_add",
+    "self _ index source": "index_add",
     "abs angle": "polar",
     "real imag": "complex",
 }
@@ -284,22 +314,21 @@ def _fill_tables() -> None:
                 _enter(mutating(names), getattr(T, name + "_"))
     _enter(_noted("self other"), T.__add__, T.__radd__, T.__sub__, T.__rsub__, T.__mod__, torch.rsub)
     _enter(mutating("self other"), T.__iadd__, T.__isub__, T.__imod__)
-    _enter(_noted("condition self other"), torch.where)
-    _enter(_noted("self condition other"), T.where)
-    _enter(_noted("tensors dim"), torch.cat, torch.concat, torch.concatenate, torch.stack)
-    nan_to_num = _noted_with_defaults("self nan posinf neginf", nan=None, posinf=None, neginf=None)
-    _enter(nan_to_num, torch.nan_to_num, T.nan_to_num)
-    _enter(_noted_with_defaults("self pad mode value", value=None), F.pad)
-    _enter(_noted_with_defaults("self pad value", value=0), torch.constant_pad_nd)
-    _enter(_noted_with_defaults("input normalized_shape weight bias eps", eps=1e-5), F.layer_norm, torch.layer_norm)
-    _enter(_noted_with_defaults("input normalized_shape weight eps", eps=None), F.rms_norm, torch.rms_norm)
-    _enter(_batch_norm("input running_mean running_var weight bias training momentum eps"), F.batch_norm)
-    _enter(_batch_norm("input weight bias running_mean running_var training momentum eps"), torch.batch_norm)
+    _enter(_noted("_ self other"), torch.where)
+    _enter(_noted("self _ other"), T.where)
+    _enter(_noted("tensors _"), torch.cat, torch.concat, torch.concatenate, torch.stack)
+    _enter(_constants(nan=(1, None), posinf=(2, None), neginf=(3, None)), torch.nan_to_num, T.nan_to_num)
+    _enter(_constants(value=(3, None)), F.pad)
+    _enter(_constants(value=(2, 0)), torch.constant_pad_nd)
+    _enter(_constants(eps=(4, 1e-5)), F.layer_norm, torch.layer_norm)
+    _enter(_constants(eps=(3, None)), F.rms_norm, torch.rms_norm)
+    _enter(_batch_norm(_of_functional), F.batch_norm)
+    _enter(_batch_norm(_of_torch), torch.batch_norm)
     _enter(_group_norm, F.group_norm, torch.group_norm)
     _enter(_embedding, F.embedding)
     _enter(_second_output("buffer"), F.logsigmoid)
-    _enter(_noted_with_defaults("self memory_format", memory_format=torch.contiguous_format), T.contiguous)
-    _enter(_noted_with_defaults("self memory_format", memory_format=torch.preserve_format), T.clone, torch.clone)
+    _enter(_constants(memory_format=(1, torch.contiguous_format)), T.contiguous)
+    _enter(_constants(memory_format=(1, torch.preserve_format)), T.clone, torch.clone)
     _enter(_copied, T.to, T.float, T.double, T.half, T.bfloat16, T.cpu, T.cuda)
     _enter(swapped, T.data.__set__)  # type: ignore[attr-defined]
     _enter(aliased, T.data.__get__, T.detach, torch.detach)  # type: ignore[attr-defined]

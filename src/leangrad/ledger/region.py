@@ -83,9 +83,9 @@ class Region:
         self._notes = Notes(self)
         self._following: Following | None = None
         if recorder is None and ledger.course is not None and not _torch.saved_tensor_hooks_active():
+            self.hooks = Hooks(self.pack_along, unpack)
             self._following = Following(self, ledger.course)
             self._notes.guide, self._notes.passes = self._following.call, ledger.course.passes
-            self.hooks = Hooks(self.pack_along, unpack)
         elif recorder is not None:
             recorder.recording = Recording(self, recorder.saved)
             self._notes.guide = recorder.recording.call
