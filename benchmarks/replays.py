@@ -28,13 +28,15 @@ from leangrad.ledger import no_regions
 
 TIMES = 9
 
+Floats = tuple[float, ...]
+
 
 class Heard:
     """The fused replays of one step: what was launched, over which kinds of tensors, how often."""
 
     def __init__(self) -> None:
         self.calls: Counter[Launch] = Counter()
-        self.kinds: dict[Launch, tuple[list[tuple[Any, ...]], tuple[float, ...]]] = {}
+        self.kinds: dict[Launch, tuple[list[tuple[Any, ...]], Floats]] = {}
 
     def __enter__(self) -> Heard:
         self._call = Launch.__call__
@@ -56,6 +58,27 @@ class Heard:
 
 def run(case: Case) -> dict[str, Any]:
     """Measure one model at its full size."""
+    plain, lean, heard = _steps(case)
+    torch.cuda.empty_cache()
+    replays = [_alone(launch, count, *heard.kinds[launch]) for launch, count in heard.calls.items()]
+    fused = sum(r["count"] * r["us"] for r in replays) / 1e3
+    copied = sum(r["count"] * r["copy_us"] for r in replays) / 1e3
+    return {
+        "case": case.name,
+        "plain_kernel_ms": plain,
+        "lean_kernel_ms": lean,
+        "kernel_ratio": lean / plain,
+        "fused_ms": fused,
+        "fused_gb": sum(r["count"] * r["mb"] for r in replays) / 1e3,
+        "fused_at_the_speed_of_a_copy_ms": copied,
+        "left_to_aten_ms": lean - plain - fused,
+        "ratio_at_the_speed_of_a_copy": (lean - fused + copied) / plain,
+        "replays": sorted(replays, key=lambda r: -r["count"] * r["us"]),
+    }
+
+
+def _steps(case: Case) -> tuple[float, float, Heard]:
+    """The kernels of a plain and of a lean step, in milliseconds, and the fused replays of the lean one."""
     torch.manual_seed(0)
     with torch.device("cuda"):
         model = case.make().train()
@@ -76,23 +99,7 @@ def run(case: Case) -> dict[str, Any]:
     with no_regions():
         step()
         plain = _kernels(step)
-    del model, batch
-    torch.cuda.empty_cache()
-    replays = [_alone(launch, count, *heard.kinds[launch]) for launch, count in heard.calls.items()]
-    fused = sum(r["count"] * r["us"] for r in replays) / 1e3
-    copied = sum(r["count"] * r["copy_us"] for r in replays) / 1e3
-    return {
-        "case": case.name,
-        "plain_kernel_ms": plain,
-        "lean_kernel_ms": lean,
-        "kernel_ratio": lean / plain,
-        "fused_ms": fused,
-        "fused_gb": sum(r["count"] * r["mb"] for r in replays) / 1e3,
-        "fused_at_the_speed_of_a_copy_ms": copied,
-        "left_to_aten_ms": lean - plain - fused,
-        "ratio_at_the_speed_of_a_copy": (lean - fused + copied) / plain,
-        "replays": sorted(replays, key=lambda r: -r["count"] * r["us"]),
-    }
+    return plain, lean, heard
 
 
 def _kernels(step: Callable[[], None]) -> float:
@@ -103,7 +110,7 @@ def _kernels(step: Callable[[], None]) -> float:
     return float(sum(event.self_device_time_total for event in profile.key_averages()) / 1e3)
 
 
-def _alone(launch: Launch, count: int, kinds: list[tuple[Any, ...]], floats: tuple[float, ...]) -> dict[str, Any]:
+def _alone(launch: Launch, count: int, kinds: list[tuple[Any, ...]], floats: Floats) -> dict[str, Any]:
     """One kind of replay by itself, from a cold cache as in a step; and a copy of as many bytes."""
     tensors = [torch.empty_strided(shape, stride, dtype=dtype, device="cuda") for shape, stride, dtype in kinds]
     for t in tensors:
@@ -128,7 +135,7 @@ def _time(run: Callable[[], object]) -> float:
         end.record()
         torch.cuda.synchronize()
         times.append(start.elapsed_time(end))
-    return statistics.median(times) * 1e3
+    return float(statistics.median(times) * 1e3)
 
 
 def main() -> None:
