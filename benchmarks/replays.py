@@ -42,14 +42,12 @@ class Heard:
         self._call = Launch.__call__
         heard, call = self, Launch.__call__
 
-        def listen(
-            self: Launch, stream: int | None, tensors: tuple[Tensor, ...], floats: tuple[float, ...] = ()
-        ) -> None:
-            heard.calls[self] += 1
-            heard.kinds[self] = [(t.shape, t.stride(), t.dtype) for t in tensors], floats
-            call(self, stream, tensors, floats)
+        def listen(launch: Launch, stream: int | None, tensors: tuple[Tensor, ...], floats: Floats = ()) -> None:
+            heard.calls[launch] += 1
+            heard.kinds[launch] = [(t.shape, t.stride(), t.dtype) for t in tensors], floats
+            call(launch, stream, tensors, floats)
 
-        Launch.__call__ = listen  # type: ignore[method-assign]
+        Launch.__call__ = listen  # type: ignore[assignment, method-assign]
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -330,13 +330,14 @@ def branches(
 ) -> Value:
     """cast(relu(x·number + y)^power · (x·number − y)).
 
-    ``twice``: the product is one value for both; ``alike``: x and y are one value.
+    ``twice``: the product is one value for both; ``alike``: x and y are one value; ``saved``: the power is saved too.
     """
     h = kept(x)
     other, twice = h if options.get("alike") else kept(y), options.get("twice")
     first = made("MulBackward0", h, torch.tensor(number, dtype=torch.float64))
     second = first if twice else made("MulBackward0", h, torch.tensor(number, dtype=torch.float64))
-    left = made("PowBackward0", made("ReluBackward0", made("AddBackward0", first, other, alpha=1)), power)
+    total = made("ReluBackward0", made("AddBackward0", first, other, alpha=1))
+    left = made("PowBackward0", total, power, like=x if options.get("saved") else None)
     right = made("SubBackward0", second, other, alpha=1)
     return made("ToCopyBackward0", made("MulBackward0", left, right), dtype, like=x)
 
@@ -380,9 +381,15 @@ def check_what_tells_chains_apart() -> None:
     assert fused._patterns[key][0].match(root, {}, 0) is not None  # what is met most often is tried first
     lone = made("ReluBackward0", made("ViewBackward0", kept(x), torch.Size((4, 128))), like=x.view(4, 128))
     assert _gathered(lambda: [lone._rebuild({}, 0) for _ in range(STEPS)]) == 0  # a view of what is kept is no work
-    known = branches(x, y)
+    for _ in range(STEPS):
+        branches(x, y, saved=True)._rebuild({}, 0)
+    known = branches(x, y, saved=True)
+    assert _gathered(lambda: known._rebuild({}, 0)) == 0
+    known = branches(x, y, saved=True)
     known.inputs[0].inputs[0].memo = torch.zeros(8, 64)
-    assert _gathered(lambda: known._rebuild({}, 0)) == 1  # it is held already, and read
+    found = []
+    assert _gathered(lambda: found.append(known._rebuild({}, 0)[0])) == 1
+    assert not found[0].any()  # it is held already, and read
 
 
 def check_held_bytes() -> None:

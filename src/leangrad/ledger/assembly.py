@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -52,7 +54,8 @@ class Plan:
     scalars     which of the chain's numbers, and whether each is inverted
     outputs     shape, strides and dtype of each; the last is the root
     uses        how often the chain itself reads each
-    rooms       the same, and before it a leaf that each may be written over, if that is owned; else −1
+    pick        takes out of the chain's leaves those that it reads
+    rooms       for each output a leaf that it may be written over, if that is owned, else −1; and what allocates it
     """
 
     def __init__(self, chain: Chain, leaves: list[Tensor], variant: int = 0) -> None:
@@ -78,7 +81,9 @@ class Plan:
         self.kernel: Kernel = _compiled(chain, program, wide)
         self.device, self.on_cuda = leaves[0].device, leaves[0].is_cuda
         self.launch = self.kernel.launcher(self.device, self.n)
-        self.rooms = [(k, *o) for k, o in zip(self._find_over(builder, leaves), self.outputs, strict=True)]
+        self.pick = _picker(self.leaves)
+        allocations = [partial(empty_strided, *layout, dtype=d, device=self.device) for *layout, d in self.outputs]
+        self.rooms = list(zip(self._find_over(builder, leaves), allocations, strict=True))
         varies = any(step.op in VARIANTS for step in program.steps)
         self.proof = _proofs.setdefault((program, shape, stride) if varies else program, Proof())
         self.launches = 0
@@ -103,16 +108,12 @@ class Plan:
 
     def run(self, leaves: Sequence[Tensor], owned: Sequence[bool] | None, scalars: list[float]) -> list[Tensor]:
         """The outputs of the program, in memory that nobody else sees; ``owned`` None: of the leaves none is."""
-        device = self.device
-        outputs = [
-            leaves[k]
-            if owned is not None and k >= 0 and owned[k]
-            else empty_strided(shape, stride, dtype=dtype, device=device)
-            for k, shape, stride, dtype in self.rooms
-        ]
-        tensors = (*[leaves[k] for k in self.leaves], *outputs)
+        if owned is None:
+            outputs = [allocate() for _, allocate in self.rooms]
+        else:
+            outputs = [leaves[k] if k >= 0 and owned[k] else allocate() for k, allocate in self.rooms]
         numbers = tuple(numbers_of(self.scalars, scalars)) if self.scalars else ()
-        self.launch(stream_for(device), tensors, numbers)
+        self.launch(stream_for(self.device), (*self.pick(leaves), *outputs), numbers)
         self.launches += 1
         return outputs
 
@@ -131,6 +132,12 @@ class Plan:
             if not all(same_bits(mine, f[start : start + n]) for mine, f in zip(pieces, flat, strict=True)):
                 return False
         return True
+
+
+def _picker(places: list[int]) -> Callable[[Sequence[Tensor]], Sequence[Tensor]]:
+    """What takes these out of a row: one in the place of a loop."""
+    first, *others = places
+    return itemgetter(first, *others) if others else itemgetter(slice(first, first + 1))
 
 
 def _operands(b: Builder, value: Value, parts: list[Any], slots: list[Slot], scalars: Iterator[int]) -> list[Any]:

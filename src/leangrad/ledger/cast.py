@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from leangrad.ledger.saved import Saved
 from leangrad.ledger.seen import Seen, see, sight_of
-from leangrad.ledger.value import Bare, Value, is_there, leaf_value
+from leangrad.ledger.value import Bare, Value, leaf_value
 
 NODE = "ToCopyBackward0"
 cast = Tensor.type  # ``parameter.to(dtype)`` in the form that torch parses in half the time
 
 
-class Cast:
+class Cast(Saved):
     """``parameter.to(dtype)``, or a view of it, made anew whenever it is read."""
 
     __slots__ = ("__weakref__", "dtype", "sight", "tensor", "version")
@@ -28,8 +29,8 @@ class Cast:
     def read(self) -> Tensor:
         """The tensor."""
         parameter = self.tensor
-        if parameter._version != self.version or not is_there(parameter):
-            leaf_value(parameter, self.version).read()  # which says what is wrong
+        if parameter._version != self.version or not parameter.untyped_storage().nbytes():
+            leaf_value(parameter, self.version).read()  # which says what is wrong, if it is not just empty
         made = cast(parameter, self.dtype)
         if made is parameter:  # it had that dtype already
             made = parameter.detach().clone()

@@ -35,7 +35,7 @@ from leangrad.ledger.builder import RefusedError
 from leangrad.ledger.chain import TABLE, Chain, Taken, may_chain
 from leangrad.ledger.lowering import LOWERINGS, NORMS, VARIANTS
 from leangrad.ledger.memos import remember
-from leangrad.ledger.pattern import AGAIN, Found, Pattern, UnlikeError
+from leangrad.ledger.pattern import AGAIN, Pattern, UnlikeError
 from leangrad.ledger.rules import RULES
 from leangrad.ledger.value import Value, _stream
 
@@ -72,69 +72,48 @@ def off() -> Iterator[None]:
 
 
 def replay(root: Value, made: dict[int, Tensor], task: int) -> tuple[Tensor, bool] | None:
-    """Rebuild ``root`` by one kernel for its chain; None where it has to be replayed op by op."""
+    """Rebuild ``root`` by one kernel for its chain; None where it has to be replayed op by op.
+
+    A chain that is like one before is known by that one's pattern: see [Note: known again].
+    """
     if _local.off or dispatch_modes_active():
         return None
-    pattern, found = _known(root, made, task)
-    if pattern is None or found is None:
-        return _gather(root, made, task, {}) if _may_pay(root) else None
-    plan = pattern.plan
-    if plan is None:
-        return None
-    if pattern.is_kept and not plan.proof.missing:  # half of all: nothing has to be made first, and none is owned
-        stream = plan.stream()
-        return _run(pattern, found, [v.anchor(stream) for v in found.leaves], None, task)
-    return _replay_in_turns(root, made, task, pattern, found)
-
-
-def _may_pay(root: Value) -> bool:
-    """Whether a chain could be worth a program, at a glance. What matches a pattern has passed this before."""
-    return may_chain(root) and (root.layout is None or root.nbytes >= MIN_BYTES)
-
-
-def _replay_in_turns(
-    root: Value, made: dict[int, Tensor], task: int, pattern: Pattern | None, found: Found | None
-) -> tuple[Tensor, bool] | None:
-    """The same for a chain whose leaves are not all kept: to take one may make the chain another one."""
     taken: Taken = {}
-    for _ in range(MAX_TURNS):
-        if pattern is None or found is None:
+    key = root.function, root.layout
+    for _ in range(MAX_TURNS):  # to take a leaf that is not kept may make the chain another one
+        known = _patterns.get(key, ())
+        for pattern in known:
+            found = pattern.match(root, made, task)
+            if found is not None:
+                break
+        else:
+            if not taken and not _may_pay(root):
+                return None
             break
+        pattern.hits += 1
+        if pattern.hits > known[0].hits:  # what is met most often is tried first
+            _patterns[key] = (pattern, *[p for p in known if p is not pattern])
         plan = pattern.plan
         if plan is None:
             _give_back(taken, task)
             return None
         if plan is not AGAIN and plan.proof.missing:
             break
-        if pattern.take(found, made, task, taken):
-            leaves, owned = pattern.tensors(found, taken)
-            _give_back(taken, task)
-            return _run(pattern, found, leaves, owned, task)
-        pattern, found = _known(root, made, task)
+        fetched = pattern.fetch(found, made, task, taken)
+        if fetched is not None:
+            if taken:
+                _give_back(taken, task)
+            leaves, owned, scalars, held = fetched
+            outputs = plan.run(leaves, owned, scalars)
+            if held:
+                _hold(held, plan.uses, outputs, task)
+            return outputs[-1], True
     return _gather(root, made, task, taken)
 
 
-def _run(
-    pattern: Pattern, found: Found, leaves: Sequence[Tensor], owned: Sequence[bool] | None, task: int
-) -> tuple[Tensor, bool]:
-    outputs = pattern.plan.run(leaves, owned, found.scalars)
-    if pattern.outputs:
-        _hold([found.values[k] for k in pattern.outputs], pattern.plan.uses, outputs, task)
-    return outputs[-1], True
-
-
-def _known(root: Value, made: dict[int, Tensor], task: int) -> tuple[Pattern | None, Found | None]:
-    """The pattern of the chain under ``root``, and its values: see [Note: known again]."""
-    key = root.function, root.layout
-    known = _patterns.get(key, ())
-    for pattern in known:
-        found = pattern.match(root, made, task)
-        if found is not None:
-            pattern.hits += 1
-            if pattern.hits > known[0].hits:  # what is met most often is tried first
-                _patterns[key] = (pattern, *[p for p in known if p is not pattern])
-            return pattern, found
-    return None, None
+def _may_pay(root: Value) -> bool:
+    """Whether a chain could be worth a program, at a glance. What matches a pattern has passed this before."""
+    return may_chain(root) and (root.layout is None or root.nbytes >= MIN_BYTES)
 
 
 def _gather(root: Value, made: dict[int, Tensor], task: int, taken: Taken) -> tuple[Tensor, bool] | None:
@@ -178,7 +157,7 @@ def _give_back(taken: Taken, task: int) -> None:
         value.give_back(tensor, task)
 
 
-def _hold(values: list[Value], uses: list[int], outputs: list[Tensor], task: int) -> None:
+def _hold(values: Sequence[Value], uses: list[int], outputs: list[Tensor], task: int) -> None:
     """Leave the outputs of a program, but for the last, with their values: see [Note: what a launch leaves]."""
     stream = _stream(outputs[-1])
     for value, used, tensor in zip(values, uses, outputs, strict=False):

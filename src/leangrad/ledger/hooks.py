@@ -1,21 +1,14 @@
-"""The hooks that autograd calls: where they are set, and how a tensor is handed back."""
+"""The hooks that autograd calls, and where they are set; ``saved.py`` has what hands a tensor back."""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 
-import torch
-from torch import Tensor, is_grad_enabled
+from torch import Tensor
 
 from leangrad import _torch
-from leangrad._torch import autocast_may_be_on, graph_task, saved_tensor_hooks_active
-from leangrad.errors import ChangedError
-from leangrad.ledger.cast import Cast, Packed
-from leangrad.ledger.seen import Seen
-from leangrad.ledger.value import Bare, Value, changed
-
-AUTOCAST_DEVICES = ("cuda", "cpu") if torch.backends.cuda.is_built() else ("cpu",)
+from leangrad._torch import graph_task, saved_tensor_hooks_active
+from leangrad.ledger.cast import Packed
 
 TAKEN_BACK = -1
 
@@ -52,27 +45,3 @@ class Hooks:
         """The call has ended before autograd came to the last tensor."""
         self.last = TAKEN_BACK
         self.take_back_all()
-
-
-def unpack(packed: Packed) -> Tensor:
-    """Autograd wants its tensor back."""
-    if type(packed) is Bare:
-        bare = packed.tensor
-        if bare._version != packed.version:
-            raise ChangedError(changed(packed.what(), bare, packed.version))
-        return bare
-    tensor = packed.tensor
-    if tensor is not None and type(packed) is Value and tensor._version == packed.version:
-        return tensor
-    if is_grad_enabled() or autocast_may_be_on():
-        return _read_aside(packed)
-    return packed.read()
-
-
-def _read_aside(packed: Value | Cast | Seen) -> Tensor:
-    """A replay runs without gradients and without autocast, also where backward was called with them."""
-    with torch.no_grad(), contextlib.ExitStack() as stack:
-        for device in AUTOCAST_DEVICES:
-            if torch.is_autocast_enabled(device):
-                stack.enter_context(torch.autocast(device, enabled=False))
-        return packed.read()

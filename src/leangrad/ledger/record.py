@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from leangrad import _torch
 from leangrad.ledger.cast import Packed
 from leangrad.ledger.course import ANY_SIZE, Call, Course, Recording, Saved
-from leangrad.ledger.hooks import unpack
 from leangrad.ledger.plan import Item, Record
+from leangrad.ledger.saved import unpack
 from leangrad.ledger.seen import Seen
 from leangrad.ledger.value import Value
 

@@ -15,12 +15,13 @@ from leangrad import _torch
 from leangrad.ledger.cast import NODE, Anchor, Cast, Packed
 from leangrad.ledger.course import Course, Following, Recording
 from leangrad.ledger.forms import CAST, OPAQUE, VALUES, AccumulateGrad, NoRecipeError, join
-from leangrad.ledger.hooks import Hooks, unpack
+from leangrad.ledger.hooks import Hooks
 from leangrad.ledger.notes import Notes
 from leangrad.ledger.opened import opened
 from leangrad.ledger.origins import Operand, Walk, enter
 from leangrad.ledger.products import Products
 from leangrad.ledger.record import Recorder
+from leangrad.ledger.saved import unpack
 from leangrad.ledger.seen import Seen
 from leangrad.ledger.value import Bare, Value
 from leangrad.ledger.waiting import wait

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,27 +21,16 @@ from leangrad import _torch, kernels
 from leangrad._torch import graph_task
 from leangrad.errors import ChangedError, LeangradError
 from leangrad.ledger.memos import remember
-from leangrad.ledger.overwriting import overwrite
+from leangrad.ledger.overwriting import IN_PLACE, overwrite
+from leangrad.ledger.saved import Bare as Bare
+from leangrad.ledger.saved import Saved, changed
 from leangrad.ledger.waiting import blocking
 
 Layout = tuple[torch.Size, tuple[int, ...]]
 UNKNOWN = -1  # a stream that has not been asked for
 
 
-@final
-class Bare(NamedTuple):
-    """A tensor that is kept as it is, with the version it must still be at: no value around it."""
-
-    tensor: Tensor
-    version: int
-    node: type = type(None)  # of the op that made it
-
-    def what(self) -> str:
-        """What it is, for an error."""
-        return "a parameter or input" if self.node is type(None) else f"the output of {self.node.__name__}"
-
-
-class Value:
+class Value(Saved):
     """One tensor that backward may ask for.
 
     kept       ``tensor`` is set: an anchor, checked against its version when it is read.
@@ -230,15 +219,25 @@ class Value:
 
     # ---------------------------------------------------------------- reading
 
+    def unpack(self) -> Tensor:
+        """Autograd wants its tensor back."""
+        tensor = self.tensor
+        if tensor is not None and tensor._version == self.version:
+            return tensor
+        return Saved.unpack(self)
+
     def read(self) -> Tensor:
         """One of the readers asks: hand out the tensor, and hold a rebuilt one only while others will ask."""
         if self.before is not None and self.tensor is not None:  # only recipes read what it was
             self._check(self.tensor)
             return self.tensor
         task = graph_task()
-        if task != self.task:
-            self.task, self.reads = task, 0
-        self.reads += 1
+        if task == self.task:
+            self.reads += 1
+        else:
+            self.task, self.reads = task, 1
+        if self.reads >= self.readers and self.parents < 2 and self.memo is None and self.tensor is None:
+            return self._rebuild({}, task)[0]  # nothing to look up, and nobody else to hold it for
         tensor, _ = self._take({}, task)
         if self.memo is not None and self.reads >= self.readers and not self._is_held():
             self.memo = None
@@ -253,7 +252,7 @@ class Value:
         if tensor._version != self.version:
             self._check(tensor)
         if self.op == "leaf":
-            if not is_there(tensor):
+            if not tensor.untyped_storage().nbytes() and not is_there(tensor):
                 raise LeangradError(
                     f"a recipe needs a parameter, {tensor.dtype} {list(tensor.shape)}, whose memory was freed after "
                     "forward. With sharded parameters call leangrad.lean on the module that was given to fully_shard."
@@ -319,37 +318,39 @@ class Value:
         function = self.function
         if function is None:
             raise LeangradError(f"the input of a recipe was never kept: {self.op}; this is a bug in leangrad")
-        replay = _fusable().get(function)
-        if replay is not None and (fused := replay(self, made, task)) is not None:
-            return fused
-        args = list(self.args)
+        if function in _fusable():
+            fused = _fusable()[function](self, made, task)
+            if fused is not None:
+                return fused
+        args = [*self.args]
         owned = -1
         for i in self.order:
             a = args[i]
-            if type(a) is Value:
-                args[i], free = a._take(made, task)
+            if type(a) is not Value:
+                args[i] = _take_each(a, made, task)
+            elif a.tensor is not None:
+                args[i] = a.anchor()
+            else:
+                if a.readers or a.parents > 1:
+                    args[i], free = a._take(made, task)
+                else:  # the same, for what nobody else will ask for
+                    args[i], free = a._rebuild(made, task)
                 if free and i < 2:
                     owned = i
-            else:
-                args[i] = [v._take(made, task)[0] if type(v) is Value else v for v in a]
         if self.part >= 0:
             parts = function(*args, **self.kwargs)
             tensor = parts[self.part]
             if self.kin is not None:
                 self._hand_on(parts, task)
-        elif owned >= 0:
+        elif owned >= 0 and function in IN_PLACE:
             tensor = overwrite(function, args, self.kwargs, owned, self.dtype)
         else:
             tensor = function(*args, **self.kwargs)
-        if self.dtype is not None and tensor.dtype != self.dtype:
+        if self.dtype is not None and tensor.dtype is not self.dtype:
             tensor = tensor.to(self.dtype)
         layout = self.layout
-        if layout is not None and (tensor.shape != layout[0] or tensor.stride() != layout[1]):
-            if tensor.shape != layout[0]:
-                raise LeangradError(
-                    f"{self.op} was rebuilt with shape {tuple(tensor.shape)}, expected {tuple(layout[0])}"
-                )
-            tensor = torch.empty_strided(*layout, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+        if layout is not None and (tensor.shape, tensor.stride()) != layout:
+            tensor = self._laid_out(tensor, layout)
         # A view, or an input handed back (``x.to`` of its own dtype), is somebody else's memory too.
         if tensor._is_view():
             return tensor, False
@@ -357,6 +358,11 @@ class Value:
             if a is tensor:
                 return tensor, False
         return tensor, True
+
+    def _laid_out(self, tensor: Tensor, layout: Layout) -> Tensor:
+        if tensor.shape != layout[0]:
+            raise LeangradError(f"{self.op} was rebuilt with shape {tuple(tensor.shape)}, expected {tuple(layout[0])}")
+        return torch.empty_strided(*layout, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
     def _hand_on(self, parts: Sequence[Tensor], task: int) -> None:
         """The other tensor that was made with this one: backward is about to ask for it, so it is held if it is small.
@@ -378,6 +384,10 @@ class Value:
         return self.layout is None or (tensor.shape == self.layout[0] and tensor.stride() == self.layout[1])
 
 
+def _take_each(values: tuple[Any, ...], made: dict[int, Tensor], task: int) -> list[Any]:
+    return [v._take(made, task)[0] if type(v) is Value else v for v in values]
+
+
 @functools.cache
 def _fusable() -> dict[Any, Callable[[Value, dict[int, Tensor], int], tuple[Tensor, bool] | None]]:
     """The functions that may be replayed together as one kernel, and what does it: none where Triton has no device."""
@@ -395,15 +405,6 @@ def fuses() -> bool:
 
 
 MANY = 4  # see [Note: held for recipes]
-
-
-def changed(what: str, tensor: Tensor, version: int) -> str:
-    """The message for a tensor that was changed in place after it was kept."""
-    return (
-        f"one of the variables needed for gradient computation has been modified by an inplace operation: {what}, "
-        f"{tensor.dtype} {list(tensor.shape)}, is at version {tensor._version}; expected version {version}. To mend "
-        "it, run backward before the change, use the out-of-place form of the op that made it, or change a clone."
-    )
 
 
 def _stream(tensor: Tensor) -> int:
