@@ -5,11 +5,13 @@
 
 A row holds, for plain and lean: the step in milliseconds, waited for and in a row as training runs them, and their
 ratios, measured in turns in one process (the median over the turns, and the best: what else runs on the host makes a
-step slower, never faster); the time of its kernels alone, and of the host for forward and backward; the
-peak of allocated bytes above what stands before the step (parameters and optimizer state), and the bytes alive between
-forward and backward; the floor, found at an eighth of the batch and scaled; and how lean's gradients compare with
-plain's, beside plain's with themselves. ``nothing`` is plain under a function override and saved-tensor hooks that do
-nothing: what any such tool costs the host before it does its work.
+step slower, never faster). Before and after each turn a loop of Python that has nothing to do with us is timed: hosts
+were seen to halve their speed from one second to the next, and ``quiet`` is the median over the turns in which that
+loop took at most a fifth more than at its best. A row also holds the time of a step's kernels alone, and of the host
+for forward and backward; the peak of allocated bytes above what stands before the step (parameters and optimizer
+state), and the bytes alive between forward and backward; the floor, found at an eighth of the batch and scaled; and how
+lean's gradients compare with plain's, beside plain's with themselves. ``nothing`` is plain under a function override
+and saved-tensor hooks that do nothing: what any such tool costs the host before it does its work.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ from benchmarks.overhead import PassThrough
 from leangrad.ledger import fused, no_regions
 
 STEPS = 7
-ROUNDS = 4
+ROUNDS = 8  # of steps in a row; half as many of steps that are waited for
+QUIET = 1.2  # times as long as at its best, that a loop of Python may take
 
 
 @dataclass(frozen=True)
@@ -136,19 +139,19 @@ def run(case: Case, scale: int) -> dict[str, Any]:
             step()
     for way, one in ways.items():
         row[way] = _memory(one, optimizer)
-    rounds: list[dict[str, tuple[float, float]]] = []
-    for n in range(ROUNDS):  # in turns: the host's speed changes while we look
-        order = list(steps) if n % 2 == 0 else list(reversed(steps))
-        rounds.append({way: (_waited(steps[way]), _in_a_row(steps[way])) for way in order})
+    turns = [_turn(steps, n) for n in range(ROUNDS)]  # in turns: the host's speed changes while we look
     for way in steps:
-        row[way]["ms"], row[way]["ms_in_a_row"] = (statistics.median(r[way][k] for r in rounds) for k in (0, 1))
-        row[way]["best_ms"], row[way]["best_ms_in_a_row"] = (min(r[way][k] for r in rounds) for k in (0, 1))
-    for way in ("lean", "nothing"):
-        for k, name in enumerate(("waited_ratio", "time_ratio")):
-            row[way][name] = statistics.median(r[way][k] / r["plain"][k] for r in rounds)
+        for name in ("ms", "ms_in_a_row"):
+            times = [turn[way][name] for turn in turns if name in turn.get(way, {})]
+            row[way][name], row[way]["best_" + name] = statistics.median(times), min(times)
+    row["waited_ratio"] = _ratio(turns, "ms")
+    row["time_ratio"] = _ratio(turns, "ms_in_a_row")
+    at_best = min(turn["loop_ms"] for turn in turns)
+    quiet = [turn for turn in turns if turn["loop_ms"] <= QUIET * at_best]
+    row["quiet_time_ratio"], row["quiet_turns"] = _ratio(quiet, "ms_in_a_row"), len(quiet)
     for way, one in ways.items():
         row[way] |= _host(one, optimizer)
-    row["rounds"] = [{way: [round(t, 1) for t in times] for way, times in r.items()} for r in rounds]
+    row["turns"] = turns
     late, lean_late = _with_plain(model, forward), _gradients(model, forward)
     row["plain_noise"] = _compare(first, again)
     row["lean_fused_against_plain"] = _compare(late, lean_late)
@@ -157,10 +160,36 @@ def run(case: Case, scale: int) -> dict[str, Any]:
     row["fused"] = {k: v for k, v in fused.report().items() if k != "refused"}
     for way in ("plain", "lean"):  # at the end: once a profiler was on, every launch of the process is dearer
         row[way]["kernel_ms"] = _kernels(steps[way])
-    row["waited_ratio"], row["time_ratio"] = row["lean"].pop("waited_ratio"), row["lean"].pop("time_ratio")
     row["kernel_ratio"] = row["lean"]["kernel_ms"] / row["plain"]["kernel_ms"]
     row["peak_ratio"] = row["lean"]["peak_gib"] / row["plain"]["peak_gib"]
     return row
+
+
+def _turn(steps: dict[str, Callable[[], None]], n: int) -> dict[str, Any]:
+    """Turn ``n`` of every way, and how long the loop of Python took at worst meanwhile, in milliseconds."""
+    turn: dict[str, Any] = {}
+    loops = [_loop()]
+    for way in list(steps) if n % 2 == 0 else list(reversed(steps)):
+        if way != "nothing" or n < ROUNDS // 2:
+            turn[way] = {"ms": _waited(steps[way])} if n < ROUNDS // 2 else {}
+            turn[way]["ms_in_a_row"] = _in_a_row(steps[way])
+            loops.append(_loop())
+    turn["loop_ms"] = max(loops)
+    return turn
+
+
+def _loop() -> float:
+    """A loop of Python, in milliseconds: how quick the host is just now."""
+    start = time.perf_counter()
+    held: dict[int, tuple[int, str]] = {}
+    for i in range(40_000):
+        held[i % 1024] = (i, str(i % 8))
+    return (time.perf_counter() - start) * 1e3
+
+
+def _ratio(turns: list[dict[str, Any]], name: str) -> float:
+    """How much longer lean takes than plain, the median over the turns."""
+    return float(statistics.median(t["lean"][name] / t["plain"][name] for t in turns if name in t["lean"]))
 
 
 def _plainly(forward: Callable[[], Tensor]) -> Tensor:
