@@ -107,10 +107,6 @@ class Walk:
             raise NoRecipeError(f"{type(node).__name__} is never computed twice")
         return origin(self, node, nr, metadata)
 
-    def forget(self) -> None:
-        """The region ends: let go of the parameters that recipes read."""
-        self._leaves.clear()
-
     def input(self, node: Node, nr: int) -> Value:
         """The value that flows in along an edge from output ``nr`` of ``node``: known, a parameter, rebuilt, absent."""
         kind = type(node)

@@ -43,10 +43,6 @@ class Products:
         self._book, self._recorder = book, recorder
         self._recent: deque[Tensor | Value] = deque(maxlen=RECENT)
 
-    def forget(self) -> None:
-        """The region ends."""
-        self._recent.clear()
-
     def hold(self, made: Tensor) -> None:
         """Hold ``made``, which a product has just given.
 

@@ -113,10 +113,7 @@ class Region:
         opened.region = None
         if self._following is None:
             self.hooks.take_back_all()
-        self._held.clear()
         self._notes.__exit__(kind, error, trace)
-        self.products.forget()
-        self._walk.forget()
         if self._recorder is not None:
             self._recorder.stop()
         for waiting in self.waiting:
