@@ -225,7 +225,7 @@ def _assign(to: str, name: str, node: Node, lines: list[str]) -> str:
         lines.append(f"{to} = output_fact(node, {name[1:]!r})")
         return PLAIN
     if name[0] in "=~":
-        lines.append(f"{to} = walk.saved(node, node._raw_saved_{name[1:]}, {name[1:]!r}, False)")
+        lines.append(f"{to} = walk.statistic(node, node._raw_saved_{name[1:]}, {name[1:]!r})")
         return STATISTIC
     if name[0] != "?" and hasattr(kind, "_raw_saved_" + name):
         lines.append(f"{to} = walk.saved(node, node._raw_saved_{name}, {name!r}, True)")

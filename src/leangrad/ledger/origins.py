@@ -222,6 +222,21 @@ class Walk:
             raise NoRecipeError("a tensor that may be a sharded parameter")
         return self._anchor(node, found.tensor, found.version)
 
+    def statistic(self, node: Node, raw: Any, name: str) -> Any:
+        """A statistic that ``node`` saved, as an anchor: no parameter, no number, and seldom changed by anybody."""
+        if self._book.rewritten or not passed_no_hook(raw):
+            return self.saved(node, raw, name, False)
+        try:
+            tensor = getattr(node, "_saved_" + name)
+        except RuntimeError as error:
+            raise NoRecipeError(f"{name} was changed in place") from error
+        if tensor is None:
+            return None
+        value = Value("leaf")
+        value.tensor, value.version, value.free = tensor if tensor.is_leaf else tensor.detach(), tensor._version, True
+        self._book.anchors.append(ref(value))
+        return value
+
     def _unhooked(self, node: Node, raw: Any, name: str, parameter: bool) -> Any:
         """A tensor that autograd saved itself: see [Note: hooks only where they are needed]."""
         try:
