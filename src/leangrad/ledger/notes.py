@@ -178,7 +178,7 @@ def _batch_norm(read: Callable[..., tuple[Any, ...]]) -> Handler:
     return handler
 
 
-def _of_functional(
+def _read_functional(
     input: Any,
     running_mean: Any,
     running_var: Any,
@@ -191,7 +191,7 @@ def _of_functional(
     return running_mean, running_var, weight, bias, training
 
 
-def _of_torch(
+def _read_torch(
     input: Any, weight: Any, bias: Any, running_mean: Any, running_var: Any, training: Any, *_: Any, **__: Any
 ) -> tuple[Any, ...]:
     return running_mean, running_var, weight, bias, training
@@ -322,8 +322,8 @@ def _fill_tables() -> None:
     _enter(_constants(value=(2, 0)), torch.constant_pad_nd)
     _enter(_constants(eps=(4, 1e-5)), F.layer_norm, torch.layer_norm)
     _enter(_constants(eps=(3, None)), F.rms_norm, torch.rms_norm)
-    _enter(_batch_norm(_of_functional), F.batch_norm)
-    _enter(_batch_norm(_of_torch), torch.batch_norm)
+    _enter(_batch_norm(_read_functional), F.batch_norm)
+    _enter(_batch_norm(_read_torch), torch.batch_norm)
     _enter(_group_norm, F.group_norm, torch.group_norm)
     _enter(_embedding, F.embedding)
     _enter(_second_output("buffer"), F.logsigmoid)
