@@ -16,9 +16,13 @@ of a type. So when the first node of a type is met, its rules are written out, a
             value.nbytes = output_nbytes(node, nr)
         edges = node.next_functions
         b0, k = edges[0]
-        a0 = walk.input(b0, k) if b0 is not None else walk.saved(node, node._raw_saved_self, "self", True)
+        if b0 is not None:
+            a0 = walk.input(b0, k)
+        else:
+            a0 = walk.saved(node, node._raw_saved_self, 'self', True)
         c0 = node._saved_negative_slope
-        if type(c0) not in UNSIGNED: c0 = signed(c0)
+        if type(c0) not in UNSIGNED:
+            c0 = signed(c0)
         value.function, value.args = FUNCTION, (a0, c0)
         if b0 is not None:
             value.read_one(a0)
@@ -156,7 +160,7 @@ def source(rule: Rule, node: Node) -> str:
             plain += f" and type(c{i}) is Value"
         elif kind == UNSURE:
             plain += f" and type(c{i}) is not Value and type(c{i}) is not tuple"
-    arguments = "(" + "".join(f"{a}, " for a in operands + constants) + ")"
+    arguments = _tuple(operands + constants)
     if rule.twins:
         lines += [
             "if b0._input_metadata[k].device != node._input_metadata[0].device:",
@@ -178,6 +182,10 @@ def source(rule: Rule, node: Node) -> str:
         lines.append("value.dtype = node._input_metadata[0].dtype")
     lines.append("return value")
     return f"def origin(walk, node, nr, metadata):  # {rule.node}\n" + "".join(f"    {line}\n" for line in lines)
+
+
+def _tuple(names: list[str]) -> str:
+    return f"({names[0]},)" if len(names) == 1 else f"({', '.join(names)})"
 
 
 def _operands(rule: Rule, node: Node, lines: list[str]) -> list[str]:
@@ -203,7 +211,6 @@ def _reads(rule: Rule, operands: list[str], values: list[str], args: list[str], 
     if rule.operands == LISTED:
         return ["value.read_arguments()"]
     edges = " and ".join(f"b{i} is not None" for i in range(len(operands)))
-    places = "".join(f"{args.index(v)}, " for v in values)
     lines = [f"if {edges}{plain}:"]
     if len(values) == 1:
         lines.append("    value.read_one(a0)")
@@ -211,7 +218,8 @@ def _reads(rule: Rule, operands: list[str], values: list[str], args: list[str], 
         lines += ["    value.read_two(a0, a1)", f"elif b0 is not None and type(a1) is not Value{plain}:"]
         lines.append("    value.read_one(a0)")  # the other is a number
     else:
-        lines.append(f"    value.read_values(({', '.join(values)}), ({places}))")
+        places = _tuple([str(args.index(v)) for v in values])
+        lines.append(f"    value.read_values({_tuple(values)}, {places})")
     return [*lines, "else:", "    value.read_arguments()"]
 
 

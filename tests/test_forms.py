@@ -1,0 +1,79 @@
+"""Rules as straight code, and what it tells a value of its inputs."""
+
+from __future__ import annotations
+
+import textwrap
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+
+from leangrad.ledger import forms
+from leangrad.ledger.rules import RULES
+from leangrad.ledger.value import Value
+
+
+def test_the_note_shows_the_code() -> None:
+    node: Any = F.leaky_relu(torch.randn(4, requires_grad=True)).grad_fn
+    written = forms.source(RULES["LeakyReluBackward0"][0], node)
+    assert textwrap.indent(written, "    ") in (forms.__doc__ or "")
+
+
+def test_a_rule_is_written_out_once_for_each_type() -> None:
+    x = torch.randn(4, requires_grad=True)
+    nodes: list[Any] = [F.leaky_relu(x, slope).grad_fn for slope in (0.1, 0.2)]
+    first, second = (forms.origin_of(node, 0) for node in nodes)
+    assert first is second is not None
+    assert forms.origin_of((x @ x).grad_fn, 0) is None  # never computed twice
+    assert forms.origin_of(nodes[0], 1) is None  # it has one output
+
+
+def test_dimensions_that_count_from_the_end() -> None:
+    x = torch.randn(2, 3, 4, requires_grad=True)
+    node: Any = x.transpose(-1, 0).grad_fn
+    assert node._saved_dim0 == (1 << 64) - 1
+    assert forms.signed(node._saved_dim0) == -1
+    assert forms.signed((0, (1 << 64) - 2, None)) == (0, -2, None)
+
+
+@st.composite
+def values(draw: st.DrawFn) -> Value:
+    """A value as a walk may meet it: a parameter, kept, rebuilt at some depth, absent, or waiting for what is."""
+    kind = draw(st.sampled_from(("leaf", "kept", "rebuilt", "absent", "waiting")))
+    value = Value(kind)
+    if kind in ("leaf", "kept"):
+        value.tensor, value.free = torch.zeros(()), kind == "leaf"
+    elif kind != "absent":
+        value.function = torch.sin
+        value.depth, value.root = draw(st.integers(0, 3)), draw(st.sampled_from((None, *ROOTS)))
+        if kind == "waiting":
+            value.blocked = (draw(st.sampled_from(ROOTS)),)
+    return value
+
+
+ROOTS = (Value("root"), Value("root"))
+
+
+def lineage(value: Value) -> tuple[Any, ...]:
+    return value.inputs, value.order, value.depth, value.root, value.blocked
+
+
+@given(st.lists(values(), min_size=1, max_size=4), st.booleans())
+def test_the_short_ways_tell_a_value_the_same(inputs: list[Value], twice: bool) -> None:
+    if twice:
+        inputs = [inputs[0], *inputs]
+    before = [v.parents for v in inputs]
+    expected, short, given_places = Value("op"), Value("op"), Value("op")
+    for value in (expected, short, given_places):
+        value.function, value.args = torch.sin, (*inputs, 2.0)
+    expected.read_arguments()
+    given_places.read_values(tuple(inputs), tuple(range(len(inputs))))
+    assert lineage(given_places) == lineage(expected)
+    if len(inputs) <= 2:
+        (short.read_one if len(inputs) == 1 else short.read_two)(*inputs)
+        assert lineage(short) == lineage(expected)
+    made = 3 if len(inputs) <= 2 else 2
+    for v, parents in zip(inputs, before, strict=True):
+        assert v.parents == parents + made * sum(w is v for w in inputs)
