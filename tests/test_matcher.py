@@ -351,7 +351,7 @@ def test_what_was_kept_on_another_stream_is_looked_into(monkeypatch: pytest.Monk
         return self.tensor
 
     pattern, parts = pattern_of(build(), SimpleNamespace(device=torch.device("cuda", 0))), build()
-    monkeypatch.setitem(pattern.fetch.__globals__, "raw_stream", lambda device: 5 + device.index)  # type: ignore[attr-defined]
+    monkeypatch.setitem(pattern.fetch.__globals__, "raw_stream", lambda device: 5 + device.index)
     monkeypatch.setattr(Value, "anchor", anchor)
     for value in (parts.x, parts.across, parts.even):
         value.stream = 5
