@@ -341,6 +341,26 @@ def test_recipes_read_what_was_before_a_change() -> None:
     assert fetched[0][found[1].index(parts.y)] is before
 
 
+def test_what_was_kept_on_another_stream_is_looked_into(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``anchor`` tells the allocator; parameters have no stream of their own."""
+    asked: list[tuple[Value, int]] = []
+
+    def anchor(self: Value, stream: int) -> Tensor:
+        asked.append((self, stream))
+        assert self.tensor is not None
+        return self.tensor
+
+    pattern, parts = pattern_of(build(), SimpleNamespace(device=torch.device("cuda", 0))), build()
+    monkeypatch.setitem(pattern.fetch.__globals__, "raw_stream", lambda device: 5 + device.index)
+    monkeypatch.setattr(Value, "anchor", anchor)
+    for value in (parts.x, parts.across, parts.even):
+        value.stream = 5
+    found = pattern.match(parts.root, {}, TASK)
+    assert found is not None
+    assert pattern.fetch(found, {}, TASK, {parts.soft: (torch.randn(SHAPE), True)}) is not None
+    assert asked == [(parts.y, 5)]
+
+
 def test_an_empty_parameter_is_there() -> None:
     """It has no memory, and needs none."""
     root = op("MulBackward0", op("MulBackward0", leaf_value(torch.empty(0), 0), 2.0), kept(torch.empty(0)))

@@ -153,7 +153,8 @@ def write_match(rows: Sequence[Row], leaves: Sequence[Leaf]) -> Match:
         text.refuse([f"len({{{', '.join(ordered)}}}) != {len(leaves)}"])
     text.add(f"return {_row_of(names)}, {_row_of(ordered)}, [{', '.join(scalars[n] for n in sorted(scalars))}]")
     lines = [f"    {line}" for line in text.lines]
-    text.lines = ["try:", *lines, "except ValueError:  # another number of arguments", "    return None"]
+    otherwise = "except (AttributeError, ValueError):  # an argument that is no value; more arguments, or fewer"
+    text.lines = ["try:", *lines, otherwise, "    return None"]
     match: Match = text.function("match", "root, made, task")
     return match
 
@@ -166,7 +167,6 @@ def _unlike_root(text: _Text, row: Row) -> list[str]:
 def _unlike_value(text: _Text, row: Row, name: str) -> list[str]:
     """What it is; and what decides whether it is worth making here: who still reads it, and whether it is held."""
     unlike = [
-        f"type({name}) is not Value",
         f"{name}.tensor is not None",
         f"{name}.memo is not None",
         f"look_at_value({name}) != {text.name(row.look)}",
@@ -194,15 +194,13 @@ def _unlike_leaf(text: _Text, leaf: Leaf, name: str) -> list[str]:
     """Of what kind a kept one is; of any other, whether it is no more and no less at hand."""
     if leaf.is_kept:
         tensor = f"t{name[1:]}"
-        unlike = [f"({tensor} := {name}.tensor) is None", *_unlike_kind(text, leaf.kind, tensor)]
-    else:
-        is_made = f"{name}.memo is not None or id({name}) in made"
-        unlike = [
-            f"{name}.tensor is not None",
-            f"({name}.function in TABLE) is not {leaf.is_op}",
-            f"not ({is_made})" if leaf.is_made else is_made,
-        ]
-    return [f"type({name}) is not Value", *unlike]
+        return [f"({tensor} := {name}.tensor) is None", *_unlike_kind(text, leaf.kind, tensor)]
+    is_made = f"{name}.memo is not None or id({name}) in made"
+    return [
+        f"{name}.tensor is not None",
+        f"({name}.function in TABLE) is not {leaf.is_op}",
+        f"not ({is_made})" if leaf.is_made else is_made,
+    ]
 
 
 def _unlike_kind(text: _Text, kind: Kind | None, tensor: str) -> list[str]:
@@ -267,7 +265,6 @@ def _write_tensors(text: _Text, leaves: Sequence[Leaf], device: torch.device) ->
 
 SCOPE: dict[str, Any] = {
     "TABLE": TABLE,
-    "Value": Value,
     "is_number": is_number,
     "look_at_tensor": look_at_tensor,
     "look_at_value": look_at_value,
