@@ -6,6 +6,7 @@ Each program runs plain and through a ledger, three steps in a row, and must giv
 import pytest
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from leangrad import saving
@@ -154,6 +155,34 @@ def foreign_hooks_outside(region):
         u = (z * 2).cos()
     backward(u)
     return [w.grad]
+
+
+class Through(TorchFunctionMode):
+    """Lets every call through."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def left_after_the_region(guest):
+    """What was set inside a region and is left after it, as a generator may do: ours stands until then."""
+
+    def program(region):
+        w, mine = leaf(8, 8), guest()
+        with region:
+            mine.__enter__()
+            y = (w.exp() + 1).sin()
+        z = (y * 2).cos() * y
+        mine.__exit__(None, None, None)
+        backward((z + 1).tanh())
+        return [w.grad]
+
+    PROGRAMS.append(program)
+    program.__name__ = f"left_after_the_region_{guest.__name__}"
+
+
+left_after_the_region(Through)
+left_after_the_region(torch.autograd.graph.save_on_cpu)
 
 
 def test_functional_gradients_inside_a_region_are_refused_by_torch():

@@ -27,6 +27,7 @@ from leangrad.ledger.value import Bare, Value
 from leangrad.ledger.waiting import wait
 
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+ENDED = -1
 DEEPEST = 32  # joins that a recipe may run through: each takes some frames of Python's stack
 
 Decision = tuple[str, bool]  # op, and whether the tensor is simply kept
@@ -58,6 +59,11 @@ class Knowledge(Protocol):
 
 class Region:
     """One forward region: the hooks and the function override while it runs, and what it decided."""
+
+    # What it is when it has ended. A mode or hooks that were set inside it and are left after it keep ours in place for
+    # so long: then every call passes, and every tensor is simply kept.
+    packing = True
+    packs = ENDED
 
     def __init__(self, ledger: Knowledge, recorder: Recorder | None) -> None:
         self.min_bytes = ledger.min_bytes
@@ -125,6 +131,8 @@ class Region:
 
     def pack(self, tensor: Tensor) -> Packed:
         """Autograd wants to keep ``tensor``; what it gets is a value that can give it back."""
+        if self.packs == ENDED:
+            return self.pack_along(tensor)
         self.packing = True
         try:
             packed = self.pack_along(tensor)
@@ -137,10 +145,11 @@ class Region:
     def pack_along(self, tensor: Tensor) -> Packed:
         """The same along a course: hooks are set inside calls only, where torch itself has taken the override away."""
         n = self.packs
-        self.packs = n + 1
-        if n == self.hooks.last:
-            self.hooks.reach_last()
-        if n < self._planned and self._bare[n]:
+        if n != ENDED:
+            self.packs = n + 1
+            if n == self.hooks.last:
+                self.hooks.reach_last()
+        if n == ENDED or (n < self._planned and self._bare[n]):
             if tensor.is_leaf:
                 return Bare(tensor if tensor.requires_grad else tensor.detach(), tensor._version)
             return Bare(tensor.detach(), tensor._version, type(tensor.grad_fn))
