@@ -6,6 +6,7 @@ import gc
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -203,6 +204,24 @@ def test_what_was_too_small_to_be_caught_teaches_nothing_about_large_ones() -> N
         step(fresh, large)
     mine, theirs = (leangrad.measure(lambda m=m: step(m, large), timed_runs=0) for m in (model, fresh))
     assert mine.kept_bytes == theirs.kept_bytes
+
+
+def test_what_was_caught_is_not_kept_where_it_is_the_larger() -> None:
+    """Rows of a product, which are chosen anew in each step: many in the recorded one, few later."""
+    x, weight = torch.randn(64, 16, requires_grad=True), torch.randn(16, 16, requires_grad=True)
+    ledger = leangrad.saving(residual_depth=2, min_bytes=0)
+
+    def step(rows: int, region: Any) -> None:
+        with region:
+            total = (F.linear(x, weight)[torch.arange(rows) % 64] * 2).sin().sum()
+        total.backward()
+
+    for rows in (256, 256, 8, 256, 8):
+        lean, plain = (leangrad.measure(partial(step, rows, r), timed_runs=0) for r in (ledger, nullcontext()))
+        others = 8 * rows + 4 + 8  # the indices, the total, and the number 2
+        assert lean.kept_bytes == others + 64 * min(64, rows), rows  # the output of the product, or what the sine keeps
+        assert plain.kept_bytes == others + 64 * rows
+    assert ledger.course is not None
 
 
 @pytest.mark.parametrize("first", [0, 3])

@@ -88,20 +88,23 @@ class Walk:
 
     steps           nodes that were visited since the last start
     operand_bytes   of the operands that were found since then
+    early           outputs of products that were found since then, and that are kept although none has asked for them
     sizes           whether new values are told their bytes, for the plan
     """
 
-    __slots__ = ("_book", "_leaves", "operand_bytes", "sizes", "steps")
+    __slots__ = ("_book", "_leaves", "early", "operand_bytes", "sizes", "steps")
 
     def __init__(self, book: Book) -> None:
         self._book = book
         self._leaves: dict[int, Value] = {}  # by id; a value holds its parameter, so the id stays that one's
         self.steps = self.operand_bytes = 0
+        self.early: list[Value] = []
         self.sizes = book.sizes
 
     def start(self, node: Node, nr: int, metadata: dict[Any, Any]) -> Value:
         """A new walk: the origin of output ``nr`` of a node behind the fence; NoRecipeError where there is none."""
         self.steps = self.operand_bytes = 0
+        self.early.clear()
         origin = origin_of(node, nr)
         if origin is None or (metadata and LIVE in metadata):
             raise NoRecipeError(f"{type(node).__name__} is never computed twice")
@@ -126,6 +129,8 @@ class Walk:
                 elif value.before is not None and node._sequence_nr() < self._book.fence:
                     raise NoRecipeError(f"the output of {value.op} was changed behind autograd's back")
                 elif value.tensor._version == value.version:
+                    if value.live is not None and not value.readers:
+                        self.early.append(value)
                     return value  # type: ignore[no-any-return]
                 else:
                     raise NoRecipeError(f"the output of {value.op} was changed in place")

@@ -57,10 +57,26 @@ class Products:
             self._book.watch(held)
             node.metadata[VALUES[made.output_nr]] = ref(held)
             tensor: Any = held.tensor
+            held.live = node.metadata[LIVE] = (ref(tensor), made._version, self._book.call)
         else:
-            held = tensor = made.detach()
-        node.metadata[LIVE] = (ref(tensor), made._version, self._book.call)
+            held = made.detach()
+            node.metadata[LIVE] = (ref(held), made._version, self._book.call)
         self._recent.append(held)
+
+    def serve(self, early: list[Value], nbytes: int) -> bool:
+        """Whether what was kept at once serves a recipe for a tensor of ``nbytes``, and so is kept for good.
+
+        Sizes may differ from those of the recorded step. What is larger than the tensor is held for a while as in that
+        step, to be caught if it pays.
+        """
+        if sum(v.nbytes for v in set(early)) <= nbytes:
+            for v in early:
+                v.live = None
+            return True
+        for i, held in enumerate(self._recent):
+            if type(held) is Value and held in early and held.tensor is not None:
+                self._recent[i] = held.tensor
+        return False
 
     def catch(self, value: Value) -> bool:
         """Keep the absent values under ``value`` in its stead, if they are still there and smaller."""
@@ -80,6 +96,7 @@ class Products:
             self._book.watch(b)
             if self._recorder is not None:
                 self._recorder.caught.add(b.live[2])
+            b.live = None
         value.blocked = ()
         value.settle_lineage()
         return True

@@ -333,6 +333,10 @@ class Region:
         walk = self._walk
         try:
             value = waiting or walk.start(node, tensor.output_nr, metadata)
+            if waiting is None and walk.early and not self.products.serve(walk.early, nbytes):
+                value.unread()
+                del value
+                value = walk.start(node, tensor.output_nr, metadata)
             if value.function is None:
                 raise NoRecipeError(f"{value.op} is never computed twice")
             if waiting is None and walk.operand_bytes >= nbytes:

@@ -68,7 +68,8 @@ class Value(Saved):
     ordinal = -1  # its place in the step of ``recorder``, while the ledger learns
     recorder: object = None
     free = False  # it costs nothing worth counting: a parameter, an input, or too small to look into
-    # The tensor of an absent value, which may yet be caught; its version; the number of the call that made it.
+    # The tensor of an absent value, which may yet be caught; its version; the number of the call that made it. A kept
+    # value has one until a recipe asks for it, if it was kept before any did.
     live: tuple[weakref.ref[Tensor], int, int] | None = None
     cap = 0  # the depth at which it is kept rather than rebuilt
     blocked: tuple[Value, ...] = ()  # the absent values that its recipe waits for
@@ -192,6 +193,13 @@ class Value(Saved):
             for v in self.inputs:
                 v.parents -= 1
             self.function, self.args, self.kwargs, self.inputs, self.order, self.blocked = None, (), {}, (), (), ()
+
+    def unread(self) -> None:
+        """This value is given up, and what was made for it alone goes with it: it reads its inputs no more."""
+        if not self.parents and not self.readers and self.tensor is None:
+            for v in self.inputs:
+                v.parents -= 1
+                v.unread()
 
     def settle_lineage(self) -> None:
         """Set ``depth`` and ``root`` from the recipe: a join of two lineages is one deeper than they are."""
