@@ -47,7 +47,7 @@ class Call:
         first: int = 0,
         last: int = -1,
         anchors: tuple[str, ...] = (),
-        catches: bool = False,
+        catches: int = 0,
         size: int = ANY_SIZE,
         quiet: bool = False,
     ) -> None:
@@ -56,7 +56,7 @@ class Call:
         self.last = last  # the last tensor that it saves and that is rebuilt; -1: there is none
         # What it saves after that and recipes read: the attributes of its node.
         self.anchors = tuple(("_raw_saved_" + name, "_saved_" + name) for name in anchors)
-        self.catches = catches  # its output was kept in the stead of a larger tensor
+        self.catches = catches  # the bytes of its output, if that was kept in the stead of a larger tensor
         self.size = size  # elements that its output may have before what was too small to look into is so no more
         self.quiet = quiet  # autograd had no part in it
         self.is_checked = quiet or size != ANY_SIZE
@@ -76,7 +76,7 @@ class Book(Protocol):
 
     packs: int  # tensors that were saved so far
     call: int  # the number of the call that runs, while a step is recorded
-    catches: bool  # whether the output of a product is held for a while
+    catches: int  # not 0: the output of a product is held for a while
     hooks: Hooks
 
     def anchor(self, tensor: Tensor) -> None:

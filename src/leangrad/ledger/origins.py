@@ -129,7 +129,7 @@ class Walk:
                 elif value.before is not None and node._sequence_nr() < self._book.fence:
                     raise NoRecipeError(f"the output of {value.op} was changed behind autograd's back")
                 elif value.tensor._version == value.version:
-                    if value.live is not None and not value.readers:
+                    if value.growth and not value.readers:
                         self.early.append(value)
                     return value  # type: ignore[no-any-return]
                 else:

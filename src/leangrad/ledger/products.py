@@ -26,6 +26,7 @@ class Book(Protocol):
     """What products ask of their region."""
 
     call: int  # the number of the call that runs, while a step is recorded
+    catches: int  # along a course, the bytes that the product had in the recorded step
     changing: Any  # the tensor that a function is changing in place right now
 
     @property
@@ -49,34 +50,36 @@ class Products:
         Along a course it is known that a recipe will want it, so it is kept at once, and none has to wait for it. If
         none does after all, it is let go with the next few products.
         """
+        book = self._book
         node: Any = made.grad_fn
         held: Tensor | Value
-        if self._book.is_on_course:
+        if book.is_on_course:
             held = Value(type(node).__name__)
             held.keep(made)
-            self._book.watch(held)
+            held.growth = held.nbytes / book.catches
+            book.watch(held)
             node.metadata[VALUES[made.output_nr]] = ref(held)
             tensor: Any = held.tensor
-            held.live = node.metadata[LIVE] = (ref(tensor), made._version, self._book.call)
         else:
-            held = made.detach()
-            node.metadata[LIVE] = (ref(held), made._version, self._book.call)
+            held = tensor = made.detach()
+        node.metadata[LIVE] = (ref(tensor), made._version, book.call)
         self._recent.append(held)
 
-    def serve(self, early: list[Value], nbytes: int) -> bool:
+    def serve(self, early: list[Value], nbytes: int, recorded: int) -> bool:
         """Whether what was kept at once serves a recipe for a tensor of ``nbytes``, and so is kept for good.
 
-        Sizes may differ from those of the recorded step. What is larger than the tensor is held for a while as in that
-        step, to be caught if it pays.
+        In the recorded step the tensor had ``recorded`` bytes, and to keep the products in its stead paid. It still
+        does if the tensor has grown as much as they have, or outweighs them. Otherwise they are only held for a while,
+        as in that step, and caught if that pays.
         """
-        if sum(v.nbytes for v in set(early)) <= nbytes:
-            for v in early:
-                v.live = None
-            return True
-        for i, held in enumerate(self._recent):
-            if type(held) is Value and held in early and held.tensor is not None:
-                self._recent[i] = held.tensor
-        return False
+        if nbytes < recorded * max(v.growth for v in early) and nbytes < sum(v.nbytes for v in set(early)):
+            for i, held in enumerate(self._recent):
+                if type(held) is Value and held in early and held.tensor is not None:
+                    self._recent[i] = held.tensor
+            return False
+        for v in early:
+            v.growth = 0.0
+        return True
 
     def catch(self, value: Value) -> bool:
         """Keep the absent values under ``value`` in its stead, if they are still there and smaller."""
@@ -96,7 +99,6 @@ class Products:
             self._book.watch(b)
             if self._recorder is not None:
                 self._recorder.caught.add(b.live[2])
-            b.live = None
         value.blocked = ()
         value.settle_lineage()
         return True

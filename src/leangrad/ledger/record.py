@@ -229,13 +229,16 @@ class Recorder:
         """The step as data, for the plan."""
         return Record(tuple(self.items), tuple(self.reads), tuple(self.gradients))
 
-    def decisions(self, cut: frozenset[int] | None) -> list[tuple[str, bool]]:
-        """For every decision of the step in order: its op, and whether the tensor is simply kept.
+    def decisions(self, cut: frozenset[int] | None) -> list[tuple[str, bool, int]]:
+        """For every decision of the step in order: its op, whether the tensor is simply kept, and its bytes.
 
         Without a cut, what was kept is kept again and what was rebuilt is rebuilt again.
         """
         made = zip(self._ops, self._decisions, self._kept, self._places, strict=True)
-        return [(op, self._stays(n, kept, cut)) for op, n, kept, place in made if not self.bare[place]]
+        bytes_of = self.items
+        return [
+            (op, self._stays(n, kept, cut), bytes_of[n].nbytes) for op, n, kept, place in made if not self.bare[place]
+        ]
 
     def _stays(self, item: int, kept: bool, cut: frozenset[int] | None) -> bool:
         """Whether an item that was ``kept`` or rebuilt in the recorded step is simply kept under ``cut``."""
@@ -257,7 +260,7 @@ class Recorder:
                 seen += len(places)
                 last = max((p for p, name in places if self._fates[p] not in kept or name is None), default=-1)
                 anchors = tuple(n for p, n in places if p > last and n is not None and self._has_node[p])
-                catches, quiet = number in self.caught, call.graded is False
+                catches, quiet = call.nbytes if number in self.caught else 0, call.graded is False
                 calls.append(Call(call.function, call.first, last, anchors, catches, self._may_grow(call), quiet))
         handled = {call.function for call in self.recording.calls if call.handled}
         graded = {call.function for call in self.recording.calls if call.graded}

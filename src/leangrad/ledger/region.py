@@ -30,7 +30,7 @@ PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 ENDED = -1
 DEEPEST = 32  # joins that a recipe may run through: each takes some frames of Python's stack
 
-Decision = tuple[str, bool]  # op, and whether the tensor is simply kept
+Decision = tuple[str, bool, int]  # op, whether the tensor is simply kept, and its bytes
 
 
 class Knowledge(Protocol):
@@ -84,7 +84,7 @@ class Region:
         self._bare = ledger.bare
         self._planned = len(self._bare)
         self.packs = self.call = 0
-        self.catches = ledger.catches
+        self.catches: int = ledger.catches
         self._walk = Walk(self)
         self._recorder = recorder
         self._notes = Notes(self)
@@ -294,7 +294,7 @@ class Region:
         if CAST not in metadata:
             if self._decisions is not None:
                 n = self._decided
-                if n >= len(self._decisions) or self._decisions[n] != (NODE, False):
+                if n >= len(self._decisions) or self._decisions[n][:2] != (NODE, False):
                     return None
                 self._decided = n + 1
             metadata[CAST] = True
@@ -314,7 +314,7 @@ class Region:
 
     def _choose(self, tensor: Tensor, node: Any, metadata: dict[Any, Any], waiting: Value | None = None) -> Value:
         """Keep ``tensor`` or store a recipe; ``waiting``: its value, if a recipe downstream has asked for it before."""
-        cap = self.cap
+        cap, recorded = self.cap, 0
         op = type(node).__name__
         decisions = self._decisions
         if decisions is not None:
@@ -327,13 +327,13 @@ class Region:
                 value.keep(tensor)
                 return value
             else:
-                cap = DEEPEST
+                cap, recorded = DEEPEST, decisions[n][2]
         nbytes = tensor.nbytes
         why = ""
         walk = self._walk
         try:
             value = waiting or walk.start(node, tensor.output_nr, metadata)
-            if waiting is None and walk.early and not self.products.serve(walk.early, nbytes):
+            if waiting is None and walk.early and not self.products.serve(walk.early, nbytes, recorded):
                 value.unread()
                 del value
                 value = walk.start(node, tensor.output_nr, metadata)
