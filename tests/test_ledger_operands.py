@@ -40,6 +40,18 @@ def running_statistics_that_are_not_contiguous(region):
 
 
 @same
+def one_operand_of_two_needs_no_gradient(region):
+    """Nodes save an operand for the gradient of the other one, or only for its own: then it has to be noted."""
+    w, m = leaf(8, 8), leaf(8, 8, seed=1).detach().abs() + 0.5
+    made = []
+    with region:
+        for function in (torch.hypot, torch.copysign, torch.atan2, torch.fmod, torch.remainder, torch.maximum):
+            made += [(function(w * 1.5, m) * 2).sin(), (function(m, w * 1.5) * 2).sin()]
+    backward(*made)
+    return [w.grad]
+
+
+@same
 def operand_changed_before_it_was_asked_for(region):
     w, m = leaf(8, 8), torch.ones(8, 8)
     flat = m.view(64)
