@@ -545,6 +545,25 @@ def test_threads_under_autocast_learn_each_for_itself() -> None:
     assert errors == []
 
 
+def test_a_course_that_another_thread_ends_just_now_is_followed_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, plain, x = leangrad.lean(blocks(), min_bytes=0), blocks(), torch.randn(8, 16)
+    ledger = leangrad.ledger_of(model)
+    for _ in range(2):
+        step(model, x)
+    assert ledger.course is not None
+    active = _torch.saved_tensor_hooks_active
+
+    def end_and_ask() -> bool:  # a region asks it between two looks at the course
+        ledger.differs()
+        return active()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_torch, "saved_tensor_hooks_active", end_and_ask)
+        assert_same(step(model, x), step(plain, x))
+    for _ in range(2):
+        assert_same(step(model, x), step(plain, x))
+
+
 def test_a_model_that_changes_now_and_then_is_learned_anew() -> None:
     """Gradual unfreezing: each change of what is trained is one lesson, and after each there is a course again."""
     model, x = leangrad.lean(blocks(), min_bytes=0), torch.randn(4, 16)

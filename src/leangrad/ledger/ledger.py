@@ -126,7 +126,8 @@ class Ledger:
 
         That takes memory in forward; a model whose recorded step caught none runs without it.
         """
-        return self._decisions is None or self._recorder is None or bool(self._recorder.caught)
+        recorder = self._recorder  # another thread may let go of it
+        return self._decisions is None or recorder is None or bool(recorder.caught)
 
     @property
     def cap(self) -> int:

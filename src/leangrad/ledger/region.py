@@ -89,10 +89,11 @@ class Region:
         self._recorder = recorder
         self._notes = Notes(self)
         self._following: Following | None = None
-        if recorder is None and ledger.course is not None and not _torch.saved_tensor_hooks_active():
+        course = ledger.course  # another thread may end it
+        if recorder is None and course is not None and not _torch.saved_tensor_hooks_active():
             self.hooks = Hooks(self.pack_along, unpack)
-            self._following = Following(self, ledger.course)
-            self._notes.guide, self._notes.passes = self._following.call, ledger.course.passes
+            self._following = Following(self, course)
+            self._notes.guide, self._notes.passes = self._following.call, course.passes
         elif recorder is not None:
             recorder.recording = Recording(self, recorder.saved)
             self._notes.guide = recorder.recording.call
