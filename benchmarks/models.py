@@ -159,7 +159,7 @@ def run(case: Case, scale: int) -> dict[str, Any]:
     row["lean_learned_against_plain"] = _compare(first, lean_learned)
     row["fused"] = {k: v for k, v in fused.report().items() if k != "refused"}
     for way in ("plain", "lean"):  # at the end: once a profiler was on, every launch of the process is dearer
-        row[way]["kernel_ms"] = _kernels(steps[way])
+        row[way]["kernel_ms"] = kernels(steps[way])
     row["kernel_ratio"] = row["lean"]["kernel_ms"] / row["plain"]["kernel_ms"]
     row["peak_ratio"] = row["lean"]["peak_gib"] / row["plain"]["peak_gib"]
     return row
@@ -302,7 +302,7 @@ def _host(forward: Callable[[], Tensor], optimizer: torch.optim.Optimizer) -> di
     return {name: statistics.median(t[k] for t in times) * 1e3 for k, name in enumerate(names)}
 
 
-def _kernels(step: Callable[[], None]) -> float:
+def kernels(step: Callable[[], None]) -> float:
     """The time of a step's kernels, in milliseconds."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         step()

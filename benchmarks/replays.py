@@ -22,7 +22,7 @@ from torch import Tensor
 
 import leangrad
 from benchmarks.environment import write_rows
-from benchmarks.models import CASES, Case
+from benchmarks.models import CASES, Case, kernels
 from leangrad.kernels.launch import Launch, stream_for
 from leangrad.ledger import no_regions
 
@@ -93,19 +93,11 @@ def _steps(case: Case) -> tuple[float, float, Heard]:
         step()
     with Heard() as heard:
         step()
-    lean = _kernels(step)
+    lean = kernels(step)
     with no_regions():
         step()
-        plain = _kernels(step)
+        plain = kernels(step)
     return plain, lean, heard
-
-
-def _kernels(step: Callable[[], None]) -> float:
-    """The time of a step's kernels, in milliseconds."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        step()
-        torch.cuda.synchronize()
-    return float(sum(event.self_device_time_total for event in profile.key_averages()) / 1e3)
 
 
 def _alone(launch: Launch, count: int, kinds: list[tuple[Any, ...]], floats: Floats) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,17 @@ import leangrad
 from leangrad import _torch
 
 LEDGER = Path(leangrad.__file__).parent / "ledger"
-NOTED = {"_version", "_base", "_is_view", "_sequence_nr"}  # and those that begin with _saved_ and _raw_saved_
+NOTED = {
+    "_version",
+    "_base",
+    "_is_view",
+    "_sequence_nr",
+    "_input_metadata",
+}  # and those that begin with _saved_ and _raw_saved_
+
+
+WRITERS = ("forms", "matcher")  # which write code, as text
+OWN = {"_take", "_is_held"}
 
 
 @pytest.fixture
@@ -69,6 +80,8 @@ def test_the_note_tells_every_name_that_the_ledger_uses_in_place() -> None:
                 own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls", "waiter", "a", "v")
                 if not own and not node.attr.startswith(("_saved_", "_raw_saved_")):
                     found.add(node.attr)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and path.stem in WRITERS:
+                found |= set(re.findall(r"\.(_(?!_|saved_|raw_saved_)\w+)", node.value)) - OWN
     assert found == NOTED, "a private name of torch belongs into _torch.py, or into its note"
 
 

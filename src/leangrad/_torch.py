@@ -9,7 +9,7 @@ The ledger reads a few private names of tensors and nodes for every saved tensor
 call of Python more would be felt. `ledger/` uses these where it needs them:
 
     tensor._version, tensor._base, tensor._is_view()
-    node._sequence_nr(), node._saved_<name>, node._raw_saved_<name>
+    node._sequence_nr(), node._input_metadata, node._saved_<name>, node._raw_saved_<name>
 
 Their check is `ledger_names_present`: if one of them is gone no region opens, and lean models run plain.
 """

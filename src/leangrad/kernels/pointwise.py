@@ -20,8 +20,6 @@ Nothing here is taken on trust: tests try every bfloat16, every float16 and ever
 
 from __future__ import annotations
 
-import hashlib
-import linecache
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -30,6 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from leangrad import written
 from leangrad.kernels import INTERPRETED
 from leangrad.kernels.launch import Launch
 
@@ -286,12 +285,8 @@ class Kernel:
 
     def __init__(self, program: Program, wide: bool) -> None:
         self.program = program
-        # Triton reads a kernel's source through ``inspect``, which looks into ``linecache`` for files that are none.
-        text = source(program, wide)
-        name = f"<leangrad fused {hashlib.sha256(text.encode()).hexdigest()[:16]}>"
-        linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
         scope = {**FUNCTIONS, "__name__": __name__}
-        exec(compile(text, name, "exec"), scope)
+        exec(written.compiled(source(program, wide), "fused"), scope)  # Triton reads its lines through ``inspect``
         self.jitted = triton.jit(scope["fused"])
 
     def launch(self, inputs: list[Tensor], scalars: list[float], outputs: list[Tensor], n: int, start: int = 0) -> None:

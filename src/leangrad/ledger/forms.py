@@ -33,7 +33,6 @@ of a type. So when the first node of a type is met, its rules are written out, a
 
 from __future__ import annotations
 
-import linecache
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -43,6 +42,7 @@ import torch
 from leangrad._torch import output_fact, output_nbytes
 from leangrad.ledger.rules import RULES, Rule
 from leangrad.ledger.value import Value, fuses
+from leangrad.written import compiled
 
 if TYPE_CHECKING:
     from leangrad.ledger.origins import Walk
@@ -121,9 +121,6 @@ def forget() -> None:
 
 
 def _compile(rule: Rule, node: Node) -> Origin:
-    text = source(rule, node)
-    name = f"<leangrad {rule.node} {rule.output}>"
-    linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)  # for tracebacks
     scope: dict[str, Any] = {
         **KNOWN,
         "FUNCTION": rule.function,
@@ -131,7 +128,7 @@ def _compile(rule: Rule, node: Node) -> Origin:
         "CHANGED": f"the output of {rule.node} was changed behind autograd's back",
         "FAR": f"more than {MAX_WALK} ops between the tensor and its anchors",
     }
-    exec(compile(text, name, "exec"), scope)
+    exec(compiled(source(rule, node), f"rule for {rule.node}"), scope)
     return scope["origin"]  # type: ignore[no-any-return]
 
 

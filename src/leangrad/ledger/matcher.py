@@ -9,8 +9,6 @@ the value of row 2. The text says only what is connected with what. All that is 
 
 from __future__ import annotations
 
-import hashlib
-import linecache
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from operator import attrgetter
@@ -23,6 +21,7 @@ from torch import Tensor
 from leangrad._torch import raw_stream
 from leangrad.ledger.chain import TABLE, Taken, is_number
 from leangrad.ledger.value import Value
+from leangrad.written import compiled
 
 Places = tuple[tuple[int, int], ...]
 SINGLE = (type(None), bool, torch.dtype, torch.memory_format, torch.layout)  # equal only where they are one object
@@ -113,9 +112,7 @@ class _Text:
 
 @cache
 def _compiled(text: str) -> CodeType:
-    name = f"<leangrad pattern {hashlib.sha256(text.encode()).hexdigest()[:16]}>"
-    linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)  # for tracebacks
-    return compile(text, name, "exec")
+    return compiled(text, "pattern")
 
 
 def _row_of(names: Iterable[str]) -> str:
