@@ -185,14 +185,6 @@ def softmax_backward(g: Tensor, y: Tensor) -> Tensor:
     return dx
 
 
-def same_device(node: Any) -> bool:
-    """Whether a node's first input and first output lie on one device."""
-    before, nr = node.next_functions[0]
-    variable = getattr(before, "variable", None)
-    device = variable.device if variable is not None else before._input_metadata[nr].device
-    return bool(device == node._input_metadata[0].device)
-
-
 _storage_use_count: Callable[[int], int] = getattr(torch._C, "_storage_Use_Count", lambda _: sys.maxsize)
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from leangrad.ledger.forms import NOTE
+from leangrad.ledger.nodes import NOTE
 from leangrad.ledger.origins import Operand
 
 if TYPE_CHECKING:

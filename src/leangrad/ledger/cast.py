@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from leangrad.ledger.saved import Saved
+from leangrad.ledger.saved import Bare, Saved
 from leangrad.ledger.seen import Seen, see, sight_of
-from leangrad.ledger.value import Bare, Value, leaf_value
+from leangrad.ledger.value import Value, leaf_value
 
 NODE = "ToCopyBackward0"
 cast = Tensor.type  # ``parameter.to(dtype)`` in the form that torch parses in half the time

@@ -18,7 +18,7 @@ from torch import Tensor, is_grad_enabled
 from leangrad import _torch
 from leangrad.ledger.calls import Handler, argument, constants_of, leave_note
 from leangrad.ledger.cast import Anchor
-from leangrad.ledger.forms import NOTE, OPAQUE, VALUES
+from leangrad.ledger.nodes import NOTE, OPAQUE, VALUES
 from leangrad.ledger.value import Value
 
 if TYPE_CHECKING:

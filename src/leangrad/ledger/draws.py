@@ -18,7 +18,7 @@ from leangrad import _torch
 from leangrad.ledger import rng
 from leangrad.ledger.calls import Handler, argument
 from leangrad.ledger.changes import after_change, before_change
-from leangrad.ledger.forms import NOTE
+from leangrad.ledger.nodes import NOTE
 from leangrad.ledger.value import Value
 
 if TYPE_CHECKING:

@@ -37,9 +37,8 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from leangrad._torch import output_fact, output_nbytes
+from leangrad.ledger.nodes import OPAQUE, AccumulateGrad, Node, join
 from leangrad.ledger.rules import RULES, Rule
 from leangrad.ledger.value import Value, fuses
 from leangrad.written import compiled
@@ -47,28 +46,7 @@ from leangrad.written import compiled
 if TYPE_CHECKING:
     from leangrad.ledger.origins import Walk
 
-Node = Any  # torch.autograd.graph.Node, whose saved attributes differ from class to class
 Origin = Callable[["Walk", Node, int, dict[Any, Any]], Value]
-
-
-# What we write into a node's metadata. Weak references only, and plain constants: see [Note: what a value may hold].
-class _Keys(dict[int, tuple[str, int]]):
-    """Where a node's metadata hold the value of its output ``nr``: ``VALUES[nr]``."""
-
-    def __missing__(self, nr: int) -> tuple[str, int]:
-        key = self[nr] = ("leangrad", nr)
-        return key
-
-
-VALUES = _Keys()
-NOTE = "leangrad.note"  # constants that the node forgets: {name: constant or Operand}
-# This op is never computed twice: (weak reference to its output, version, number of the call).
-LIVE = "leangrad.live"
-CAST = "leangrad.cast"  # what was saved of it went the short way: see ``cast.py``
-OPAQUE = "leangrad.opaque"  # the output was changed behind autograd's back: it cannot be replayed
-
-with torch.enable_grad():  # leangrad may be imported anywhere
-    AccumulateGrad: Any = type((torch.ones((), requires_grad=True) * 1).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
 
 LISTED = ("*",)
 UNSIGNED = (float, bool, str, type(None))  # constants that are what they are
@@ -254,14 +232,6 @@ def signed(constant: Any) -> Any:
     if kind is tuple or kind is list:
         return tuple([c if type(c) is int and c < HALF else signed(c) for c in constant])
     return constant
-
-
-def join(node: Node, nr: int, value: Value) -> None:
-    """Let the values of outputs 0 and 1 of ``node`` know each other: rebuilding one gives the other as well."""
-    ref = node.metadata.get(VALUES[1 - nr]) if nr < 2 else None
-    other = ref() if ref is not None else None
-    if type(other) is Value:  # a view is rebuilt with its base
-        value.kin, other.kin = weakref.ref(other), weakref.ref(value)
 
 
 def twin_of(parent: Value, args: tuple[Any, ...], value: Value) -> Value | None:

@@ -27,7 +27,7 @@ from leangrad.ledger.calls import PLAIN, Handler, argument, leave_note, note_one
 from leangrad.ledger.cast import Anchor
 from leangrad.ledger.changes import after_change, aliased, before_change, leaked, mutating, swapped, write_out
 from leangrad.ledger.draws import dropout, dropout_inside
-from leangrad.ledger.forms import NOTE, OPAQUE
+from leangrad.ledger.nodes import NOTE, OPAQUE
 from leangrad.ledger.origins import Operand
 from leangrad.ledger.products import Products
 from leangrad.ledger.value import Value

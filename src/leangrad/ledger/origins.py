@@ -18,19 +18,11 @@ from torch import Tensor
 from leangrad import _torch
 from leangrad._torch import packed, passed_no_hook
 from leangrad.ledger.cast import Anchor, Cast
-from leangrad.ledger.forms import (
-    LIVE,
-    NOTE,
-    ONLY,
-    UNSIGNED,
-    VALUES,
-    AccumulateGrad,
-    Node,
-    NoRecipeError,
-    origin_of,
-)
+from leangrad.ledger.forms import ONLY, UNSIGNED, NoRecipeError, origin_of
+from leangrad.ledger.nodes import LIVE, NOTE, VALUES, AccumulateGrad, Node
+from leangrad.ledger.saved import Bare
 from leangrad.ledger.seen import Seen
-from leangrad.ledger.value import Bare, Value, is_there, leaf_value
+from leangrad.ledger.value import Value, is_there, leaf_value
 from leangrad.ledger.waiting import wait
 
 NOTHING: dict[str, Any] = {}
@@ -62,11 +54,6 @@ class Operand:
         value.keep(tensor)
         value.free = True
         return value
-
-
-def enter(node: Node, nr: int, value: Value) -> None:
-    """Let ``node`` know the value of its output ``nr``."""
-    node.metadata[VALUES[nr]] = ref(value)
 
 
 class Book(Protocol):
@@ -175,8 +162,7 @@ class Walk:
         book = self._book
         if book.sharded or not is_there(variable):
             raise NoRecipeError("a sharded parameter, which is gone by the time a recipe runs")
-        value = self._leaves[id(variable)] = Value("leaf")
-        value.tensor, value.version, value.free = variable, version, True
+        value = self._leaves[id(variable)] = leaf_value(variable, version)
         book.watched_parameters.setdefault(id(variable), []).append(ref(value))
         return value
 
@@ -228,33 +214,22 @@ class Walk:
         return self._anchor(node, found.tensor, found.version)
 
     def statistic(self, node: Node, raw: Any, name: str) -> Any:
-        """A statistic that ``node`` saved, as an anchor: no parameter, no number, and seldom changed by anybody."""
+        """The same for a statistic, by a shorter way: it is no parameter, no number, and one tensor."""
         if self._book.rewritten or not passed_no_hook(raw):
             return self.saved(node, raw, name, False)
-        try:
-            tensor = getattr(node, "_saved_" + name)
-        except RuntimeError as error:
-            raise NoRecipeError(f"{name} was changed in place") from error
-        if tensor is None:
-            return None
-        value = Value("leaf")
-        value.tensor, value.version, value.free = tensor if tensor.is_leaf else tensor.detach(), tensor._version, True
-        self._book.anchors.append(ref(value))
-        return value
+        tensor = _unchanged(node, name)
+        return None if tensor is None else self._enter(tensor, tensor._version)
 
     def _unhooked(self, node: Node, raw: Any, name: str, parameter: bool) -> Any:
         """A tensor that autograd saved itself: see [Note: hooks only where they are needed]."""
-        try:
-            tensor = getattr(node, "_saved_" + name)
-        except RuntimeError as error:
-            raise NoRecipeError(f"{name} was changed in place") from error
+        tensor = _unchanged(node, name)
         if type(tensor) is tuple:  # of several tensors, and the one at hand
             tensor = packed(raw)
         if tensor is None or (not tensor.dim() and _torch.is_number(tensor)):
             return tensor
         if parameter and self._book.sharded:
             raise NoRecipeError("a tensor that may be a sharded parameter")
-        return self._anchor(node, tensor if tensor.is_leaf else tensor.detach(), tensor._version)
+        return self._anchor(node, tensor, tensor._version)
 
     def _anchor(self, node: Node, tensor: Tensor, version: int) -> Value:
         """What autograd saved as well. Plain PyTorch minds a change of it too, but for one that no version tells of."""
@@ -262,9 +237,20 @@ class Walk:
         memory = tensor.untyped_storage().data_ptr() if rewritten and tensor.layout is torch.strided else 0
         if memory in rewritten and node._sequence_nr() < rewritten[memory]:
             raise NoRecipeError("an operand was changed behind autograd's back")
-        value = leaf_value(tensor, version)
+        return self._enter(tensor, version)
+
+    def _enter(self, tensor: Tensor, version: int) -> Value:
+        value = leaf_value(tensor if tensor.is_leaf else tensor.detach(), version)
         self._book.anchors.append(ref(value))
         return value
+
+
+def _unchanged(node: Node, name: str) -> Any:
+    """What ``node`` itself has saved as ``name``."""
+    try:
+        return getattr(node, "_saved_" + name)
+    except RuntimeError as error:
+        raise NoRecipeError(f"{name} was changed in place") from error
 
 
 # Constants that a composite op passes below every function override, where nobody can note them.

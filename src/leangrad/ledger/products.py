@@ -14,7 +14,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from leangrad.ledger.forms import LIVE, VALUES
+from leangrad.ledger.nodes import LIVE, VALUES
 from leangrad.ledger.record import Recorder
 from leangrad.ledger.value import Value
 from leangrad.ledger.waiting import released

@@ -14,16 +14,17 @@ from torch import Tensor
 from leangrad import _torch
 from leangrad.ledger.cast import NODE, Anchor, Cast, Packed
 from leangrad.ledger.course import Course, Following, Recording
-from leangrad.ledger.forms import CAST, OPAQUE, VALUES, AccumulateGrad, NoRecipeError, join
+from leangrad.ledger.forms import NoRecipeError
 from leangrad.ledger.hooks import Hooks
+from leangrad.ledger.nodes import CAST, OPAQUE, VALUES, AccumulateGrad, enter, join
 from leangrad.ledger.notes import Notes
 from leangrad.ledger.opened import opened
-from leangrad.ledger.origins import Operand, Walk, enter
+from leangrad.ledger.origins import Operand, Walk
 from leangrad.ledger.products import Products
 from leangrad.ledger.record import Recorder
-from leangrad.ledger.saved import unpack
+from leangrad.ledger.saved import Bare, unpack
 from leangrad.ledger.seen import Seen
-from leangrad.ledger.value import Bare, Value
+from leangrad.ledger.value import Value
 from leangrad.ledger.waiting import wait
 
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)

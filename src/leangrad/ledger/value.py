@@ -22,7 +22,6 @@ from leangrad.errors import ChangedError, LeangradError
 from leangrad.ledger.memos import remember
 from leangrad.ledger.overwriting import IN_PLACE, overwrite
 from leangrad.ledger.recipe import Layout, Recipe
-from leangrad.ledger.saved import Bare as Bare
 from leangrad.ledger.saved import Saved, changed
 
 UNKNOWN = -1  # a stream that has not been asked for
