@@ -15,7 +15,7 @@ import threading
 
 Threshold = tuple[int, int, int]
 
-_lock = threading.Lock()
+_lock = threading.RLock()  # a finalizer may end a rest while this very thread holds it
 _raised: tuple[Threshold, Threshold] | None = None  # the thresholds as they were, and as we have set them
 
 
