@@ -224,6 +224,16 @@ def copies(region: Any) -> list[Tensor]:
 
 
 @program
+def reordered(region: Any) -> list[Tensor]:
+    """An inner value that will be asked for is an output too, in the order in which it was saved."""
+    x, w = leaf(2, 4, 64), leaf(64, seed=1)
+    with region:
+        h = source_of(x) * w + 1.5
+        z = summed((h * h - w).transpose(0, 1).contiguous() * w)
+    return backward(z, x, w)
+
+
+@program
 def changing_scalars(region: Any) -> list[Tensor]:
     """A Python number that is another one in each step is an argument, not a part of the program."""
     x = leaf(8, 64)
@@ -286,6 +296,33 @@ def check_scattered_copies() -> None:
     after = fused.report()
     assert after["launches"] > before["launches"]
     assert after["refused"] == before["refused"]
+
+
+def check_places() -> None:
+    """What is saved in two orders is made by one launch."""
+    region = leangrad.saving(min_bytes=0)
+    for _ in range(STEPS):
+        reordered(region)
+    launched = [plan.kernel.program for plan in _launched(lambda: reordered(region))]
+    assert [p.places for p in launched if p.places] == [(((1, 64, 1), (64, 2, 256), (128, 0, 64)), None)]
+    assert len(launched) == 1
+
+
+def _launched(call: Callable[[], Any]) -> list[Plan]:
+    """What ran during a call."""
+    launched: list[Plan] = []
+    run = Plan.run
+
+    def logged(self: Plan, *args: Any) -> list[Tensor]:
+        launched.append(self)
+        return run(self, *args)
+
+    Plan.run = logged  # type: ignore[method-assign]
+    try:
+        assert not _gathered(call)
+    finally:
+        Plan.run = run  # type: ignore[method-assign]
+    return launched
 
 
 def _gathered(call: Callable[[], Any]) -> int:
@@ -481,19 +518,7 @@ def check_links() -> None:
     region = leangrad.saving(residual_depth=LINKS + 1, min_bytes=0)
     for _ in range(STEPS):
         stream(region)
-    launched: list[Program] = []
-    run = Plan.run
-
-    def logged(self: Plan, *args: Any) -> list[Tensor]:
-        if self.n == 8 * 64:
-            launched.append(self.kernel.program)
-        return run(self, *args)
-
-    Plan.run = logged  # type: ignore[method-assign]
-    try:
-        assert not _gathered(lambda: stream(region))
-    finally:
-        Plan.run = run  # type: ignore[method-assign]
+    launched = [plan.kernel.program for plan in _launched(lambda: stream(region)) if plan.n == 8 * 64]
     added = sum(step.op == "add" for p in launched for step in p.steps)
     assert added == LINKS - 1  # no norm reads the last one
     assert max(len(p.inputs) + len(p.outputs) for p in launched) <= MAX_STREAMS + 3  # those of the last op
@@ -569,6 +594,7 @@ if __name__ == "__main__":
     check_rounding()
     check_recipes("cpu")
     check_scattered_copies()
+    check_places()
     check_what_tells_chains_apart()
     check_held_bytes()
     check_links()

@@ -229,6 +229,7 @@ class Program(NamedTuple):
     scalars: int
     steps: tuple[Step, ...]
     outputs: tuple[int, ...]  # numbers of steps
+    places: tuple[tuple[Term, ...] | None, ...] = ()  # of each output: where element i lies there, as in `Input`
 
 
 def source(program: Program, wide: bool) -> str:
@@ -236,6 +237,7 @@ def source(program: Program, wide: bool) -> str:
     inputs = [f"x{k}" for k in range(len(program.inputs))]
     scalars = [f"s{k}" for k in range(program.scalars)]
     outputs = [f"y{k}" for k in program.outputs]
+    places = dict(zip(program.outputs, program.places, strict=False))
     names = [f"v{k}" for k in range(len(inputs))] + scalars + [f"r{k}" for k in range(len(program.steps))]
     lines = [
         f"def fused({', '.join([*inputs, *outputs, *scalars])}, n, start, BLOCK: tl.constexpr):",
@@ -260,7 +262,8 @@ def source(program: Program, wide: bool) -> str:
             result = f"h{k}"
             lines += [f"    h{k} = {ROUNDED[dtype]}({value})", f"    r{k} = h{k}.to(tl.float32)"]
         if k in program.outputs:
-            lines.append(f"    tl.store(y{k} + j, {result}, mask=inside)")
+            terms = places.get(k)
+            lines.append(f"    tl.store(y{k} + {'j' if terms is None else _place(terms, 'i')}, {result}, mask=inside)")
     return "\n".join(lines) + "\n"
 
 
@@ -292,7 +295,7 @@ class Kernel:
     def launch(self, inputs: list[Tensor], scalars: list[float], outputs: list[Tensor], n: int, start: int = 0) -> None:
         """Write elements ``start`` to ``start + n`` of every output of the program, each to its own flat memory.
 
-        ``start`` is a multiple of BLOCK, or no input is broadcast.
+        ``start`` is a multiple of BLOCK, or no input is broadcast. An output that has places is given whole.
         """
         assert start % BLOCK == 0 or all(i.terms is None for i in self.program.inputs)
         self.jitted[(_blocks(n),)](*inputs, *outputs, *scalars, n, start, BLOCK=BLOCK, num_warps=WARPS, **OPTIONS)

@@ -14,8 +14,8 @@ from torch import Tensor, empty_strided
 from leangrad import kernels
 from leangrad._torch import raw_stream
 from leangrad.kernels.launch import stream_for
-from leangrad.kernels.pointwise import BLOCK, Kernel, Program, compiled
-from leangrad.ledger.builder import Builder, Layout, RefusedError, Slot, numbers_of
+from leangrad.kernels.pointwise import BLOCK, Kernel, Program, Term, compiled
+from leangrad.ledger.builder import Builder, Layout, RefusedError, Slot, find_terms, is_dense, numbers_of
 from leangrad.ledger.chain import Chain
 from leangrad.ledger.exact import is_exact, same_bits
 from leangrad.ledger.lowering import LOWERINGS, VARIANTS
@@ -23,6 +23,7 @@ from leangrad.ledger.value import Value
 
 PROOFS = 3  # times that a program is compared before it is used
 PIECE = 1 << 22  # elements that are compared at once
+ROW = 32  # elements that have to lie together in an output whose order in memory is another one
 MAX_VARIETY = 32  # programs for one row of ops: beyond that shapes change too often to compile for each
 
 
@@ -53,6 +54,7 @@ class Plan:
     leaves      which of the chain's leaves it reads, in the order of its arguments
     scalars     which of the chain's numbers, and whether each is inverted
     outputs     shape, strides and dtype of each; the last is the root
+    places      where each has its elements, as in ``Program``
     uses        how often the chain itself reads each
     pick        takes out of the chain's leaves those that it reads
     rooms       for each output a leaf that it may be written over, if that is owned, else −1; and what allocates it
@@ -71,8 +73,10 @@ class Plan:
                 raise InexactError(value)
         shape, stride = _layout(chain.values[-1], slots[-1])
         program = builder.program(tuple(slots[k].number for k in chain.outputs), (shape, stride))
-        layouts = [_output_layout(k, chain.values[k], slots[k], builder) for k in chain.outputs]
-        self.n = shape.numel()
+        layouts, places = zip(*(_output(k, chain.values[k], slots[k], builder) for k in chain.outputs), strict=True)
+        if any(place is not None for place in places):
+            program = Program(*program[:-1], places)
+        self.n, self.places = shape.numel(), program.places
         self.leaves = [k for k, _ in builder.inputs]
         self.scalars = builder.scalars  # and not the builder, which holds the leaves
         self.uses = [chain.uses[k] for k in chain.outputs]
@@ -120,18 +124,25 @@ class Plan:
     def agrees(self, leaves: list[Tensor], scalars: list[float], expected: list[Tensor]) -> bool:
         """Whether the program gives the bits of ``expected``, tried in pieces; NaN is NaN."""
         inputs, numbers = [leaves[k] for k in self.leaves], numbers_of(self.scalars, scalars)
-        flat = []
-        for t, (shape, stride, dtype) in zip(expected, self.outputs, strict=True):
+        flat: list[Tensor] = []
+        whole: dict[int, Tensor] = {}  # outputs in another order, which no piece has a part of
+        for k, (t, (shape, stride, dtype)) in enumerate(zip(expected, self.outputs, strict=True)):
             if t.shape != shape or t.dtype != dtype or not _alike(t.stride(), stride, shape):
                 return False
             flat.append(t.as_strided((self.n,), (1,)))
+            if self.places and self.places[k] is not None:
+                whole[k] = torch.empty(self.n, dtype=dtype, device=self.device)
         for start in range(0, self.n, PIECE):
             n = min(PIECE, self.n - start)
-            pieces = [torch.empty(n, dtype=d, device=self.device) for _, _, d in self.outputs]
+            pieces = [
+                whole[k] if k in whole else torch.empty(n, dtype=d, device=self.device)
+                for k, (_, _, d) in enumerate(self.outputs)
+            ]
             self.kernel.launch(inputs, numbers, pieces, n, start)
-            if not all(same_bits(mine, f[start : start + n]) for mine, f in zip(pieces, flat, strict=True)):
-                return False
-        return True
+            for k, (mine, f) in enumerate(zip(pieces, flat, strict=True)):
+                if k not in whole and not same_bits(mine, f[start : start + n]):
+                    return False
+        return all(same_bits(mine, flat[k]) for k, mine in whole.items())
 
 
 def _picker(places: list[int]) -> Callable[[Sequence[Tensor]], Sequence[Tensor]]:
@@ -168,16 +179,22 @@ def _layout(root: Value, slot: Slot) -> Layout:
     return layout
 
 
-def _output_layout(number: int, value: Value, slot: Slot, b: Builder) -> Layout:
-    """How an output lies in memory: as it did when it was saved, which must be as the program lays it."""
+def _output(number: int, value: Value, slot: Slot, b: Builder) -> tuple[Layout, tuple[Term, ...] | None]:
+    """How an output lies in memory, as it did when it was saved; and where its elements are, if in another order."""
     layout = b.layouts[slot.number]
     if layout is None or slot.shape != layout[0]:
         raise CutError(number)  # it is broadcast further up
-    if value.layout is None:
-        return layout
-    if value.layout[0] != layout[0] or not _alike(value.layout[1], layout[1], layout[0]):
+    if value.layout is None or (value.layout[0] == layout[0] and _alike(value.layout[1], layout[1], layout[0])):
+        return value.layout or layout, None
+    if value.layout[0] != layout[0] or not is_dense(value.layout):
         raise CutError(number)
-    return value.layout
+    try:
+        places = find_terms(*value.layout, *layout)
+    except RefusedError as reason:
+        raise CutError(number) from reason
+    if places is None or places[0][0] != 1 or places[0][2] != 1 or places[0][1] < ROW:
+        raise CutError(number)  # single elements would be written far apart
+    return value.layout, places
 
 
 def _alike(a: tuple[int, ...], b: tuple[int, ...], shape: torch.Size) -> bool:

@@ -38,10 +38,11 @@ class Builder:
     ``leaves`` are the tensors at hand; ``variant`` chooses among the formulas of an op for which a library has several
     kernels.
 
-    [Note: views inside a chain] All results of a chain are dense and share one order of elements in memory. A view that
-    keeps that order (another shape for the same contiguous memory, a transposition) is no work at all: only operands
-    that are broadcast have to be found by the shape on their side of it. So each step has a layout of its own, which is
-    known from the result downwards, and operands are placed at the end, in ``program``.
+    [Note: views inside a chain] All steps of a chain have their elements in one order, that of the root in memory; an
+    output that lies in memory in another order is written row by row to its places. A view that keeps the order
+    (another shape for the same contiguous memory, a transposition) is no work at all: only operands that are broadcast
+    have to be found by the shape on their side of it. So each step has a layout of its own, which is known from the
+    result downwards, and operands are placed at the end, in ``program``.
     """
 
     def __init__(self, leaves: list[Tensor], variant: int = 0) -> None:
@@ -174,3 +175,13 @@ def is_contiguous(layout: Layout) -> bool:
     """Whether elements lie in the order of their indices, without holes."""
     shape, stride = layout
     return all(n == 1 or s == t for n, s, t in zip(shape, stride, contiguous_strides(shape), strict=True))
+
+
+def is_dense(layout: Layout) -> bool:
+    """Whether elements fill their memory, each place once, in any order."""
+    filled = 1
+    for step, size in sorted((step, size) for size, step in zip(*layout, strict=True) if size > 1):
+        if step != filled:
+            return False
+        filled *= size
+    return True
