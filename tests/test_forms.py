@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import textwrap
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from leangrad.ledger import forms
 from leangrad.ledger.rules import RULES
@@ -80,3 +83,22 @@ def test_the_short_ways_tell_a_value_the_same(inputs: list[Value], twice: bool) 
     made = 3 if len(inputs) <= 2 else 2
     for v, parents in zip(inputs, before, strict=True):
         assert v.parents == parents + made * sum(w is v for w in inputs)
+
+
+@pytest.mark.parametrize(
+    ("anchor", "of_node", "expected"),
+    [
+        pytest.param(torch.empty(2), None, False, id="an_anchor_on_the_same_device"),
+        pytest.param(torch.empty(2, device="meta"), "meta", True, id="an_anchor_on_another"),
+        pytest.param(torch.empty(2, device="meta"), "cpu", False, id="a_recipe_that_only_reads_something_there"),
+        pytest.param(torch.empty(()), "meta", True, id="a_number_tells_nothing"),
+    ],
+)
+def test_a_copy_from_another_device_is_told_by_an_anchor(anchor: Tensor, of_node: str | None, expected: bool) -> None:
+    """Torch itself is asked only where the anchor does not settle it: asking takes its time."""
+    kept, made = Value("kept"), Value("made")
+    kept.keep(anchor)
+    made.set_recipe(torch.exp, (kept,), {})
+    asked = [] if of_node is None else [SimpleNamespace(device=torch.device(of_node))]
+    node = SimpleNamespace(_input_metadata=asked)
+    assert forms.is_from_elsewhere(made, node, 0, torch.empty(3)) is expected

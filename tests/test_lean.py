@@ -302,6 +302,26 @@ def test_under_compile(what, backend):
         assert_trains_like(net, other)
 
 
+@pytest.mark.slow
+def test_a_compiled_part_is_compiled_once():
+    """Whether a step is recorded or follows what was recorded is nothing to the compiler."""
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    net = nn.Sequential(nn.Linear(8, 8), torch.compile(nn.Sequential(nn.Linear(8, 8), nn.GELU()), backend=backend))
+    lean(net, min_bytes=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the compiler, which looks at the gradient of what is no leaf
+        for _ in range(4):
+            net(torch.ones(2, 8)).square().mean().backward()
+    assert ledger_of(net).course is not None
+    assert len(graphs) == 1
+
+
 def test_a_model_can_be_traced_scripted_and_exported():
     x = torch.ones(2, 8)
     net, other = lean(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 4)).eval(), min_bytes=0), None

@@ -20,6 +20,7 @@ import leangrad
 from leangrad import _torch
 from leangrad.errors import ChangedError
 from leangrad.ledger import Region
+from leangrad.ledger.choice import Choice
 from tests.zoo import CASES, Case
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # of a CPU that has no bfloat16
@@ -76,6 +77,24 @@ def test_only_what_is_rebuilt_goes_through_hooks(packs: list[int]) -> None:
     step(model, x)
     assert recorded == 10 * 3
     assert packs[0] == 2 * 3
+
+
+def test_what_was_learned_of_a_tensor_is_the_short_way_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The decision looks into every tensor of the recorded step, and later only into what is not as it was."""
+    asked, decide = [0], Choice.decide
+
+    def counted(self: Choice, tensor: Tensor) -> Any:
+        asked[0] += 1
+        return decide(self, tensor)
+
+    monkeypatch.setattr(Choice, "decide", counted)
+    model, plain, x = leangrad.lean(blocks(), min_bytes=0), blocks(), torch.randn(8, 16)
+    counts = []
+    for _ in range(4):
+        assert_same(step(model, x), step(plain, x))
+        counts.append(asked[0])
+        asked[0] = 0
+    assert counts == [10 * 3, 0, 0, 0]
 
 
 def test_what_is_kept_is_the_same_with_and_without_hooks() -> None:

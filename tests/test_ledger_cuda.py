@@ -88,3 +88,30 @@ def test_less_is_kept() -> None:
             model.zero_grad(set_to_none=True)
         leangrad.lean(model)
     assert kept["lean"] < 0.6 * kept["plain"]
+
+
+class Travelling(nn.Module):
+    """Activations that go to the CPU and come back, cast on the way, also through an op of a number there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 256).cuda(), nn.Linear(256, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.gelu(self.first(x) * 1.5)
+        there = torch.where(h > 0, torch.tensor(0.5), h).cpu().double()
+        back = (there * there + h.cpu()).to("cuda", torch.bfloat16)
+        return F.silu(self.second(F.silu(back.cpu().float()))).square().mean() + back.float().exp().mean()
+
+
+def test_copies_between_devices() -> None:
+    torch.manual_seed(0)
+    plain = Travelling()
+    lean = leangrad.lean(copy.deepcopy(plain), min_bytes=0)
+    x = torch.randn(128, 64, device="cuda")
+    for step in range(4):
+        for model in (plain, lean):
+            model.zero_grad(set_to_none=True)
+            model(x).backward()
+        for p, q in zip(plain.parameters(), lean.parameters(), strict=True):
+            assert torch.equal(p.grad, q.grad), step

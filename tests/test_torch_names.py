@@ -20,7 +20,6 @@ NOTED = {
     "_base",
     "_is_view",
     "_sequence_nr",
-    "_input_metadata",
 }  # and those that begin with _saved_ and _raw_saved_
 
 

@@ -20,18 +20,19 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
+from torch.compiler import is_dynamo_compiling
 
 from leangrad import _torch
 from leangrad.ledger.calls import Handler
 from leangrad.ledger.cast import Packed
+from leangrad.ledger.changes import write_out
 from leangrad.ledger.hooks import TAKEN_BACK, Hooks
-
-if TYPE_CHECKING:
-    from leangrad.ledger.notes import Notes
+from leangrad.ledger.notes import HANDLERS, Notes, handler_of
+from leangrad.ledger.notes import Book as NotesBook
 
 ALL = ANY_SIZE = sys.maxsize
 
@@ -39,7 +40,7 @@ ALL = ANY_SIZE = sys.maxsize
 class Call:
     """One call of a function that saves tensors."""
 
-    __slots__ = ("anchors", "catches", "first", "function", "is_checked", "last", "quiet", "size")
+    __slots__ = ("anchors", "catches", "first", "function", "handler", "is_checked", "last", "quiet", "size")
 
     def __init__(
         self,
@@ -52,10 +53,11 @@ class Call:
         quiet: bool = False,
     ) -> None:
         self.function = function
+        self.handler = HANDLERS.get(function)
         self.first = first  # how many tensors were saved before it
         self.last = last  # the last tensor that it saves and that is rebuilt; -1: there is none
         # What it saves after that and recipes read: the attributes of its node.
-        self.anchors = tuple(("_raw_saved_" + name, "_saved_" + name) for name in anchors)
+        self.anchors = tuple("_saved_" + name for name in anchors)
         self.catches = catches  # the bytes of its output, if that was kept in the stead of a larger tensor
         self.size = size  # elements that its output may have before what was too small to look into is so no more
         self.quiet = quiet  # autograd had no part in it
@@ -71,12 +73,10 @@ class Course(NamedTuple):
     passes: frozenset[Any]  # those that saved nothing, and of which nothing need be noted
 
 
-class Book(Protocol):
+class Book(NotesBook, Protocol):
     """What the calls of a step ask of its region."""
 
     packs: int  # tensors that were saved so far
-    call: int  # the number of the call that runs, while a step is recorded
-    catches: int  # not 0: the output of a product is held for a while
     hooks: Hooks
 
     def anchor(self, tensor: Tensor) -> None:
@@ -119,87 +119,120 @@ class Recording:
         return out
 
 
-class Following:
-    """Runs the calls of a step along a course."""
+class Calls(Notes):
+    """The function override of one region: it records the calls of a step, follows a course, or only takes notes.
 
-    def __init__(self, book: Book, course: Course) -> None:
-        self._book = book
+    One class for all three: what dynamo has compiled of a model holds for modes of one class.
+    """
+
+    book: Book
+
+    def __init__(self, book: Book, course: Course | None = None, recording: Recording | None = None) -> None:
+        super().__init__(book)
+        self._recording = recording
+        self._course = course
+        self._passes = course.passes if course is not None else frozenset()
         self._hooks = book.hooks
-        self._saves, self._quiet = course.saves, course.quiet
-        self._rest = iter(course.calls)
+        self._rest = iter(course.calls if course is not None else ())
         self._expected = next(self._rest, _END)
-        self.lost = False
+        self.is_on_course = course is not None  # and the step has been like the recorded one so far
 
-    def lose(self) -> None:
-        """The step has left its course: from now on hooks are set around every call that may save."""
-        self.lost = self._book.catches = True
+    def leave_course(self) -> None:
+        """The step is another one: from now on hooks are set around every call that may save."""
+        self.is_on_course, self.book.catches = False, True
         self._expected = _END
 
-    def call(self, notes: Notes, function: Any, handler: Handler | None, args: Any, kwargs: Any) -> Any:
+    def end(self) -> None:
+        """The region has ended."""
+        self._expected = _END
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         """Run one call, with hooks if it saves what is rebuilt."""
+        if is_dynamo_compiling():  # a compiled part of the model: it traces this very function
+            return func(*args, **(kwargs or {}))
         call = self._expected
-        if call.function is not function:
-            return self._pass(notes, function, handler, args, kwargs)
+        if call.function is not func or not is_grad_enabled():
+            return func(*args) if not kwargs and func in self._passes else self._other(func, args, kwargs or {})
         self._expected = next(self._rest, _END)
-        book, hooks = self._book, self._hooks
+        handler = call.handler
+        if not kwargs:
+            kwargs = {}
+        elif kwargs.get("out") is not None:
+            handler = write_out
+        book, hooks = self.book, self._hooks
         book.catches = call.catches
         if call.last >= 0 and hooks.set(call.last):
             book.packs = call.first
             try:
-                out = function(*args, **kwargs) if handler is None else handler(notes, function, args, kwargs)
+                out = func(*args, **kwargs) if handler is None else handler(self, func, args, kwargs)
             finally:
                 if hooks.last != TAKEN_BACK:
                     hooks.take_back()
         else:
-            out = function(*args, **kwargs) if handler is None else handler(notes, function, args, kwargs)
+            out = func(*args, **kwargs) if handler is None else handler(self, func, args, kwargs)
         if call.is_checked:
             self._check(call, out, args)
         if call.anchors:
             self._anchor(call, out)
         return out
 
-    def _pass(self, notes: Notes, function: Any, handler: Handler | None, args: Any, kwargs: Any) -> Any:
+    def _other(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call that is not the next one of a course."""
+        if self.book.packing:
+            return func(*args, **kwargs)
+        handler = handler_of(func, kwargs)
+        if is_grad_enabled():  # nothing is saved otherwise
+            if self._course is not None:
+                return self._pass(self._course, func, handler, args, kwargs)
+            if self._recording is not None:
+                return self._recording.call(self, func, handler, args, kwargs)
+        return func(*args, **kwargs) if handler is None else handler(self, func, args, kwargs)
+
+    def _pass(
+        self, course: Course, func: Any, handler: Handler | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """A call that is no part of the course, unless it leads off it."""
-        saves = self._saves.get(function)
+        saves = course.saves.get(func)
         if saves is False:
-            out = function(*args, **kwargs) if handler is None else handler(notes, function, args, kwargs)
-            if function in self._quiet and not self.lost and _is_graded(out, args):
-                self._book.differ()
+            out = func(*args, **kwargs) if handler is None else handler(self, func, args, kwargs)
+            if func in course.quiet and self.is_on_course and _is_graded(out, args):
+                self.book.differ()
             return out
-        if saves and not self.lost:
-            self._book.differ()
-        return self._look(notes, function, handler, args, kwargs)
+        if saves and self.is_on_course:
+            self.book.differ()
+        return self._look(func, handler, args, kwargs)
 
     def _anchor(self, call: Call, out: Any) -> None:
         """Let recipes read what the call saved with no hook, if it is as it was."""
         node = out.grad_fn if type(out) is Tensor else None
-        for raw_name, name in call.anchors:
-            raw = getattr(node, raw_name, None)
-            if raw is None or not _torch.passed_no_hook(raw):
-                continue
+        if _torch.saved_tensor_hooks_active():  # of others
+            return
+        for name in call.anchors:
             try:
-                tensor = getattr(node, name)
+                tensor = getattr(node, name, None)
             except RuntimeError:  # it was changed in place, which plain PyTorch will say when it comes to it
                 continue
             if isinstance(tensor, Tensor):
-                self._book.anchor(tensor)
+                self.book.anchor(tensor)
 
     def _check(self, call: Call, out: Any, args: Any) -> None:
         """What was too small to look into may be so no more; what needed no gradient may need one."""
         grown = call.size != ANY_SIZE and type(out) is Tensor and out.numel() > call.size
         if grown or (call.quiet and _is_graded(out, args)):
-            self._book.differ()
+            self.book.differ()
 
-    def _look(self, notes: Notes, function: Any, handler: Handler | None, args: Any, kwargs: Any) -> Any:
+    def _look(self, func: Any, handler: Handler | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call that was not recorded: it leads off the course if it saves anything."""
-        book = self._book
+        book = self.book
         before, hooked = book.packs, self._hooks.set(ALL)
         try:
-            out = function(*args, **kwargs) if handler is None else handler(notes, function, args, kwargs)
+            out = func(*args, **kwargs) if handler is None else handler(self, func, args, kwargs)
         finally:
             if hooked:
                 self._hooks.take_back()
-        if not self.lost and book.packs != before:
+        if self.is_on_course and book.packs != before:
             book.differ()
         return out
 

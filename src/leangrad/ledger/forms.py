@@ -5,7 +5,7 @@ A step makes hundreds of recipes, each of several ops, and what that costs the h
 that it takes. What a rule asks of a node (which attributes, how many edges, which constants) is the same for all nodes
 of a type. So when the first node of a type is met, its rules are written out, as ``dataclass`` writes out ``__init__``:
 
-    def origin(walk, node, nr, metadata):  # LeakyReluBackward0
+    def origin(walk, node, nr, metadata, made=None):  # LeakyReluBackward0
         if metadata and OPAQUE in metadata:
             raise NoRecipeError(CHANGED)
         walk.steps += 1
@@ -29,24 +29,23 @@ of a type. So when the first node of a type is met, its rules are written out, a
         else:
             value.read_arguments()
         return value
+
+``made`` is the tensor itself, where it is at hand: torch takes its time to tell what the output of a node was.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from leangrad._torch import output_fact, output_nbytes
+from leangrad._torch import output_facts, output_nbytes
 from leangrad.ledger.nodes import OPAQUE, AccumulateGrad, Node, join
 from leangrad.ledger.rules import RULES, Rule
 from leangrad.ledger.value import Value, fuses
 from leangrad.written import compiled
 
-if TYPE_CHECKING:
-    from leangrad.ledger.origins import Walk
-
-Origin = Callable[["Walk", Node, int, dict[Any, Any]], Value]
+Origin = Callable[..., Value]  # of a walk, a node, the number of its output, its metadata, and the output itself
 
 LISTED = ("*",)
 UNSIGNED = (float, bool, str, type(None))  # constants that are what they are
@@ -124,6 +123,13 @@ def source(rule: Rule, node: Node) -> str:
         "edges = node.next_functions",
     ]
     operands = _operands(rule, node, lines)
+    facts = [*rule.constants, *(name for _, name in rule.keywords)]
+    # A norm is never computed in place: its function tells the dtype.
+    has_dtype = len(rule.operands) > 1 and not any(name[0] in "=~" for name in facts)
+    if has_dtype or any(name[0] == "@" for name in facts):
+        lines += ["if made is None:", "    made = output_facts(node)"]
+    if rule.twins:
+        lines += ["if is_from_elsewhere(a0, b0, k, made):", "    raise NoRecipeError('a copy from another device')"]
     constants, plain, values = [], "", list(operands)  # values: those among the arguments that are values, as a rule
     for i, name in enumerate(rule.constants):
         if name[0] == "~" and not fuses():
@@ -138,8 +144,6 @@ def source(rule: Rule, node: Node) -> str:
     arguments = _tuple(operands + constants)
     if rule.twins:
         lines += [
-            "if b0._input_metadata[k].device != node._input_metadata[0].device:",
-            "    raise NoRecipeError('a copy from another device')",
             f"twin = twin_of(a0, {arguments}, value)",
             "if twin is not None:",
             "    return twin",
@@ -153,10 +157,11 @@ def source(rule: Rule, node: Node) -> str:
     lines += _reads(rule, operands, values, operands + constants, plain)
     if rule.numbered:
         lines += ["value.part = nr", "join(node, nr, value)"]
-    if len(rule.operands) > 1:
-        lines.append("value.dtype = node._input_metadata[0].dtype")
+    if has_dtype:
+        lines.append("value.dtype = made.dtype")
     lines.append("return value")
-    return f"def origin(walk, node, nr, metadata):  # {rule.node}\n" + "".join(f"    {line}\n" for line in lines)
+    head = f"def origin(walk, node, nr, metadata, made=None):  # {rule.node}\n"
+    return head + "".join(f"    {line}\n" for line in lines)
 
 
 def _tuple(names: list[str]) -> str:
@@ -172,7 +177,8 @@ def _operands(rule: Rule, node: Node, lines: list[str]) -> list[str]:
     for i, name in enumerate(rule.operands[: len(node.next_functions)]):
         lines.append(f"b{i}, k = edges[{i}]")
         if rule.twins:
-            lines += ["if type(b0) is AccumulateGrad:", "    return walk.cast(value, node, b0.variable, FUNCTION)"]
+            cast = "    return walk.cast(value, node, b0.variable, FUNCTION, made)"
+            lines += ["if type(b0) is AccumulateGrad:", cast]
         lines += [f"if b{i} is not None:", f"    a{i} = walk.input(b{i}, k)", "else:"]
         inner: list[str] = []
         _assign(f"a{i}", name, node, inner)
@@ -201,11 +207,9 @@ def _reads(rule: Rule, operands: list[str], values: list[str], args: list[str], 
 def _assign(to: str, name: str, node: Node, lines: list[str]) -> str:
     """The code that finds a constant, written as rules write it; and what it may turn out to be."""
     kind = type(node)
-    if name == "@dtype":
-        lines.append(f"{to} = node._input_metadata[0].dtype")
-        return PLAIN
-    if name[0] == "@":
-        lines.append(f"{to} = output_fact(node, {name[1:]!r})")
+    if name[0] == "@":  # ``shape``, ``shape[-2:]`` or ``dtype``
+        fact, bracket, part = name[1:].partition("[")
+        lines.append(f"{to} = tuple(made.{fact}){bracket}{part}" if fact == "shape" else f"{to} = made.{fact}")
         return PLAIN
     if name[0] in "=~":
         lines.append(f"{to} = walk.statistic(node, node._raw_saved_{name[1:]}, {name[1:]!r})")
@@ -234,6 +238,21 @@ def signed(constant: Any) -> Any:
     return constant
 
 
+def is_from_elsewhere(value: Value, node: Node, nr: int, made: Any) -> bool:
+    """Whether ``value``, output ``nr`` of ``node``, lies on another device than ``made``.
+
+    All ops but copies compute where their operands are, so an anchor of its recipe tells; but for numbers, which lie on
+    the CPU.
+    """
+    anchor = value
+    while anchor.tensor is None and anchor.inputs:
+        anchor = anchor.inputs[0]
+    tensor = anchor.tensor
+    if tensor is not None and tensor.device == made.device and tensor.dim():
+        return False
+    return bool(output_facts(node, nr).device != made.device)
+
+
 def twin_of(parent: Value, args: tuple[Any, ...], value: Value) -> Value | None:
     """The value that the same function already made of the same input; else ``value`` is entered as that one."""
     if parent.children is None:
@@ -247,4 +266,6 @@ def twin_of(parent: Value, args: tuple[Any, ...], value: Value) -> Value | None:
 
 # What the code of a rule may name.
 KNOWN: dict[str, Any] = {"AccumulateGrad": AccumulateGrad, "MAX_WALK": MAX_WALK, "OPAQUE": OPAQUE, "UNSIGNED": UNSIGNED}
-KNOWN |= {f.__name__: f for f in (NoRecipeError, Value, join, output_fact, output_nbytes, signed, twin_of)}
+KNOWN |= {
+    f.__name__: f for f in (NoRecipeError, Value, is_from_elsewhere, join, output_facts, output_nbytes, signed, twin_of)
+}

@@ -12,13 +12,15 @@ import torch
 from torch import nn
 
 from leangrad import _torch
+from leangrad.ledger.choice import DEEPEST, Decision
 from leangrad.ledger.course import Course
 from leangrad.ledger.opened import region_is_open
 from leangrad.ledger.plan import best_cut
 from leangrad.ledger.record import Recorder
-from leangrad.ledger.region import DEEPEST, Decision, Region
+from leangrad.ledger.region import Region
 from leangrad.ledger.rest import Rest
 from leangrad.ledger.summary import summarize
+from leangrad.ledger.ways import Way
 
 MIN_BYTES = 16 * 1024  # below this a tensor costs more to look into than to keep
 LONGEST_PAUSE = 10  # lessons; a model whose steps differ again and again is learned from ever more seldom
@@ -48,7 +50,7 @@ class Ledger:
         self._recorder: Recorder | None = None  # of the step that is being learned from
         self._recorded: Recorder | None = None  # of the last step that was recorded, for the summary
         self._decisions: list[Decision] | None = None
-        self.bare: Sequence[bool] = ()  # for every saved tensor in order: it is kept, and no recipe reads it
+        self.ways: Sequence[Way] = ()  # for every saved tensor in order: what most likely becomes of it
         self.course: Course | None = None  # the calls of the recorded step
         self._local = threading.local()
 
@@ -98,7 +100,7 @@ class Ledger:
         recorder = self._recorder
         if recorder is not None and recorder.was_read:
             cut = best_cut(recorder.record()) if self.residual_depth == "auto" else None
-            self._decisions, self.bare = recorder.decisions(cut), recorder.bare
+            self._decisions, self.ways = recorder.decisions(cut), recorder.ways(cut)
             self.course = recorder.course(cut)
             return None
         if self._pause > 0:
@@ -110,7 +112,7 @@ class Ledger:
 
     def differs(self) -> None:
         """This step is not like the one that was recorded."""
-        self._decisions, self._recorder, self.course, self.bare = None, None, None, ()
+        self._decisions, self._recorder, self.course, self.ways = None, None, None, ()
         self._lessons = self._lessons + 1 if self._steps < STEADY else 1
         self._pause = 2 ** min(self._lessons, LONGEST_PAUSE) - 2  # 0, 2, 6, 14, ...
         self._steps = 0

@@ -19,7 +19,6 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, is_grad_enabled
-from torch.compiler import is_compiling
 from torch.overrides import TorchFunctionMode
 
 from leangrad import _torch
@@ -31,9 +30,6 @@ from leangrad.ledger.nodes import NOTE, OPAQUE
 from leangrad.ledger.origins import Operand
 from leangrad.ledger.products import Products
 from leangrad.ledger.value import Value
-
-# What runs the calls in the stead of the override: it writes them down, or follows what was written.
-Guide = Callable[["Notes", Any, Handler | None, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class Book(Protocol):
@@ -57,38 +53,25 @@ class Book(Protocol):
 
 
 class Notes(TorchFunctionMode):
-    """The function override of one region."""
+    """The function override of one region, as handlers see it; ``course.py`` runs the calls."""
 
     def __init__(self, book: Book) -> None:
         super().__init__()
         self.book = book
-        self.guide: Guide | None = None
-        self.passes: frozenset[Any] = frozenset()  # functions that are known to need nothing of us
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if is_compiling():  # a compiled part of the model: dynamo traces this very function
-            return func(*args, **(kwargs or {}))
-        if not kwargs:
-            if func in self.passes:
-                return func(*args)
-            kwargs = {}
-        if self.book.packing:
-            return func(*args, **kwargs)
-        try:
-            handler = HANDLERS[func]
-        except KeyError:
-            handler = HANDLERS[func] = mutating() if _torch.mutates(func) else None
-        if kwargs and kwargs.get("out") is not None:
-            handler = write_out
-        guide = self.guide
-        if guide is not None and is_grad_enabled():  # nothing is saved otherwise
-            return guide(self, func, handler, args, kwargs)
-        return func(*args, **kwargs) if handler is None else handler(self, func, args, kwargs)
 
 
 HANDLERS: dict[Any, Handler | None] = {}  # None: the call passes through
+
+
+def handler_of(func: Any, kwargs: dict[str, Any]) -> Handler | None:
+    """What handles a call of ``func``."""
+    if kwargs and kwargs.get("out") is not None:
+        return write_out
+    try:
+        return HANDLERS[func]
+    except KeyError:
+        handler = HANDLERS[func] = mutating() if _torch.mutates(func) else None
+        return handler
 
 
 # ---------------------------------------------------------------------------------------------------------------- noted

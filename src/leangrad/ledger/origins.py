@@ -88,14 +88,17 @@ class Walk:
         self.early: list[Value] = []
         self.sizes = book.sizes
 
-    def start(self, node: Node, nr: int, metadata: dict[Any, Any]) -> Value:
-        """A new walk: the origin of output ``nr`` of a node behind the fence; NoRecipeError where there is none."""
+    def start(self, node: Node, nr: int, metadata: dict[Any, Any], made: Tensor | None = None) -> Value:
+        """A new walk: the origin of output ``nr`` of a node behind the fence; NoRecipeError where there is none.
+
+        made: that output itself, where it is at hand.
+        """
         self.steps = self.operand_bytes = 0
         self.early.clear()
         origin = origin_of(node, nr)
         if origin is None or (metadata and LIVE in metadata):
             raise NoRecipeError(f"{type(node).__name__} is never computed twice")
-        return origin(self, node, nr, metadata)
+        return origin(self, node, nr, metadata, made if nr == 0 else None)
 
     def input(self, node: Node, nr: int) -> Value:
         """The value that flows in along an edge from output ``nr`` of ``node``: known, a parameter, rebuilt, absent."""
@@ -142,14 +145,15 @@ class Walk:
         node.metadata[VALUES[nr]] = ref(value)
         return value
 
-    def cast(self, value: Value, node: Node, variable: Tensor, function: Callable[..., Any]) -> Value:
+    def cast(self, value: Value, node: Node, variable: Tensor, function: Callable[..., Any], made: Any) -> Value:
         """A parameter in autocast's dtype: half of the recipes of a model that trains under it, so made by hand."""
-        dtype, device = _torch.output_kind(node)
-        if variable.device != device:
+        if made is None:
+            made = _torch.output_facts(node)
+        if variable.device != made.device:
             raise NoRecipeError("a copy from another device")
         leaf = self._leaf(variable)
         leaf.parents += 1
-        value.function, value.args, value.inputs, value.order = function, (leaf, dtype), (leaf,), (0,)
+        value.function, value.args, value.inputs, value.order = function, (leaf, made.dtype), (leaf,), (0,)
         return value
 
     def _leaf(self, variable: Tensor) -> Value:

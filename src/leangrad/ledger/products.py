@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from leangrad.ledger.nodes import LIVE, VALUES
-from leangrad.ledger.record import Recorder
 from leangrad.ledger.value import Value
 from leangrad.ledger.waiting import released
 
@@ -40,8 +39,9 @@ class Book(Protocol):
 class Products:
     """The last products of a region."""
 
-    def __init__(self, book: Book, recorder: Recorder | None) -> None:
-        self._book, self._recorder = book, recorder
+    def __init__(self, book: Book, caught: set[int] | None) -> None:
+        """``caught``: where a step that is recorded notes the calls of which a product was kept."""
+        self._book, self._caught = book, caught
         self._recent: deque[Tensor | Value] = deque(maxlen=RECENT)
 
     def hold(self, made: Tensor) -> None:
@@ -97,8 +97,8 @@ class Products:
             assert b.live is not None
             b.keep(t)
             self._book.watch(b)
-            if self._recorder is not None:
-                self._recorder.caught.add(b.live[2])
+            if self._caught is not None:
+                self._caught.add(b.live[2])
         value.blocked = ()
         value.settle_lineage()
         return True

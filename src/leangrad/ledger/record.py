@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from leangrad import _torch
-from leangrad.ledger.cast import Packed
+from leangrad.ledger import ways
+from leangrad.ledger.cast import NODE, Packed
 from leangrad.ledger.course import ANY_SIZE, Call, Course, Recording, Saved
 from leangrad.ledger.plan import Item, Record
 from leangrad.ledger.saved import unpack
@@ -49,8 +50,9 @@ class Recorder:
         self.recording: Recording | None = None
         self._has_node: list[bool] = []
         self._small: list[int] = []  # of each: its bytes, if it was kept unseen for having so few; else -1
+        self._casts: list[bool] = []  # of each: whether it is a parameter in autocast's dtype, or seen in that
         self._fates: list[int] = []  # of each saved tensor: the item that it is, KEPT or REBUILT
-        self.bare: list[bool] = []  # of each: whether it is kept and no recipe reads it
+        self._bare: list[bool] = []  # of each: whether it is kept and no recipe reads it
         self._dear: set[int] = set()  # the values that will be kept because rebuilding them is too much work
         self.on_accelerator = False
         self.was_read = self._is_reading = False
@@ -120,8 +122,9 @@ class Recorder:
             outcome = "kept" if value.tensor is not None else "rebuilt"
             self.entries.append(Entry(module, value.op, outcome, value.nbytes, why if outcome == "kept" else ""))
         needed = self._needed()
-        self.bare = [self._is_bare(p, needed) for p in self.saved]
+        self._bare = [self._is_bare(p, needed) for p in self.saved]
         self._fates = [self._fate(p) for p in self.saved]
+        self._casts = [_is_cast(p) for p in self.saved]
         self._note_readers()
         self._has_node = [type(p) is Seen or (type(p) is Value and p.op != "input") for p in self.saved]
         self._small = [
@@ -237,8 +240,20 @@ class Recorder:
         made = zip(self._ops, self._decisions, self._kept, self._places, strict=True)
         bytes_of = self.items
         return [
-            (op, self._stays(n, kept, cut), bytes_of[n].nbytes) for op, n, kept, place in made if not self.bare[place]
+            (op, self._stays(n, kept, cut), bytes_of[n].nbytes) for op, n, kept, place in made if not self._bare[place]
         ]
+
+    def ways(self, cut: frozenset[int] | None) -> list[ways.Way]:
+        """For every saved tensor in order: what most likely becomes of it again."""
+        kept = self._staying(cut)
+        return [
+            ways.keep if bare else ways.decide if fate in kept or cast else ways.rebuild
+            for bare, fate, cast in zip(self._bare, self._fates, self._casts, strict=True)
+        ]
+
+    def _staying(self, cut: frozenset[int] | None) -> set[int]:
+        """The fates of what is simply kept under ``cut``."""
+        return {KEPT} | {n for n, k in zip(self._decisions, self._kept, strict=True) if self._stays(n, k, cut)}
 
     def _stays(self, item: int, kept: bool, cut: frozenset[int] | None) -> bool:
         """Whether an item that was ``kept`` or rebuilt in the recorded step is simply kept under ``cut``."""
@@ -249,14 +264,14 @@ class Recorder:
     def course(self, cut: frozenset[int] | None) -> Course | None:
         """The calls of the step; None if a tensor that is not simply kept was saved outside of all calls."""
         assert self.recording is not None
-        kept = {KEPT} | {n for n, k in zip(self._decisions, self._kept, strict=True) if self._stays(n, k, cut)}
+        kept = self._staying(cut)
         saves: dict[Any, bool] = {}
         for call in self.recording.calls:
             saves[call.function] = bool(call.names) or saves.get(call.function, False)
         calls, seen = [], 0
         for number, call in enumerate(self.recording.calls):
             if saves[call.function]:
-                places = [(place, name) for place, name in enumerate(call.names, call.first) if not self.bare[place]]
+                places = [(place, name) for place, name in enumerate(call.names, call.first) if not self._bare[place]]
                 seen += len(places)
                 last = max((p for p, name in places if self._fates[p] not in kept or name is None), default=-1)
                 anchors = tuple(n for p, n in places if p > last and n is not None and self._has_node[p])
@@ -266,7 +281,7 @@ class Recorder:
         graded = {call.function for call in self.recording.calls if call.graded}
         unseen = frozenset(call.function for call in self.recording.calls if call.graded is False) - graded
         passes = frozenset(f for f, found in saves.items() if not found and f not in handled and f not in unseen)
-        return Course(calls, saves, unseen, passes) if seen == self.bare.count(False) else None
+        return Course(calls, saves, unseen, passes) if seen == self._bare.count(False) else None
 
     def _may_grow(self, call: Saved) -> int:
         """How many elements the output of ``call`` may have before something of it is large enough to be looked into.
@@ -284,6 +299,11 @@ class Recorder:
 def _value_of(packed: Packed) -> Value | None:
     """The value of a saved tensor, or of what it is a view of; None: it is kept with no value around it."""
     return packed if type(packed) is Value else packed.owner if type(packed) is Seen else None
+
+
+def _is_cast(packed: Packed) -> bool:
+    value = _value_of(packed)
+    return value is not None and value.op == NODE and bool(value.inputs) and value.inputs[0].op == "leaf"
 
 
 KEPT, REBUILT = -1, -2

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from leangrad._torch import output_fact
+from leangrad._torch import output_facts
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,4 +63,4 @@ def rule(
 
 def on_cpu(node: Any) -> bool:
     """For ops that give the same bits twice on a CPU only: see [Note: the same bits]."""
-    return bool(output_fact(node, "device").type == "cpu")
+    return bool(output_facts(node).device.type == "cpu")

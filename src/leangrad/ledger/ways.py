@@ -1,0 +1,103 @@
+"""The short ways: what became of a saved tensor in the recorded step most likely becomes of it again.
+
+The decision has to look into everything that a tensor may be. Along a course it is known what it was: each of these
+looks whether it is that again, by the same conditions, and leaves it to the decision where one is not met.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from weakref import ref
+
+from torch import Tensor, strided
+
+from leangrad.ledger.cast import Packed
+from leangrad.ledger.choice import DEEPEST, Choice
+from leangrad.ledger.nodes import NOTE, OPAQUE, VALUES
+from leangrad.ledger.saved import Bare
+from leangrad.ledger.seen import Seen
+from leangrad.ledger.value import Value
+
+Way = Callable[[Choice, Tensor], Packed]
+
+decide: Way = Choice.decide  # the long one
+
+
+def keep(choice: Choice, tensor: Tensor) -> Packed:
+    """It is kept, and no recipe reads it."""
+    if tensor.is_leaf:
+        return Bare(tensor if tensor.requires_grad else tensor.detach(), tensor._version)
+    return Bare(tensor.detach(), tensor._version, type(tensor.grad_fn))
+
+
+def rebuild(choice: Choice, tensor: Tensor) -> Packed:
+    """It is rebuilt, or seen in what is rebuilt."""
+    base = tensor._base
+    owner = tensor if base is None else base
+    node: Any = owner.grad_fn
+    decisions, n = choice.decisions, choice.decided
+    if node is None or decisions is None or n >= len(decisions) or type(owner) is not Tensor:
+        return choice.decide(tensor)
+    op, is_kept, recorded = decisions[n]
+    metadata = node.metadata
+    if (
+        is_kept
+        or op != type(node).__name__
+        or (metadata and (len(metadata) > 1 or NOTE not in metadata))  # nothing is known of it yet but its constants
+        or node._sequence_nr() < choice.fence
+        or owner.layout is not strided
+        or owner.nbytes < choice.min_bytes
+    ):
+        return choice.decide(tensor)
+    if base is not None:
+        view: Any = tensor.grad_fn
+        if (
+            view is None
+            or view._sequence_nr() < choice.fence
+            or OPAQUE in view.metadata
+            or type(tensor) is not Tensor
+            or tensor.dtype is not base.dtype
+            or tensor.is_conj()
+            or tensor.is_neg()
+        ):
+            return choice.decide(tensor)
+    choice.decided = n + 1
+    value = choice.recipe(owner, node, metadata, DEEPEST, recorded)
+    value.readers += 1
+    metadata[VALUES[owner.output_nr]] = known = ref(value)
+    choice.anchors.append(known)
+    if base is None:
+        return value
+    seen = Seen(value, tensor, base)
+    view.metadata[VALUES[tensor.output_nr]] = ref(seen)
+    return seen
+
+
+def anchor(choice: Choice, tensor: Tensor) -> Value | Seen | None:
+    """The value of a tensor that autograd has kept by itself; None: no recipe can read it."""
+    node: Any = tensor.grad_fn
+    base = tensor._base
+    if node is None or tensor.layout is not strided or (base is not None and base.grad_fn is None):
+        return None
+    if base is not None:
+        return choice.seen(tensor, base, node)
+    decisions, n = choice.decisions, choice.decided
+    if decisions is None or n >= len(decisions) or type(tensor) is not Tensor:
+        return choice.value(tensor, node)
+    op, is_kept, _ = decisions[n]
+    metadata = node.metadata
+    if (
+        not is_kept
+        or op != type(node).__name__
+        or (metadata and (len(metadata) > 1 or NOTE not in metadata))
+        or node._sequence_nr() < choice.fence
+        or tensor.nbytes < choice.min_bytes
+    ):
+        return choice.value(tensor, node)
+    choice.decided = n + 1
+    value = Value(op)
+    value.keep(tensor)
+    metadata[VALUES[tensor.output_nr]] = known = ref(value)
+    choice.anchors.append(known)
+    return value
