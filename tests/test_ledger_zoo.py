@@ -1,6 +1,7 @@
 """The ledger's promises over the zoo: the same bits, bytes near the floor, and a peak no higher than plain's."""
 
 import contextlib
+import platform
 from collections.abc import Iterator
 
 import pytest
@@ -23,7 +24,7 @@ EARLY = "decided as each tensor was saved, without sight of the whole graph; not
 ABOVE_FLOOR = {
     "resnet_inplace": (1.12, PEAK),
     "resnet": (1.12, PEAK),
-    "unet": (1.09, EARLY),
+    "unet": (1.51, f"{PEAK}; the rest was {EARLY}"),
     "depthwise": (1.05, PEAK),
     "t5": (1.035, RANDOM),
     "dit": (1.09, f"{PEAK}; {SMALL}"),
@@ -104,9 +105,16 @@ def test_kept_bytes_and_peak(case: Case, autocast: bool) -> None:
             assert lean.kept_bytes <= limit * least
 
 
-@pytest.mark.parametrize("name", ["resnet_inplace", "hf_resnet", "dit", "depthwise"])
+ON_ARM = pytest.mark.skipif(
+    platform.machine() != "aarch64", reason="what convolutions take as scratch was measured on ARM"
+)
+
+
+@pytest.mark.parametrize(
+    "name", ["resnet_inplace", "hf_resnet", "dit", "depthwise", "unet", pytest.param("frozen", marks=ON_ARM)]
+)
 def test_the_cut_has_no_higher_peak_than_any_constant_depth(name: str) -> None:
-    """Within 1%: the plan cannot see the scratch memory of an op, which differs from reader to reader."""
+    """Within 1%: of the scratch memory that ops take the plan knows only what convolutions take, about."""
     case = next(c for c in CASES if c.name == name)
     model, batch = made(case)
     peaks = {}

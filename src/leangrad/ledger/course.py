@@ -94,6 +94,7 @@ class Saved(NamedTuple):
     size: int  # elements of its output
     nbytes: int
     graded: bool | None  # whether autograd had a part in it; None: it gave no tensor
+    shapes: tuple[torch.Size, ...]  # of its arguments, as far as they are tensors
     first: int
     names: tuple[str | None, ...]
 
@@ -115,7 +116,9 @@ class Recording:
         names = _names(out, self._packed[first:]) if count else ()
         size = out.numel() if type(out) is Tensor else 0
         nbytes = out.nbytes if type(out) is Tensor and out.layout is torch.strided else 0
-        self.calls.append(Saved(function, handler is not None, size, nbytes, _is_graded(out, args), first, names))
+        shapes = tuple(a.shape for a in args if isinstance(a, Tensor))
+        handled, graded = handler is not None, _is_graded(out, args)
+        self.calls.append(Saved(function, handled, size, nbytes, graded, shapes, first, names))
         return out
 
 

@@ -34,7 +34,7 @@ class Record:
 
     items: tuple[Item, ...]
     reads: tuple[int, ...]
-    gradients: tuple[int, ...] = ()  # the bytes of what each reader was given: the gradient of its op's output
+    gradients: tuple[int, ...] = ()  # the bytes of what each reader was given, its op's gradient, and of its scratch
 
 
 @dataclass

@@ -38,7 +38,7 @@ class Recorder:
         self.entries: list[Entry] = []
         self.items: list[Item] = []
         self.reads: list[int] = []
-        self.gradients: list[int] = []  # of each read: the bytes of the output of the op that reads
+        self.gradients: list[int] = []  # of each read: the bytes that the op which reads was given, and its scratch
         self._readers: dict[int, list[int]] = {}  # of each item: the same for those that will read it, in order
         self.caught: set[int] = set()  # the calls of which a tensor was kept although autograd did not ask for it
         self._ops: list[str] = []  # of every decision, in order
@@ -136,17 +136,17 @@ class Recorder:
         self.saved.clear()
 
     def _note_readers(self) -> None:
-        """Of each reader: the bytes of the gradient that it will be given.
+        """Of each reader: the bytes of the gradient that it will be given, and of the scratch that it will take.
 
-        That of a product has the size of its output. That of a convolution too, but it takes scratch memory as well,
-        which nobody tells us; and the others' is about the size of what they ask for.
+        The gradient of a product has the size of its output, all others' about that of what they ask for.
         """
         assert self.recording is not None
         for call in self.recording.calls:
             for item in self._fates[call.first : call.first + len(call.names)]:
                 if item >= 0:
                     given = call.nbytes if call.function in PRODUCTS else 0
-                    self._readers.setdefault(item, []).append(given or self.items[item].nbytes)
+                    scratch = 0 if self.on_accelerator else int(_scratch(call) * self.items[item].nbytes)
+                    self._readers.setdefault(item, []).append((given or self.items[item].nbytes) + scratch)
 
     def _spare(self) -> None:
         """Keep the smallest of what would be rebuilt: a recipe costs the host the same however little it saves."""
@@ -309,6 +309,23 @@ def _is_cast(packed: Packed) -> bool:
 KEPT, REBUILT = -1, -2
 # Whose gradients have the size of what they gave, and which take no scratch: not all that ``notes`` calls sources.
 PRODUCTS = {F.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm, torch.addmm, Tensor.addmm}
+
+
+CONVOLUTIONS = {getattr(torch, f"conv{kind}{d}d") for kind in ("", "_transpose") for d in "123"}
+
+
+def _scratch(call: Saved) -> float:
+    """What backward of ``call`` takes on a CPU beside its operands and gradients, in bytes of the map that it reads.
+
+    A convolution unrolls its windows one image at a time, as measured on ARM; one of a single channel or element does
+    not. What a GPU's takes nobody tells us.
+    """
+    if call.function not in CONVOLUTIONS or len(call.shapes) < 2:
+        return 0.0
+    images, weight = call.shapes[:2]
+    window = weight[2:].numel()
+    is_unrolled = window > 1 and weight[1] > 1 and len(images) == len(weight) and images[0] > 0
+    return window / images[0] if is_unrolled else 0.0
 
 
 # Of the kept bytes, on an accelerator: the casts of a ResNet's weights are half of its recipes and 1% of it; those of
