@@ -131,16 +131,18 @@ def source(rule: Rule, node: Node) -> str:
     if rule.twins:
         lines += ["if is_from_elsewhere(a0, b0, k, made):", "    raise NoRecipeError('a copy from another device')"]
     constants, plain, values = [], "", list(operands)  # values: those among the arguments that are values, as a rule
-    for i, name in enumerate(rule.constants):
-        if name[0] == "~" and not fuses():
-            break  # only fused kernels read statistics, and these come last
+    statistics = [name for name in rule.constants if name[0] in "=~"]  # which come last
+    for i, name in enumerate(rule.constants[: len(rule.constants) - len(statistics)]):
         constants.append(f"c{i}")
-        kind = _assign(f"c{i}", name, node, lines)
-        if kind == STATISTIC:
-            values.append(f"c{i}")
-            plain += f" and type(c{i}) is Value"
-        elif kind == UNSURE:
+        if _assign(f"c{i}", name, node, lines) == UNSURE:
             plain += f" and type(c{i}) is not Value and type(c{i}) is not tuple"
+    if statistics and (statistics[0][0] == "=" or fuses()):  # only fused kernels read the others
+        read = [f"s{i}" for i in range(len(statistics))]
+        names = _tuple([repr(name[1:]) for name in statistics])
+        lines.append(f"{_tuple(read)} = walk.statistics(node, node._raw_saved_{statistics[0][1:]}, {names})")
+        constants += read
+        values += read
+        plain += "".join(f" and type({name}) is Value" for name in read)
     arguments = _tuple(operands + constants)
     if rule.twins:
         lines += [
@@ -179,7 +181,13 @@ def _operands(rule: Rule, node: Node, lines: list[str]) -> list[str]:
         if rule.twins:
             cast = "    return walk.cast(value, node, b0.variable, FUNCTION, made)"
             lines += ["if type(b0) is AccumulateGrad:", cast]
-        lines += [f"if b{i} is not None:", f"    a{i} = walk.input(b{i}, k)", "else:"]
+        if name in ("weight", "bias"):  # most often a parameter
+            lines += [f"if type(b{i}) is AccumulateGrad:", f"    a{i} = walk.leaf(b{i}.variable)"]
+        lines += [
+            f"{'el' if name in ('weight', 'bias') else ''}if b{i} is not None:",
+            f"    a{i} = walk.input(b{i}, k)",
+        ]
+        lines.append("else:")
         inner: list[str] = []
         _assign(f"a{i}", name, node, inner)
         lines += ["    " + line for line in inner]
@@ -211,9 +219,6 @@ def _assign(to: str, name: str, node: Node, lines: list[str]) -> str:
         fact, bracket, part = name[1:].partition("[")
         lines.append(f"{to} = tuple(made.{fact}){bracket}{part}" if fact == "shape" else f"{to} = made.{fact}")
         return PLAIN
-    if name[0] in "=~":
-        lines.append(f"{to} = walk.statistic(node, node._raw_saved_{name[1:]}, {name[1:]!r})")
-        return STATISTIC
     if name[0] != "?" and hasattr(kind, "_raw_saved_" + name):
         lines.append(f"{to} = walk.saved(node, node._raw_saved_{name}, {name!r}, True)")
         return UNSURE
@@ -224,8 +229,8 @@ def _assign(to: str, name: str, node: Node, lines: list[str]) -> str:
     return UNSURE
 
 
-# What a constant may turn out to be: never a value; a value, as a rule; a value or a number or several of them.
-PLAIN, STATISTIC, UNSURE = "plain", "statistic", "unsure"
+# What a constant may turn out to be: never a value; a value or a number or several of them.
+PLAIN, UNSURE = "plain", "unsure"
 
 
 def signed(constant: Any) -> Any:

@@ -104,7 +104,7 @@ class Walk:
         """The value that flows in along an edge from output ``nr`` of ``node``: known, a parameter, rebuilt, absent."""
         kind = type(node)
         if kind is AccumulateGrad:
-            return self._leaf(node.variable)
+            return self.leaf(node.variable)
         metadata = node.metadata
         if metadata:
             known = metadata.get(VALUES[nr])
@@ -151,12 +151,13 @@ class Walk:
             made = _torch.output_facts(node)
         if variable.device != made.device:
             raise NoRecipeError("a copy from another device")
-        leaf = self._leaf(variable)
+        leaf = self.leaf(variable)
         leaf.parents += 1
         value.function, value.args, value.inputs, value.order = function, (leaf, made.dtype), (leaf,), (0,)
         return value
 
-    def _leaf(self, variable: Tensor) -> Value:
+    def leaf(self, variable: Tensor) -> Value:
+        """A parameter."""
         version = variable._version
         value = self._leaves.get(id(variable))
         if value is not None and value.tensor is variable and value.version == version:
@@ -217,12 +218,15 @@ class Walk:
             raise NoRecipeError("a tensor that may be a sharded parameter")
         return self._anchor(node, found.tensor, found.version)
 
-    def statistic(self, node: Node, raw: Any, name: str) -> Any:
-        """The same for a statistic, by a shorter way: it is no parameter, no number, and one tensor."""
+    def statistics(self, node: Node, raw: Any, names: Sequence[str]) -> tuple[Any, ...]:
+        """The same for the statistics of a norm, by a shorter way: none is a parameter or a number.
+
+        raw: the first of them. If that passed no hook, those that were saved after it passed none.
+        """
         if self._book.rewritten or not passed_no_hook(raw):
-            return self.saved(node, raw, name, False)
-        tensor = _unchanged(node, name)
-        return None if tensor is None else self._enter(tensor, tensor._version)
+            return tuple([self.saved(node, getattr(node, "_raw_saved_" + name), name, False) for name in names])
+        tensors = [_unchanged(node, name) for name in names]
+        return tuple([None if t is None else self._enter(t, t._version) for t in tensors])
 
     def _unhooked(self, node: Node, raw: Any, name: str, parameter: bool) -> Any:
         """A tensor that autograd saved itself: see [Note: hooks only where they are needed]."""
