@@ -4,20 +4,22 @@
     python -m benchmarks.models --case vit_l --scale 8   # one, with an eighth of the batch
 
 A row holds, for plain and lean: the step in milliseconds, waited for and in a row as training runs them, and their
-ratios, measured in turns in one process (the median over the turns, and the best: what else runs on the host makes a
-step slower, never faster). Before and after each turn a loop of Python that has nothing to do with us is timed: hosts
-were seen to halve their speed from one second to the next, and ``quiet`` is the median over the turns in which that
-loop took at most a fifth more than at its best. A row also holds the time of a step's kernels alone, and of the host
-for forward and backward; the peak of allocated bytes above what stands before the step (parameters and optimizer
-state), and the bytes alive between forward and backward; the floor, found at an eighth of the batch and scaled; and how
-lean's gradients compare with plain's, beside plain's with themselves. ``nothing`` is plain under a function override
-and saved-tensor hooks that do nothing: what any such tool costs the host before it does its work.
+ratios, measured in turns in one process: of each turn the median of twelve steps, and in a row the mean as well; over
+the turns the median, and the best (what else runs on the host makes a step slower, never faster). Before and after each
+turn a loop of Python that has nothing to do with us is timed: hosts were seen to halve their speed from one second to
+the next, and ``quiet`` is the median over the turns in which that loop took at most a fifth more than at its best. A
+row also holds the time of a step's kernels alone, and of the host for forward and backward; the peak of allocated bytes
+above what stands before the step (parameters and optimizer state), and the bytes alive between forward and backward;
+the floor, found at an eighth of the batch and scaled; and how lean's gradients compare with plain's, beside plain's
+with themselves. ``nothing`` is plain under a function override and saved-tensor hooks that do nothing: what any such
+tool costs the host before it does its work.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import os
 import statistics
 import time
@@ -36,8 +38,8 @@ from benchmarks.environment import write_rows
 from benchmarks.overhead import PassThrough
 from leangrad.ledger import fused, no_regions
 
-STEPS, FIRST = 7, 3
-ROUNDS = 8  # of steps in a row; half as many of steps that are waited for
+STEPS, FIRST = 12, 4
+ROUNDS = 6  # of steps in a row; half as many of steps that are waited for
 QUIET = 1.2  # times as long as at its best, that a loop of Python may take
 
 
@@ -141,11 +143,11 @@ def run(case: Case, scale: int) -> dict[str, Any]:
         row[way] = _memory(one, optimizer)
     turns = [_turn(steps, n) for n in range(ROUNDS)]  # in turns: the host's speed changes while we look
     for way in steps:
-        for name in ("ms", "ms_in_a_row"):
+        for name in ("ms", "ms_in_a_row", "mean_ms_in_a_row"):
             times = [turn[way][name] for turn in turns if name in turn.get(way, {})]
             row[way][name], row[way]["best_" + name] = statistics.median(times), min(times)
     row["waited_ratio"] = _ratio(turns, "ms")
-    row["time_ratio"] = _ratio(turns, "ms_in_a_row")
+    row["time_ratio"], row["mean_time_ratio"] = _ratio(turns, "ms_in_a_row"), _ratio(turns, "mean_ms_in_a_row")
     at_best = min(turn["loop_ms"] for turn in turns)
     quiet = [turn for turn in turns if turn["loop_ms"] <= QUIET * at_best]
     row["quiet_time_ratio"], row["quiet_turns"] = _ratio(quiet, "ms_in_a_row"), len(quiet)
@@ -172,7 +174,7 @@ def _turn(steps: dict[str, Callable[[], None]], n: int) -> dict[str, Any]:
     for way in list(steps) if n % 2 == 0 else list(reversed(steps)):
         if way != "nothing" or n < 2:
             turn[way] = {"ms": _waited(steps[way])} if n < ROUNDS // 2 else {}
-            turn[way]["ms_in_a_row"] = _in_a_row(steps[way])
+            turn[way] |= _in_a_row(steps[way])
             loops.append(_loop())
     turn["loop_ms"] = max(loops)
     return turn
@@ -269,19 +271,21 @@ def _waited(step: Callable[[], None]) -> float:
     return statistics.median(times) * 1e3
 
 
-def _in_a_row(step: Callable[[], None]) -> float:
-    """The mean of steps one after the other, as training runs them, in milliseconds.
+def _in_a_row(step: Callable[[], None]) -> dict[str, float]:
+    """Steps one after the other, as training runs them, in milliseconds: the median and the mean.
 
-    Timed on the device, from the end of one step to that of another: the first steps only fill the queue.
+    Timed on the device, from the end of one step to that of the next: the first steps only fill the queue.
     """
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    for n in range(FIRST + STEPS):
-        if n == FIRST:
-            begin.record()
+    for _ in range(FIRST):
         step()
-    end.record()
+    ends = [torch.cuda.Event(enable_timing=True) for _ in range(STEPS + 1)]
+    ends[0].record()
+    for end in ends[1:]:
+        step()
+        end.record()
     torch.cuda.synchronize()
-    return float(begin.elapsed_time(end) / STEPS)
+    times = [begin.elapsed_time(end) for begin, end in itertools.pairwise(ends)]
+    return {"ms_in_a_row": statistics.median(times), "mean_ms_in_a_row": statistics.mean(times)}
 
 
 def _host(forward: Callable[[], Tensor], optimizer: torch.optim.Optimizer) -> dict[str, float]:
