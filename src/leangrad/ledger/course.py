@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, is_grad_enabled
-from torch.compiler import is_dynamo_compiling
+from torch.compiler import is_compiling, is_dynamo_compiling
 
 from leangrad import _torch
 from leangrad.ledger.calls import Handler
@@ -183,7 +183,7 @@ class Calls(Notes):
 
     def _other(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call that is not the next one of a course."""
-        if self.book.packing:
+        if self.book.packing or is_compiling():  # the region has ended, or exports a part of the model
             return func(*args, **kwargs)
         handler = handler_of(func, kwargs)
         if is_grad_enabled():  # nothing is saved otherwise
