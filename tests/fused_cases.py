@@ -234,6 +234,17 @@ def reordered(region: Any) -> list[Tensor]:
 
 
 @program
+def reordered_beside_an_owned_leaf(region: Any) -> list[Tensor]:
+    """Such an output is not written over a leaf of its layout: other blocks have yet to read that, in their order."""
+    x, w = leaf(8, 8, 64), leaf(64, seed=1)
+    with region:
+        s = source_of(x)
+        h = s * w + 1.5
+        z = summed(((h * h - w).transpose(0, 1).contiguous() + torch.sin(s)) * w)
+    return backward(z, x, w)
+
+
+@program
 def changing_scalars(region: Any) -> list[Tensor]:
     """A Python number that is another one in each step is an argument, not a part of the program."""
     x = leaf(8, 64)

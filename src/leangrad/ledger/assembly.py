@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import zip_longest
 from operator import itemgetter
 from typing import Any
 
@@ -93,13 +94,17 @@ class Plan:
         self.launches = 0
 
     def _find_over(self, builder: Builder, leaves: list[Tensor]) -> list[int]:
-        """For each output a leaf that it may be written over, if that is owned; else −1."""
-        found = []
-        for shape, stride, dtype in self.outputs:
+        """For each output a leaf that it may be written over, if that is owned; else −1.
+
+        An output that has places is written elsewhere than a leaf is read, over what other blocks have yet to read.
+        """
+        found: list[int] = []
+        for (shape, stride, dtype), places in zip_longest(self.outputs, self.places):
             fitting = [
                 k
                 for k, t in enumerate(leaves)
-                if (t.dtype, t.shape, t.stride()) == (dtype, shape, stride)
+                if places is None
+                and (t.dtype, t.shape, t.stride()) == (dtype, shape, stride)
                 and k not in found
                 and all(i.terms is None for number, i in builder.inputs if number == k)
             ]
