@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 import leangrad
@@ -359,6 +360,32 @@ def test_hooks_of_others_inside_are_theirs() -> None:
         assert_same(step(model, x), step(plain, x))
         counts.append(seen[0])
     assert counts == [10] * 4
+
+
+class Lossy(TorchFunctionMode):
+    """What the calls under it save is rounded, from some step on."""
+
+    on = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with saved_tensors_hooks(Tensor.bfloat16, Tensor.float) if self.on else nullcontext():
+            return func(*args, **(kwargs or {}))
+
+
+def test_hooks_of_others_that_are_set_inside_a_call_are_theirs() -> None:
+    """A tensor that is read off its node is no anchor if it would come through their hooks."""
+    x, w = torch.randn(4, 8, requires_grad=True), torch.randn(8, requires_grad=True)
+    ledger, mode = leangrad.saving(min_bytes=0), Lossy()
+    for number in range(4):
+        made = []
+        for region in (nullcontext(), ledger):
+            mode.on = number >= 2
+            with mode, region:
+                h = torch.tanh(x @ torch.eye(8))
+                mode.on = False
+                y = torch.exp(-(h.cos() * h)) * w
+            made.append([*torch.autograd.grad(y, (x, w), torch.linspace(-1, 1, y.numel()).view_as(y))])
+        assert_same(*made)
 
 
 def test_an_anchor_changed_in_place_raises_as_plain_does() -> None:

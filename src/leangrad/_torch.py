@@ -24,6 +24,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
+from operator import attrgetter
 from types import FrameType
 from typing import Any
 
@@ -152,6 +153,14 @@ def packed(saved: Any) -> Any:
 def passed_no_hook(saved: Any) -> bool:
     """Whether a saved tensor is as autograd saved it."""
     return saved.unpack_hook is None
+
+
+def hook_of(name: str) -> Callable[[Any], Any]:
+    """A function that gives the hook through which a node will unpack what it saved as `name`: None if there is none.
+
+    It raises AttributeError for a node that has saved no such tensor.
+    """
+    return attrgetter(f"_raw_saved_{name}.unpack_hook")
 
 
 _HALF, _BYTE = torch.zeros((), dtype=torch.float16, device="cpu"), torch.zeros((), dtype=torch.int8, device="cpu")

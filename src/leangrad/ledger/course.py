@@ -56,8 +56,8 @@ class Call:
         self.handler = HANDLERS.get(function)
         self.first = first  # how many tensors were saved before it
         self.last = last  # the last tensor that it saves and that is rebuilt; -1: there is none
-        # What it saves after that and recipes read: the attributes of its node.
-        self.anchors = tuple("_saved_" + name for name in anchors)
+        # What it saves after that and recipes read: what tells the hook of each, and the attribute of its node.
+        self.anchors = tuple((_torch.hook_of(name), "_saved_" + name) for name in anchors)
         self.catches = catches  # the bytes of its output, if that was kept in the stead of a larger tensor
         self.size = size  # elements that its output may have before what was too small to look into is so no more
         self.quiet = quiet  # autograd had no part in it
@@ -210,13 +210,12 @@ class Calls(Notes):
     def _anchor(self, call: Call, out: Any) -> None:
         """Let recipes read what the call saved with no hook, if it is as it was."""
         node = out.grad_fn if type(out) is Tensor else None
-        if _torch.saved_tensor_hooks_active():  # of others
-            return
-        for name in call.anchors:
+        for hook_of, name in call.anchors:
             try:
-                tensor = getattr(node, name, None)
-            except RuntimeError:  # it was changed in place, which plain PyTorch will say when it comes to it
-                continue
+                # What others' hooks hand back may be another tensor, wherever these were set: around the call or in it.
+                tensor = getattr(node, name) if hook_of(node) is None else None
+            except (AttributeError, RuntimeError):
+                continue  # not the node that it was; or it was changed in place, which plain PyTorch will say in time
             if isinstance(tensor, Tensor):
                 self.book.anchor(tensor)
 
