@@ -76,6 +76,15 @@ def subclass_as_activation(region):
 
 
 @program
+def subclass_of_two_outputs(region):
+    w = leaf(8, 8)
+    with region:
+        z = nn.functional.logsigmoid((w * 2).as_subclass(Tagged)) * w
+    backward(z.as_subclass(torch.Tensor))
+    return [w.grad]
+
+
+@program
 def subclass_as_parameter(region):
     w = nn.Parameter(leaf(8, 8).detach().as_subclass(Tagged))
     with region:

@@ -259,7 +259,8 @@ class Choice:
 
     def settle(self, node: Any, nr: int, name: str) -> None:
         """Output ``nr`` of ``node``, kept as its saved ``name`` because it has no node of its own, gets its recipe."""
-        value = _torch.packed(getattr(node, "_raw_saved_" + name))
+        raw = getattr(node, "_raw_saved_" + name, None)  # the last node of a tensor subclass is that of an alias
+        value = None if raw is None else _torch.packed(raw)
         if type(value) is not Value or value.tensor is None or node._sequence_nr() < self.fence:
             return
         try:
