@@ -333,6 +333,16 @@ def test_a_model_can_be_traced_scripted_and_exported():
     assert torch.equal(torch.export.export(net, (x,)).module()(x), other(x))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_part_can_be_exported_inside_a_region(strict):
+    x, part = torch.randn(4, 8), nn.Sequential(nn.BatchNorm1d(8))
+    with warnings.catch_warnings(), saving(min_bytes=0):
+        warnings.simplefilter("ignore", DeprecationWarning)
+        exported = torch.export.export(copy.deepcopy(part), (x,), strict=strict)
+    assert torch.equal(exported.module()(x), part(x))
+
+
 # --------------------------------------------------------------------------------------------------------- bad input
 
 
