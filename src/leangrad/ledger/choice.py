@@ -52,9 +52,10 @@ class Choice:
         raise NotImplementedError
 
     def decide(self, tensor: Tensor) -> Packed:
-        """Half of what a model saves are parameters, views of parameters, and statistics that need no gradient.
+        """Autograd wants to keep ``tensor``: look into all that it may be.
 
-        They are kept as they are, with their version and no value around them.
+        Half of what a model saves are parameters, views of parameters, and statistics that need no gradient. They are
+        kept as they are, with their version and no value around them.
         """
         node: Any = tensor.grad_fn
         if node is None:
