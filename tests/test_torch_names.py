@@ -15,12 +15,7 @@ import leangrad
 from leangrad import _torch
 
 LEDGER = Path(leangrad.__file__).parent / "ledger"
-NOTED = {
-    "_version",
-    "_base",
-    "_is_view",
-    "_sequence_nr",
-}  # and those that begin with _saved_ and _raw_saved_
+NOTED = {"_version", "_base", "_is_view", "_sequence_nr"}  # and those that begin with _saved_ and _raw_saved_
 
 
 WRITERS = ("forms", "matcher")  # which write code, as text

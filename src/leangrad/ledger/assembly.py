@@ -55,7 +55,6 @@ class Plan:
     leaves      which of the chain's leaves it reads, in the order of its arguments
     scalars     which of the chain's numbers, and whether each is inverted
     outputs     shape, strides and dtype of each; the last is the root
-    places      where each has its elements, as in ``Program``
     uses        how often the chain itself reads each
     pick        takes out of the chain's leaves those that it reads
     rooms       for each output a leaf that it may be written over, if that is owned, else −1; and what allocates it
@@ -77,7 +76,7 @@ class Plan:
         layouts, places = zip(*(_output(k, chain.values[k], slots[k], builder) for k in chain.outputs), strict=True)
         if any(place is not None for place in places):
             program = Program(*program[:-1], places)
-        self.n, self.places = shape.numel(), program.places
+        self.n = shape.numel()
         self.leaves = [k for k, _ in builder.inputs]
         self.scalars = builder.scalars  # and not the builder, which holds the leaves
         self.uses = [chain.uses[k] for k in chain.outputs]
@@ -99,7 +98,7 @@ class Plan:
         An output that has places is written elsewhere than a leaf is read, over what other blocks have yet to read.
         """
         found: list[int] = []
-        for (shape, stride, dtype), places in zip_longest(self.outputs, self.places):
+        for (shape, stride, dtype), places in zip_longest(self.outputs, self.kernel.program.places):
             fitting = [
                 k
                 for k, t in enumerate(leaves)
@@ -131,12 +130,13 @@ class Plan:
         inputs, numbers = [leaves[k] for k in self.leaves], numbers_of(self.scalars, scalars)
         flat: list[Tensor] = []
         whole: dict[int, Tensor] = {}  # outputs in another order, which no piece has a part of
-        for k, (t, (shape, stride, dtype)) in enumerate(zip(expected, self.outputs, strict=True)):
+        for t, (shape, stride, dtype) in zip(expected, self.outputs, strict=True):
             if t.shape != shape or t.dtype != dtype or not _alike(t.stride(), stride, shape):
                 return False
             flat.append(t.as_strided((self.n,), (1,)))
-            if self.places and self.places[k] is not None:
-                whole[k] = torch.empty(self.n, dtype=dtype, device=self.device)
+        for k, places in enumerate(self.kernel.program.places):
+            if places is not None:
+                whole[k] = torch.empty(self.n, dtype=self.outputs[k][2], device=self.device)
         for start in range(0, self.n, PIECE):
             n = min(PIECE, self.n - start)
             pieces = [

@@ -1,9 +1,9 @@
 """A rule, written out for the nodes of one type: straight code that makes the value of a node's output.
 
 [Note: a rule as straight code]
-A step makes hundreds of recipes, each of several ops, and what that costs the host goes with the Python instructions
-that it takes. What a rule asks of a node (which attributes, how many edges, which constants) is the same for all nodes
-of a type. So when the first node of a type is met, its rules are written out, as ``dataclass`` writes out ``__init__``:
+A step makes hundreds of recipes, each of several ops, and on many a GPU the host is the limit. What a rule asks of a
+node (which attributes, how many edges, which constants) is the same for all nodes of a type. So when
+the first node of a type is met, its rules are written out, as ``dataclass`` writes out ``__init__``:
 
     def origin(walk, node, nr, metadata, made=None):  # LeakyReluBackward0
         if metadata and OPAQUE in metadata:
@@ -131,8 +131,10 @@ def source(rule: Rule, node: Node) -> str:
     if rule.twins:
         lines += ["if is_from_elsewhere(a0, b0, k, made):", "    raise NoRecipeError('a copy from another device')"]
     constants, plain, values = [], "", list(operands)  # values: those among the arguments that are values, as a rule
-    statistics = [name for name in rule.constants if name[0] in "=~"]  # which come last
-    for i, name in enumerate(rule.constants[: len(rule.constants) - len(statistics)]):
+    statistics = tuple(name for name in rule.constants if name[0] in "=~")
+    others = rule.constants[: len(rule.constants) - len(statistics)]
+    assert others + statistics == rule.constants, f"the statistics of {rule.node} come last"
+    for i, name in enumerate(others):
         constants.append(f"c{i}")
         if _assign(f"c{i}", name, node, lines) == UNSURE:
             plain += f" and type(c{i}) is not Value and type(c{i}) is not tuple"
@@ -181,13 +183,11 @@ def _operands(rule: Rule, node: Node, lines: list[str]) -> list[str]:
         if rule.twins:
             cast = "    return walk.cast(value, node, b0.variable, FUNCTION, made)"
             lines += ["if type(b0) is AccumulateGrad:", cast]
+        branch = "if"
         if name in ("weight", "bias"):  # most often a parameter
             lines += [f"if type(b{i}) is AccumulateGrad:", f"    a{i} = walk.leaf(b{i}.variable)"]
-        lines += [
-            f"{'el' if name in ('weight', 'bias') else ''}if b{i} is not None:",
-            f"    a{i} = walk.input(b{i}, k)",
-        ]
-        lines.append("else:")
+            branch = "elif"
+        lines += [f"{branch} b{i} is not None:", f"    a{i} = walk.input(b{i}, k)", "else:"]
         inner: list[str] = []
         _assign(f"a{i}", name, node, inner)
         lines += ["    " + line for line in inner]

@@ -1,10 +1,10 @@
 """A pattern as Python code: a function that compares a chain with it, and one that fetches the tensors of its leaves.
 
 [Note: a pattern is code]
-A pattern is made once and compared thousands of times, and what that costs the host is the number of instructions that
-Python runs. So its rows are not looped over: they are written out as one function, in which ``a2_1`` is argument 1 of
-the value of row 2. The text says only what is connected with what. All that is compared with stands beside it as
-``k0``, ``k1``, ..., so chains that differ in shapes, dtypes or constants share one compiled text.
+A pattern is made once and compared thousands of times, while the device waits for the host. So its rows are not looped
+over: they are written out as one function, in which ``a2_1`` is argument 1 of the value of row 2. The text says only
+what is connected with what. All that is compared with stands beside it as ``k0``, ``k1``, ..., so chains that differ in
+shapes, dtypes or constants share one compiled text.
 """
 
 from __future__ import annotations

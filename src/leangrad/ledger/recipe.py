@@ -123,13 +123,13 @@ class Recipe(Saved):
 
     def read_values(self, inputs: tuple[Value, ...], order: tuple[int, ...]) -> None:
         """This value is made of ``inputs``; ``order``: where they, or lists of them, stand among the arguments."""
-        blocked, depth, joined, unbound = False, 0, False, 0
+        blocked, depth, joined, not_free = False, 0, False, 0
         root: Value | None = None
         for v in inputs:
             v.parents += 1
             if v.free:
                 continue
-            unbound += 1
+            not_free += 1
             if v.tensor is None and (v.function is None or v.blocked):
                 blocked = True
             if v.depth > depth:
@@ -139,7 +139,7 @@ class Recipe(Saved):
             elif root is not (v.root or v):
                 joined = True
         self.inputs, self.order = inputs, order
-        if depth and (unbound > 1 or inputs[0].free):
+        if depth and (not_free > 1 or inputs[0].free):
             # The deepest first: a long chain is then rebuilt from its far end with no temporaries waiting on the way.
             args, kind = self.args, type(self)
             self.order = tuple(sorted(order, key=lambda i: -args[i].depth if type(args[i]) is kind else 0))
