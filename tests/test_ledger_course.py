@@ -22,6 +22,7 @@ from leangrad import _torch
 from leangrad.errors import ChangedError
 from leangrad.ledger import Region
 from leangrad.ledger.choice import Choice
+from leangrad.ledger.record import Recorder
 from tests.zoo import CASES, Case
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # of a CPU that has no bfloat16
@@ -118,6 +119,76 @@ def test_no_model_of_the_zoo_leaves_its_course(case: Case) -> None:
     with ledger:
         case.step(model, batch)
     assert ledger.course is course
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_nor_does_it_where_small_recipes_are_spared_as_on_a_gpu(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There the smallest tensors are kept although they could be rebuilt; what their walks had found is decided anew."""
+    stop = Recorder.stop
+
+    def stop_as_on_a_gpu(self: Recorder) -> None:
+        self.on_accelerator = True
+        stop(self)
+
+    monkeypatch.setattr(Recorder, "stop", stop_as_on_a_gpu)
+    torch.manual_seed(0)
+    model, batch, ledger = case.make(), case.batch(), leangrad.saving(min_bytes=256)
+    for _ in range(3):
+        with ledger:
+            loss = case.step(model, batch)
+        loss.backward()
+        assert "follow no trace" not in ledger.trace_status
+    assert ledger.course is not None
+
+
+class Squeeze(nn.Module):
+    """Squeeze and excitation: the map is averaged before it is saved for the product with the gate."""
+
+    def __init__(self, channels: int = 8) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(channels, channels, 3, padding=1)
+        self.reduce, self.expand = nn.Conv2d(channels, channels, 1), nn.Conv2d(channels, channels, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.silu(self.conv(x))
+        gate = self.expand(F.silu(self.reduce(x.mean((2, 3), keepdim=True)))).sigmoid()
+        return x * gate
+
+
+def test_what_the_walk_of_a_kept_tensor_would_have_found_is_decided_in_its_place() -> None:
+    """The mean is kept, being dear to rebuild. Only the recorded step walks from it and so finds the map below."""
+    torch.manual_seed(0)
+    model = leangrad.lean(nn.Sequential(Squeeze(), Squeeze()), min_bytes=0)
+    torch.manual_seed(0)
+    plain, x = nn.Sequential(Squeeze(), Squeeze()), torch.randn(2, 8, 16, 16)
+    ledger = leangrad.ledger_of(model)
+    kept = []
+    for n in range(4):
+        assert_same(step(model, x), step(plain, x))
+        assert "follow no trace" not in ledger.trace_status
+        assert n == 0 or ledger.course is not None
+        kept.append(leangrad.measure(lambda: step(model, x), timed_runs=0).kept_bytes)
+    assert len(set(kept)) == 1
+
+
+@pytest.mark.parametrize(
+    ("extra", "why"),
+    [
+        (lambda y: y.exp().sin(), "torch.Tensor.exp was called, which the recorded step did not"),
+        (lambda y: F.gelu(y), "torch.nn.functional.gelu was called where torch.nn.functional.layer_norm was before"),
+    ],
+)
+def test_the_status_names_the_call_that_differed(extra: Callable[[Tensor], Any], why: str) -> None:
+    model, x = leangrad.lean(blocks(), min_bytes=0), torch.randn(4, 16)
+    ledger = leangrad.ledger_of(model)
+    assert ledger.trace_status == "no step was recorded yet"
+    step(model, x)
+    assert ledger.trace_status.startswith("the next step will follow")
+    step(model, x)
+    assert ledger.trace_status == "steps follow the trace of the recorded one"
+    model[1].extra = extra
+    step(model, x)
+    assert ledger.trace_status == f"steps follow no trace: {why}"
 
 
 @pytest.mark.parametrize(
@@ -600,7 +671,7 @@ def test_a_course_that_another_thread_ends_just_now_is_followed_to_its_end(monke
     active = _torch.saved_tensor_hooks_active
 
     def end_and_ask() -> bool:  # a region asks it between two looks at the course
-        ledger.differs()
+        ledger.differs("another thread")
         return active()
 
     with monkeypatch.context() as patch:

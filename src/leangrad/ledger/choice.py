@@ -29,6 +29,11 @@ DEEPEST = 32  # joins that a recipe may run through: each takes some frames of P
 
 Decision = tuple[str, bool, int]  # op, whether the tensor is simply kept, and its bytes
 
+# [Note: decisions by saved tensor] What was learned is looked up by the number of the saved tensor, not by how many
+# decisions were made before it. In the recorded step a walk gives every tensor on its way a value, and a tensor that
+# has one already needs no decision of its own: ``silu(x)``, saved after ``silu(x).mean()`` was. Where the plan keeps
+# the mean, later steps do not walk from there, and ``silu(x)`` is decided for the first time.
+
 
 class Choice:
     """The half of a ``Region`` that decides."""
@@ -37,8 +42,8 @@ class Choice:
     cap: int
     fence: int
     sharded: bool
-    decisions: Sequence[Decision] | None
-    decided: int  # how many of them were used
+    decisions: Sequence[Decision | None] | None  # see [Note: decisions by saved tensor]
+    packs: int  # tensors that were saved so far, the one that is being decided included
     watched_parameters: dict[int, list[weakref.ref[Anchor]]]
     watched_memory: dict[int, list[weakref.ref[Anchor]]]
     anchors: list[weakref.ref[Value]]
@@ -47,9 +52,15 @@ class Choice:
     walk: Walk
     recorder: Recorder | None
 
-    def differ(self) -> None:
-        """This step is not like the one that was recorded: what was learned serves it no more."""
+    def differ(self, why: str) -> None:
+        """This step is not like the one that was recorded, because of ``why``: what was learned serves it no more."""
         raise NotImplementedError
+
+    @property
+    def learned(self) -> Decision | None:
+        """What was learned of the tensor that is being decided."""
+        decisions, n = self.decisions, self.packs - 1
+        return decisions[n] if decisions is not None and n < len(decisions) else None
 
     def decide(self, tensor: Tensor) -> Packed:
         """Autograd wants to keep ``tensor``: look into all that it may be.
@@ -167,10 +178,9 @@ class Choice:
             return None
         if CAST not in metadata:
             if self.decisions is not None:
-                n = self.decided
-                if n >= len(self.decisions) or self.decisions[n][:2] != (NODE, False):
+                learned = self.learned
+                if learned is None or learned[:2] != (NODE, False):
                     return None
-                self.decided = n + 1
             metadata[CAST] = True
         made = Cast(parameter, tensor, owner)
         self.watched_parameters.setdefault(id(parameter), []).append(ref(made))
@@ -189,18 +199,17 @@ class Choice:
     def _choose(self, tensor: Tensor, node: Any, metadata: dict[Any, Any], waiting: Value | None = None) -> Value:
         """Keep ``tensor`` or store a recipe; ``waiting``: its value, if a recipe downstream has asked for it before."""
         cap, recorded = self.cap, 0
-        decisions = self.decisions
-        if decisions is not None:
-            n = self.decided
-            self.decided = n + 1
-            if n >= len(decisions) or type(node).__name__ != decisions[n][0]:
-                self.differ()
-            elif decisions[n][1]:  # the plan says to simply keep it
-                value = waiting or Value(decisions[n][0])
+        if self.decisions is not None:
+            learned = self.learned
+            if learned is None or type(node).__name__ != learned[0]:
+                expected = "no tensor to decide on" if learned is None else f"an output of {learned[0]}"
+                self.differ(f"an output of {type(node).__name__} was saved where {expected} was before")
+            elif learned[1]:  # the plan says to simply keep it
+                value = waiting or Value(learned[0])
                 value.keep(tensor)
                 return value
             else:
-                cap, recorded = DEEPEST, decisions[n][2]
+                cap, recorded = DEEPEST, learned[2]
         return self.recipe(tensor, node, metadata, cap, recorded, waiting)
 
     def recipe(

@@ -47,7 +47,7 @@ class Call:
         function: Any,
         first: int = 0,
         last: int = -1,
-        anchors: tuple[str, ...] = (),
+        anchors: tuple[tuple[int, str], ...] = (),
         catches: int = 0,
         size: int = ANY_SIZE,
         quiet: bool = False,
@@ -56,8 +56,9 @@ class Call:
         self.handler = HANDLERS.get(function)
         self.first = first  # how many tensors were saved before it
         self.last = last  # the last tensor that it saves and that is rebuilt; -1: there is none
-        # What it saves after that and recipes read: what tells the hook of each, and the attribute of its node.
-        self.anchors = tuple((_torch.hook_of(name), "_saved_" + name) for name in anchors)
+        # What it saves after that and recipes read: which saved tensor each is, what tells its hook, and the attribute of
+        # its node.
+        self.anchors = tuple((number, _torch.hook_of(name), "_saved_" + name) for number, name in anchors)
         self.catches = catches  # the bytes of its output, if that was kept in the stead of a larger tensor
         self.size = size  # elements that its output may have before what was too small to look into is so no more
         self.quiet = quiet  # autograd had no part in it
@@ -79,11 +80,11 @@ class Book(NotesBook, Protocol):
     packs: int  # tensors that were saved so far
     hooks: Hooks
 
-    def anchor(self, tensor: Tensor) -> None:
-        """A tensor that autograd keeps may be read by recipes."""
+    def anchor(self, tensor: Tensor, number: int) -> None:
+        """Saved tensor ``number``, which autograd keeps by itself, may be read by recipes."""
 
-    def differ(self) -> None:
-        """This step is not like the one that was recorded."""
+    def differ(self, why: str) -> None:
+        """This step is not like the one that was recorded, because of ``why``."""
 
 
 class Saved(NamedTuple):
@@ -201,29 +202,31 @@ class Calls(Notes):
         if saves is False:
             out = func(*args, **kwargs) if handler is None else handler(self, func, args, kwargs)
             if func in course.quiet and self.is_on_course and _is_graded(out, args):
-                self.book.differ()
+                self.book.differ(f"{_name(func)} takes part in backward, which it did not before")
             return out
         if saves and self.is_on_course:
-            self.book.differ()
+            self.book.differ(f"{_name(func)} was called where {_name(self._expected.function)} was before")
         return self._look(func, handler, args, kwargs)
 
     def _anchor(self, call: Call, out: Any) -> None:
         """Let recipes read what the call saved with no hook, if it is as it was."""
         node = out.grad_fn if type(out) is Tensor else None
-        for hook_of, name in call.anchors:
+        for number, hook_of, name in call.anchors:
             try:
                 # What others' hooks hand back may be another tensor, wherever these were set: around the call or in it.
                 tensor = getattr(node, name) if hook_of(node) is None else None
             except (AttributeError, RuntimeError):
                 continue  # not the node that it was; or it was changed in place, which plain PyTorch will say in time
             if isinstance(tensor, Tensor):
-                self.book.anchor(tensor)
+                self.book.anchor(tensor, number)
 
     def _check(self, call: Call, out: Any, args: Any) -> None:
         """What was too small to look into may be so no more; what needed no gradient may need one."""
         grown = call.size != ANY_SIZE and type(out) is Tensor and out.numel() > call.size
-        if grown or (call.quiet and _is_graded(out, args)):
-            self.book.differ()
+        if grown:
+            self.book.differ(f"the output of {_name(call.function)} has grown to {list(out.shape)}")
+        elif call.quiet and _is_graded(out, args):
+            self.book.differ(f"{_name(call.function)} takes part in backward, which it did not before")
 
     def _look(self, func: Any, handler: Handler | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call that was not recorded: it leads off the course if it saves anything."""
@@ -235,11 +238,16 @@ class Calls(Notes):
             if hooked:
                 self._hooks.take_back()
         if self.is_on_course and book.packs != before:
-            book.differ()
+            book.differ(f"{_name(func)} was called, which the recorded step did not")
         return out
 
 
 _END = Call(None)
+
+
+def _name(function: Any) -> str:
+    """How a user would write a function that torch hands to an override."""
+    return "no further call" if function is None else torch.overrides.resolve_name(function) or str(function)
 
 
 def _is_graded(out: Any, args: tuple[Any, ...]) -> bool | None:

@@ -49,7 +49,8 @@ class Ledger:
         self._steps = 0  # along what was learned
         self._recorder: Recorder | None = None  # of the step that is being learned from
         self._recorded: Recorder | None = None  # of the last step that was recorded, for the summary
-        self._decisions: list[Decision] | None = None
+        self._decisions: list[Decision | None] | None = None
+        self._difference = ""  # why the last step that differed did
         self.ways: Sequence[Way] = ()  # for every saved tensor in order: what most likely becomes of it
         self.course: Course | None = None  # the calls of the recorded step
         self._local = threading.local()
@@ -110,16 +111,17 @@ class Ledger:
         self._recorder = self._recorded = Recorder(module, self.min_bytes)
         return self._recorder
 
-    def differs(self) -> None:
-        """This step is not like the one that was recorded."""
+    def differs(self, why: str) -> None:
+        """This step is not like the one that was recorded, because of ``why``."""
+        self._difference = why
         self._decisions, self._recorder, self.course, self.ways = None, None, None, ()
         self._lessons = self._lessons + 1 if self._steps < STEADY else 1
         self._pause = 2 ** min(self._lessons, LONGEST_PAUSE) - 2  # 0, 2, 6, 14, ...
         self._steps = 0
 
     @property
-    def decisions(self) -> list[Decision] | None:
-        """What was learned: for each decision of a step in order, its signature and whether to simply keep."""
+    def decisions(self) -> list[Decision | None] | None:
+        """What was learned: for each saved tensor of a step in order, its op, whether to simply keep it, its bytes."""
         return self._decisions
 
     @property
@@ -135,6 +137,19 @@ class Ledger:
     def cap(self) -> int:
         """How deep a recipe may be where nothing was learned."""
         return DEEPEST if self.residual_depth == "auto" else self.residual_depth
+
+    @property
+    def trace_status(self) -> str:
+        """Whether steps follow the trace of the recorded one; if not, what differed."""
+        if self._recorded is None:
+            return "no step was recorded yet"
+        if self.course is not None:
+            return "steps follow the trace of the recorded one"
+        if self._decisions is not None:
+            return "steps follow no trace: the recorded one saved tensors outside of all calls of torch"
+        if self._difference:
+            return f"steps follow no trace: {self._difference}"
+        return "the next step will follow the trace of the recorded one, if its backward has run"
 
     def summary(self) -> str:
         """What the recorded step kept, shared and rebuilt, by module and op, and why what was kept was not rebuilt."""

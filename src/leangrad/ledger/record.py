@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from leangrad import _torch
 from leangrad.ledger import ways
 from leangrad.ledger.cast import NODE, Packed
+from leangrad.ledger.choice import Decision
 from leangrad.ledger.course import ANY_SIZE, Call, Course, Recording, Saved
 from leangrad.ledger.plan import Item, Record
 from leangrad.ledger.saved import unpack
@@ -43,7 +44,6 @@ class Recorder:
         self.caught: set[int] = set()  # the calls of which a tensor was kept although autograd did not ask for it
         self._ops: list[str] = []  # of every decision, in order
         self._decided: list[tuple[Value, str, str]] = []  # value, module, why it was kept
-        self._places: list[int] = []  # the saved tensor that every decision was made for
         self._decisions: list[int] = []  # the item of every decision
         self._kept: list[bool] = []  # what became of it
         self.saved: list[Packed] = []  # what every saved tensor in order became
@@ -52,6 +52,7 @@ class Recorder:
         self._small: list[int] = []  # of each: its bytes, if it was kept unseen for having so few; else -1
         self._casts: list[bool] = []  # of each: whether it is a parameter in autocast's dtype, or seen in that
         self._fates: list[int] = []  # of each saved tensor: the item that it is, KEPT or REBUILT
+        self._found: list[tuple[str, int] | None] = []  # of each: its op and bytes; None: no value stands for it
         self._bare: list[bool] = []  # of each: whether it is kept and no recipe reads it
         self._dear: set[int] = set()  # the values that will be kept because rebuilding them is too much work
         self.on_accelerator = False
@@ -97,7 +98,6 @@ class Recorder:
     def decided(self, value: Value, op: str, why: str) -> None:
         """The ledger chose: ``value`` is kept because of ``why``, or rebuilt."""
         self._ops.append(op)
-        self._places.append(len(self.saved))
         self._decided.append((value, self.module(), why))
 
     def shared(self, value: Value, nbytes: int) -> None:
@@ -124,6 +124,9 @@ class Recorder:
         needed = self._needed()
         self._bare = [self._is_bare(p, needed) for p in self.saved]
         self._fates = [self._fate(p) for p in self.saved]
+        ops = {id(value): op for op, (value, _, _) in zip(self._ops, self._decided, strict=True)}
+        values = [_value_of(p) for p in self.saved]
+        self._found = [None if v is None else (ops.get(id(v), v.op), v.nbytes) for v in values]
         self._casts = [_is_cast(p) for p in self.saved]
         self._note_readers()
         self._has_node = [type(p) is Seen or (type(p) is Value and p.op != "input") for p in self.saved]
@@ -232,15 +235,15 @@ class Recorder:
         """The step as data, for the plan."""
         return Record(tuple(self.items), tuple(self.reads), tuple(self.gradients))
 
-    def decisions(self, cut: frozenset[int] | None) -> list[tuple[str, bool, int]]:
-        """For every decision of the step in order: its op, whether the tensor is simply kept, and its bytes.
+    def decisions(self, cut: frozenset[int] | None) -> list[Decision | None]:
+        """For every saved tensor in order: its op, whether it is simply kept, and its bytes; None: it has no value.
 
         Without a cut, what was kept is kept again and what was rebuilt is rebuilt again.
         """
-        made = zip(self._ops, self._decisions, self._kept, self._places, strict=True)
-        bytes_of = self.items
+        kept = self._staying(cut)
         return [
-            (op, self._stays(n, kept, cut), bytes_of[n].nbytes) for op, n, kept, place in made if not self._bare[place]
+            None if found is None else (found[0], fate in kept, found[1])
+            for found, fate in zip(self._found, self._fates, strict=True)
         ]
 
     def ways(self, cut: frozenset[int] | None) -> list[ways.Way]:
@@ -274,7 +277,7 @@ class Recorder:
                 places = [(place, name) for place, name in enumerate(call.names, call.first) if not self._bare[place]]
                 seen += len(places)
                 last = max((p for p, name in places if self._fates[p] not in kept or name is None), default=-1)
-                anchors = tuple(n for p, n in places if p > last and n is not None and self._has_node[p])
+                anchors = tuple((p, n) for p, n in places if p > last and n is not None and self._has_node[p])
                 catches, quiet = call.nbytes if number in self.caught else 0, call.graded is False
                 calls.append(Call(call.function, call.first, last, anchors, catches, self._may_grow(call), quiet))
         handled = {call.function for call in self.recording.calls if call.handled}

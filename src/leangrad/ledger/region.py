@@ -39,15 +39,15 @@ class Knowledge(Protocol):
         """How deep a recipe may be where nothing was learned."""
 
     @property
-    def decisions(self) -> Sequence[Decision] | None:
-        """What was learned, for each decision of a step in order."""
+    def decisions(self) -> Sequence[Decision | None] | None:
+        """What was learned, for each saved tensor of a step in order; None: nothing is decided on it."""
 
     @property
     def catches(self) -> bool:
         """Whether outputs of products are held for a while, to be kept in the stead of a larger tensor."""
 
-    def differs(self) -> None:
-        """This step is not like the one that was learned from."""
+    def differs(self, why: str) -> None:
+        """This step is not like the one that was learned from, because of ``why``."""
 
 
 class Region(Choice):
@@ -73,7 +73,6 @@ class Region(Choice):
         self.waiting: list[weakref.ref[Value]] = []
         self._ledger = ledger
         self.decisions = ledger.decisions
-        self.decided = 0
         self._ways = ledger.ways
         self._planned = len(self._ways)
         self.packs = self.call = 0
@@ -148,8 +147,9 @@ class Region(Choice):
 
     # ------------------------------------------- along a course: see [Note: hooks only where they are needed]
 
-    def anchor(self, tensor: Tensor) -> None:
-        """A tensor that autograd keeps may be read by recipes."""
+    def anchor(self, tensor: Tensor, number: int) -> None:
+        """Saved tensor ``number``, which autograd keeps by itself, may be read by recipes."""
+        self.packs = number + 1
         value = ways.anchor(self, tensor)
         if value is not None:
             self._held.append(value)
@@ -159,9 +159,9 @@ class Region(Choice):
         """Whether the step has been like the recorded one so far."""
         return self._calls.is_on_course
 
-    def differ(self) -> None:
-        """This step is not like the one that was recorded: what was learned serves it no more."""
+    def differ(self, why: str) -> None:
+        """This step is not like the one that was recorded, because of ``why``: what was learned serves it no more."""
         self.decisions, self._planned = None, 0
         if self._follows:
             self._calls.leave_course()
-        self._ledger.differs()
+        self._ledger.differs(why)

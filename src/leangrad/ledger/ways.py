@@ -36,10 +36,10 @@ def rebuild(choice: Choice, tensor: Tensor) -> Packed:
     base = tensor._base
     owner = tensor if base is None else base
     node: Any = owner.grad_fn
-    decisions, n = choice.decisions, choice.decided
-    if node is None or decisions is None or n >= len(decisions) or type(owner) is not Tensor:
+    learned = choice.learned
+    if node is None or learned is None or type(owner) is not Tensor:
         return choice.decide(tensor)
-    op, is_kept, recorded = decisions[n]
+    op, is_kept, recorded = learned
     metadata = node.metadata
     if (
         is_kept
@@ -62,7 +62,6 @@ def rebuild(choice: Choice, tensor: Tensor) -> Packed:
             or tensor.is_neg()
         ):
             return choice.decide(tensor)
-    choice.decided = n + 1
     value = choice.recipe(owner, node, metadata, DEEPEST, recorded)
     value.readers += 1
     metadata[VALUES[owner.output_nr]] = known = ref(value)
@@ -82,10 +81,10 @@ def anchor(choice: Choice, tensor: Tensor) -> Value | Seen | None:
         return None
     if base is not None:
         return choice.seen(tensor, base, node)
-    decisions, n = choice.decisions, choice.decided
-    if decisions is None or n >= len(decisions) or type(tensor) is not Tensor:
+    learned = choice.learned
+    if learned is None or type(tensor) is not Tensor:
         return choice.value(tensor, node)
-    op, is_kept, _ = decisions[n]
+    op, is_kept, _ = learned
     metadata = node.metadata
     if (
         not is_kept
@@ -95,7 +94,6 @@ def anchor(choice: Choice, tensor: Tensor) -> Value | Seen | None:
         or tensor.nbytes < choice.min_bytes
     ):
         return choice.value(tensor, node)
-    choice.decided = n + 1
     value = Value(op)
     value.keep(tensor)
     metadata[VALUES[tensor.output_nr]] = known = ref(value)
