@@ -123,7 +123,7 @@ def test_no_model_of_the_zoo_leaves_its_course(case: Case) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_nor_does_it_where_small_recipes_are_spared_as_on_a_gpu(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There the smallest tensors are kept although they could be rebuilt; what their walks had found is decided anew."""
+    """There the smallest tensors are kept, though they could be rebuilt; what their walks had found is decided anew."""
     stop = Recorder.stop
 
     def stop_as_on_a_gpu(self: Recorder) -> None:

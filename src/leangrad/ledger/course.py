@@ -56,8 +56,8 @@ class Call:
         self.handler = HANDLERS.get(function)
         self.first = first  # how many tensors were saved before it
         self.last = last  # the last tensor that it saves and that is rebuilt; -1: there is none
-        # What it saves after that and recipes read: which saved tensor each is, what tells its hook, and the attribute of
-        # its node.
+        # What it saves after that and recipes read: the number of each saved tensor, what tells its hook, and the
+        # attribute of its node.
         self.anchors = tuple((number, _torch.hook_of(name), "_saved_" + name) for number, name in anchors)
         self.catches = catches  # the bytes of its output, if that was kept in the stead of a larger tensor
         self.size = size  # elements that its output may have before what was too small to look into is so no more

@@ -50,7 +50,8 @@ class Ledger:
         self._recorder: Recorder | None = None  # of the step that is being learned from
         self._recorded: Recorder | None = None  # of the last step that was recorded, for the summary
         self._decisions: list[Decision | None] | None = None
-        self._difference = ""  # why the last step that differed did
+        self.differences = 0  # steps that were not like the recorded one
+        self._difference = ""  # why the last of them was not
         self.ways: Sequence[Way] = ()  # for every saved tensor in order: what most likely becomes of it
         self.course: Course | None = None  # the calls of the recorded step
         self._local = threading.local()
@@ -113,7 +114,7 @@ class Ledger:
 
     def differs(self, why: str) -> None:
         """This step is not like the one that was recorded, because of ``why``."""
-        self._difference = why
+        self._difference, self.differences = why, self.differences + 1
         self._decisions, self._recorder, self.course, self.ways = None, None, None, ()
         self._lessons = self._lessons + 1 if self._steps < STEADY else 1
         self._pause = 2 ** min(self._lessons, LONGEST_PAUSE) - 2  # 0, 2, 6, 14, ...
