@@ -1,7 +1,10 @@
 """Fused chains against plain PyTorch; run by test_fused.py on a GPU, and as a script under `TRITON_INTERPRET=1`.
 
 The interpreter computes what IEEE 754 defines to the last bit, so these programs must have plain's bits and be used;
-with tanh, erf and exp a CPU's own library differs, so such programs must be found out and left alone.
+with tanh, erf and exp a CPU's own library differs, so such programs must be found out and left alone. The larger of 0
+and −0 is not defined either: an ARM's vectors give 0, x86's the operand that stands second, a scalar tail what its
+compiler made of it; ATen and NumPy differ in that. So no program here gives −0 to a relu. A GPU gives 0 on both sides,
+and test_fused_bits.py tries every input there.
 """
 
 import random
@@ -475,7 +478,7 @@ def random_program(seed: int) -> Callable[[Any], list[Tensor]]:
             lambda a, b: a + b,
             lambda a, b: a - b * number,
             lambda a, b: F.hardtanh(a * b, -4.0, 4.0),
-            lambda a, b: F.relu(a) * w,
+            lambda a, b: F.relu(a + 0.0) * w,  # never of −0: see above
             lambda a, b: a.to(bf16) + b,
             lambda a, b: (a.to(bf16) * number).float(),
             lambda a, b: (a.view(4, 2, 64) + w).view(8, 64),

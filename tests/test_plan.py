@@ -127,5 +127,5 @@ def test_readers_of_a_recorded_step_are_known_by_their_products() -> None:
     y.backward()
     recorder = ledger._recorded
     assert recorder is not None
-    given = [g for r, g in zip(recorder.reads, recorder.gradients, strict=True) if recorder.items[r].sources]
+    given = [g for r, g in zip(recorder.reads, recorder.record().gradients, strict=True) if recorder.items[r].sources]
     assert given == [8 * 2 * 4, 8 * 4 * 4]

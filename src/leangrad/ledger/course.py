@@ -33,6 +33,8 @@ from leangrad.ledger.changes import write_out
 from leangrad.ledger.hooks import TAKEN_BACK, Hooks
 from leangrad.ledger.notes import HANDLERS, Notes, handler_of
 from leangrad.ledger.notes import Book as NotesBook
+from leangrad.ledger.scratch import FUNCTIONS as CONVOLUTIONS
+from leangrad.ledger.scratch import Convolution, convolution_of
 
 ALL = ANY_SIZE = sys.maxsize
 
@@ -95,7 +97,7 @@ class Saved(NamedTuple):
     size: int  # elements of its output
     nbytes: int
     graded: bool | None  # whether autograd had a part in it; None: it gave no tensor
-    shapes: tuple[torch.Size, ...]  # of its arguments, as far as they are tensors
+    convolution: Convolution | None  # its backward, if it is one on a CPU
     first: int
     names: tuple[str | None, ...]
 
@@ -117,9 +119,9 @@ class Recording:
         names = _names(out, self._packed[first:]) if count else ()
         size = out.numel() if type(out) is Tensor else 0
         nbytes = out.nbytes if type(out) is Tensor and out.layout is torch.strided else 0
-        shapes = tuple(a.shape for a in args if isinstance(a, Tensor))
+        convolution = convolution_of(out, args) if function in CONVOLUTIONS else None
         handled, graded = handler is not None, _is_graded(out, args)
-        self.calls.append(Saved(function, handled, size, nbytes, graded, shapes, first, names))
+        self.calls.append(Saved(function, handled, size, nbytes, graded, convolution, first, names))
         return out
 
 

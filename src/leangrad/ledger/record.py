@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from leangrad import _torch
-from leangrad.ledger import ways
+from leangrad.ledger import scratch, ways
 from leangrad.ledger.cast import NODE, Packed
 from leangrad.ledger.choice import Decision
 from leangrad.ledger.course import ANY_SIZE, Call, Course, Recording, Saved
 from leangrad.ledger.plan import Item, Record
 from leangrad.ledger.saved import unpack
+from leangrad.ledger.scratch import Convolution
 from leangrad.ledger.seen import Seen
 from leangrad.ledger.value import Value
 
@@ -31,6 +32,13 @@ class Entry:
     why: str
 
 
+class Reader(NamedTuple):
+    """An op whose backward reads a saved tensor."""
+
+    given: int  # the bytes of the gradient that it is given
+    convolution: Convolution | None = None  # whose scratch counts too
+
+
 class Recorder:
     """Listens to one region and to the backward passes that follow it."""
 
@@ -39,8 +47,9 @@ class Recorder:
         self.entries: list[Entry] = []
         self.items: list[Item] = []
         self.reads: list[int] = []
-        self.gradients: list[int] = []  # of each read: the bytes that the op which reads was given, and its scratch
-        self._readers: dict[int, list[int]] = {}  # of each item: the same for those that will read it, in order
+        self.gradients: list[Reader] = []  # of each read: what the op which reads was given, and the scratch it takes
+        self._readers: dict[int, list[Reader]] = {}  # of each item: the same for those that will read it, in order
+        self._scratch: dict[Convolution, int] = {}  # what they take, in bytes
         self.caught: set[int] = set()  # the calls of which a tensor was kept although autograd did not ask for it
         self._ops: list[str] = []  # of every decision, in order
         self._decided: list[tuple[Value, str, str]] = []  # value, module, why it was kept
@@ -139,7 +148,7 @@ class Recorder:
         self.saved.clear()
 
     def _note_readers(self) -> None:
-        """Of each reader: the bytes of the gradient that it will be given, and of the scratch that it will take.
+        """Of each reader: the bytes of the gradient that it will be given, and whose scratch it will take.
 
         The gradient of a product has the size of its output, all others' about that of what they ask for.
         """
@@ -148,8 +157,8 @@ class Recorder:
             for item in self._fates[call.first : call.first + len(call.names)]:
                 if item >= 0:
                     given = call.nbytes if call.function in PRODUCTS else 0
-                    scratch = 0 if self.on_accelerator else int(_scratch(call) * self.items[item].nbytes)
-                    self._readers.setdefault(item, []).append((given or self.items[item].nbytes) + scratch)
+                    reader = Reader(given or self.items[item].nbytes, call.convolution)
+                    self._readers.setdefault(item, []).append(reader)
 
     def _spare(self) -> None:
         """Keep the smallest of what would be rebuilt: a recipe costs the host the same however little it saves."""
@@ -226,14 +235,17 @@ class Recorder:
         if value is not None and value.recorder is self:  # autocast hands one thread the cast that another made
             self.reads.append(value.ordinal)
             readers = self._readers.get(value.ordinal)  # backward comes to the last of them first
-            self.gradients.append(readers.pop() if readers else self.items[value.ordinal].nbytes)
+            self.gradients.append(readers.pop() if readers else Reader(self.items[value.ordinal].nbytes))
 
     def _end(self) -> None:
         self.was_read = True
+        if any(item.choice for item in self.items):  # else there is nothing to plan
+            self._scratch = scratch.measure(r.convolution for r in self.gradients if r.convolution is not None)
 
     def record(self) -> Record:
         """The step as data, for the plan."""
-        return Record(tuple(self.items), tuple(self.reads), tuple(self.gradients))
+        given = [r.given + (self._scratch.get(r.convolution, 0) if r.convolution else 0) for r in self.gradients]
+        return Record(tuple(self.items), tuple(self.reads), tuple(given))
 
     def decisions(self, cut: frozenset[int] | None) -> list[Decision | None]:
         """For every saved tensor in order: its op, whether it is simply kept, and its bytes; None: it has no value.
@@ -310,26 +322,9 @@ def _is_cast(packed: Packed) -> bool:
 
 
 KEPT, REBUILT = -1, -2
-# Whose gradients have the size of what they gave, and which take no scratch: not all that ``notes`` calls sources.
+# Whose gradients have the size of what they gave, which may be other than that of what they read.
 PRODUCTS = {F.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm, torch.addmm, Tensor.addmm}
-
-
-CONVOLUTIONS = {getattr(torch, f"conv{kind}{d}d") for kind in ("", "_transpose") for d in "123"}
-
-
-def _scratch(call: Saved) -> float:
-    """What backward of ``call`` takes on a CPU beside its operands and gradients, in bytes of the map that it reads.
-
-    A convolution unrolls its windows one image at a time, as measured on ARM; one of a single channel or element does
-    not. What a GPU's takes nobody tells us.
-    """
-    if call.function not in CONVOLUTIONS or len(call.shapes) < 2:
-        return 0.0
-    images, weight = call.shapes[:2]
-    window = weight[2:].numel()
-    is_unrolled = window > 1 and weight[1] > 1 and len(images) == len(weight) and images[0] > 0
-    return window / images[0] if is_unrolled else 0.0
-
+PRODUCTS |= scratch.FUNCTIONS
 
 # Of the kept bytes, on an accelerator: the casts of a ResNet's weights are half of its recipes and 1% of it; those of
 # the attention of a ViT-L a quarter of its recipes and 3%.
