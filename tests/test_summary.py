@@ -135,8 +135,8 @@ def test_totals_are_what_is_measured(make: Callable[[], nn.Module], steps: int) 
     text = train(model, steps, rows=512)
     x = torch.randn(512, 64, requires_grad=True)
     lean, plain = (
-        leangrad.measure(lambda: model(x).sum().backward(), timed_runs=0)
-        for model in (leangrad.lean(model) if steps == 1 else model, leangrad.plain(make()))
+        leangrad.measure(lambda m=m: m(x).sum().backward(), timed_runs=0)
+        for m in (leangrad.lean(model) if steps == 1 else model, make())
     )
     said = [float(number) * 1e6 for number in re.findall(r"(?:plain keeps|lean) ([\d.]+) MB", text)]
     assert said == [pytest.approx(found.kept_bytes, rel=0.03) for found in (plain, lean)]

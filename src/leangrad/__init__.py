@@ -25,7 +25,11 @@ from leangrad.packed import pack_gradients
 from leangrad.verify import verify
 
 if TYPE_CHECKING:
-    from leangrad import functional, nn, norm_cache, tape, workspace
+    from leangrad import functional as functional
+    from leangrad import nn as nn
+    from leangrad import norm_cache as norm_cache
+    from leangrad import tape as tape
+    from leangrad import workspace as workspace
 
 __all__ = ["errors", "is_lean", "lean", "ledger_of", "measure", "pack_gradients", "plain", "saving", "verify"]
 

@@ -4,7 +4,8 @@
 
 What it changes: no region opens, so `lean` and `saving` do nothing; the modules of `leangrad.nn` run their plain form;
 `convert_abn` converts nothing; the layers of a packed model compute plain gradients, which are then copied to their
-place. It is asked at every call, so it may be set or taken back while the program runs. Empty and 0 mean off.
+place. `InPlaceABNSync` over several processes has no plain form and runs as ever. The variable is looked up at every
+call, so it may be set or taken back while the program runs. Empty and 0 mean off.
 """
 
 import os

@@ -126,7 +126,7 @@ class Walk:
                     raise NoRecipeError(f"the output of {value.op} was changed in place")
         if node._sequence_nr() < self._book.fence:
             raise NoRecipeError(
-                f"the output of {kind.__name__} was made before the lean region, or has been seen by other code than torch's"
+                f"the output of {kind.__name__} was made before the lean region, or left torch by numpy() or data_ptr()"
             )
         origin = ONLY[kind] if nr == 0 and kind in ONLY else origin_of(node, nr)
         if origin is None or (metadata and LIVE in metadata):

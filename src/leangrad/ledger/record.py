@@ -19,7 +19,6 @@ from leangrad.ledger.saved import unpack
 from leangrad.ledger.seen import Seen
 from leangrad.ledger.value import Value
 
-
 # Reasons, as the summary shows them.
 SHARED = "kept or rebuilt once for all that read it"
 EXTRA = "larger tensors are rebuilt from it"

@@ -19,7 +19,7 @@ NO_STEP = (
     "the ledger has recorded no step yet: its forward has not run with gradients. Run one step. If one ran, the code "
     "that is lean was not part of it: put `with leangrad.saving():` around it."
 )
-ORDER = ("kept", "rebuilt", "shared")
+ORDER = ("kept", "rebuilt", "shape only", "shared")
 
 
 def summarize(entries: Sequence[Entry], *, small_bytes: int = 0, status: str = "") -> str:
@@ -113,7 +113,7 @@ def _megabytes(count: int) -> str:
     return f"{count / 1e6:.3f}"
 
 
-# ------------------------------------------------------------------------------------------------------- in a user's words
+# --------------------------------------------------------------------------------------------------- in a user's words
 
 # What is never computed twice because it is work; every other op of which that is said has no rule.
 _PRODUCT = re.compile(r"mm$|mv$|^v?dot$|matmul|linear|conv|attention|rnn|lstm|gru|einsum|cdist")
