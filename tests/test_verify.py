@@ -709,3 +709,13 @@ def test_against_itself_sees_runs_that_differ(lean: Lean) -> None:
 def test_against_is_checked() -> None:
     with pytest.raises(ValueError, match=r"expected against to be one of \('plain', 'offload', 'itself'\), got 'cpu'"):
         verify(nn.Linear(2, 2), torch.ones(1, 2), against="cpu")
+
+
+@pytest.mark.gpu
+def test_against_offload_takes_less_of_a_gpu_than_plain() -> None:
+    model, x = nn.Sequential(*(block() for _ in range(4))).cuda(), torch.randn(4096, 64, device="cuda")
+    plain, offload = verify(model, x), verify(model, x, against="offload")
+    assert plain.equal
+    assert offload.equal
+    assert offload.plain.kept_bytes < 0.3 * plain.plain.kept_bytes
+    assert offload.plain.peak_bytes < 0.5 * plain.plain.peak_bytes
