@@ -376,7 +376,7 @@ def test_the_ledger_of_a_plain_model_is_refused():
 
 
 @pytest.mark.parametrize("function", [lean, plain, is_lean, ledger_of])
-def test_what_is_no_module_is_refused(function):
+def test_each_door_names_what_is_no_module(function):
     with pytest.raises(TypeError, match=rf"{function.__name__}\(\) expects an nn.Module, got NoneType"):
         function(None)
 

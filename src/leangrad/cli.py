@@ -144,7 +144,9 @@ def verify(
             "(model, batch, loss).",
         ),
     ],
-    autocast: Annotated[Autocast | None, typer.Option(help="Run forward and loss under autocast.")] = None,
+    autocast: Annotated[
+        Autocast | None, typer.Option(metavar="bf16|fp16", help="Run forward and loss under autocast.")
+    ] = None,
     against: Annotated[
         Against,
         typer.Option(
@@ -158,13 +160,14 @@ def verify(
 ) -> None:
     """Train one step of your own model, plain and lean, and compare every number.
 
-    The exit code is 1 if lean is further from plain than plain is from itself, or if plain is so far from itself that
-    nothing is shown. It is 2 if your code or the arguments raise an error.
+    The exit code is 1 if lean is further from plain than plain is from itself, or if nothing is shown.
+
+    It is 2 if your code or the arguments raise an error.
     """
     dtype = None if autocast is None else autocast.dtype()
     try:
         model, batch, loss = _subject(target)
-        verification = leangrad.verify(model, batch, loss, autocast=dtype, against=against.value)  # type: ignore[arg-type]
+        verification = leangrad.verify(model, batch, loss, autocast=dtype, against=against.value)
     except typer.BadParameter:
         raise
     except Exception as error:

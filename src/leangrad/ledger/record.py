@@ -150,21 +150,23 @@ class Recorder:
         self._first_decision = len(self.entries) - len(self._decided)
         needed = self._needed()
         self._note_undecided()
-        self.small_bytes = sum(v.nbytes for v in {id(p): p for p in self.saved if self._is_small(p)}.values())
         self._bare = [self._is_bare(p, needed) for p in self.saved]
         self._fates = [self._fate(p) for p in self.saved]
         self._casts = [_is_cast(p) for p in self.saved]
         self._note_readers()
         self._has_node = [type(p) is Seen or (type(p) is Value and p.op != "input") for p in self.saved]
-        self._small = [p.nbytes if self._is_small(p) else -1 for p in self.saved]
+        self._small = [self._bytes_if_small(p) for p in self.saved]
+        once = {id(p): nbytes for p, nbytes in zip(self.saved, self._small, strict=True)}
+        self.small_bytes = sum(nbytes for nbytes in once.values() if nbytes > 0)
         for value, _, _ in self._decided:
             value.forget_recipe()
         self._decided, self._made_by, self._changes, self._root, self._dear = [], {}, [], None, set()
         self.saved.clear()
         self._saved_in.clear()
 
-    def _is_small(self, packed: Packed) -> bool:
-        return type(packed) is Value and packed.free and packed.nbytes < self.min_bytes
+    def _bytes_if_small(self, packed: Packed) -> int:
+        """The bytes of a saved tensor that was kept unseen for having so few; else -1."""
+        return packed.nbytes if type(packed) is Value and packed.free and packed.nbytes < self.min_bytes else -1
 
     def _note_undecided(self) -> None:
         """Enter what no decision was made for: the noise of a dropout, which is drawn again, and what recipes start

@@ -86,7 +86,7 @@ def _common(names: Iterable[str]) -> str:
     return ".".join(part[0] if len(set(part)) == 1 else "*" for part in columns)
 
 
-def _aligned(table: list[tuple[str, ...]], right: tuple[int, ...]) -> list[str]:
+def _aligned(table: Sequence[tuple[str, ...]], right: tuple[int, ...]) -> list[str]:
     """Lines in which each column is as wide as its widest cell; a column without any content is left out."""
     columns = [i for i in range(len(table[0])) if any(row[i] for row in table[1:])]
     widths = {i: max(len(row[i]) for row in table) for i in columns}
