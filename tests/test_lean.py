@@ -375,6 +375,27 @@ def test_the_ledger_of_a_plain_model_is_refused():
         ledger_of(Net())
 
 
+@pytest.mark.parametrize("function", [lean, plain, is_lean, ledger_of])
+def test_each_door_names_what_is_no_module(function):
+    with pytest.raises(TypeError, match=rf"{function.__name__}\(\) expects an nn.Module, got NoneType"):
+        function(None)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_jit_script_says_what_to_do(inside):
+    part = lean(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
+    model = nn.Sequential(part, nn.Linear(4, 2)) if inside else part
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=DeprecationWarning)  # torch's own, of torch.jit
+        with pytest.raises(
+            AttributeError, match=r"torch.jit.script cannot compile a lean model.*leangrad.plain\(model\)"
+        ):
+            torch.jit.script(model)
+        plain(part)
+        x = torch.randn(2, 4)
+        assert torch.equal(torch.jit.script(model)(x), model(x))
+
+
 # --------------------------------------------------------------------------------------------------------- the ledger
 
 

@@ -616,6 +616,10 @@ def test_the_packed_object_may_be_dropped() -> None:
 
 
 def test_bad_input() -> None:
+    with pytest.raises(TypeError, match=r"pack_gradients\(\) expects an nn.Module, .*, got NoneType; pass the model"):
+        pack_gradients(None)
+    with pytest.raises(TypeError, match=r"dtype must be a torch.dtype such as torch.float32, or None, got str"):
+        pack_gradients(nn.Linear(2, 2), "float32")
     with pytest.raises(ValueError, match="no trainable parameter"):
         pack_gradients(nn.ReLU())
     with pytest.raises(ValueError, match="no trainable parameter"):

@@ -33,6 +33,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from leangrad.switch import disabled
+
 
 def reference_counts(tensor: Tensor) -> tuple[int, ...] | None:
     """Every count of who can see `tensor`: C++ and Python holders of it, of its storage and of its base; or None.
@@ -567,8 +569,13 @@ _is_tracing: Callable[[], bool] = getattr(torch._C, "_is_tracing", torch.jit.is_
 
 
 def is_watched() -> bool:
-    """Whether somebody must see torch's own ops: a compiler, a tracer, a `torch.func` transform, forward mode."""
-    return torch.compiler.is_compiling() or _is_tracing() or transforms_active() or forward_mode_active()
+    """Whether somebody must see torch's own ops: a compiler, a tracer, a `torch.func` transform, forward mode, a user.
+
+    A user says so by `LEANGRAD_DISABLE=1`.
+    """
+    if torch.compiler.is_compiling() or _is_tracing() or transforms_active() or forward_mode_active():
+        return True
+    return disabled()
 
 
 def norm_tensors(norm: torch.nn.Module) -> tuple[Tensor | None, ...]:

@@ -233,7 +233,7 @@ class Choice:
                     del value
                     value = walk.start(node, tensor.output_nr, metadata, tensor)
                 if walk.operand_bytes >= nbytes:
-                    raise NoRecipeError("its recipe would hold as many bytes of operands")
+                    raise NoRecipeError("rebuilding it would take as many bytes of other inputs")
             else:
                 value = waiting
             if value.function is None:
@@ -249,7 +249,7 @@ class Choice:
                 if value.depth > cap or value.blocked:
                     why = self._keep_all_the_same(value, tensor, cap)
         if self.recorder is not None:
-            self.recorder.decided(value, type(node).__name__, why)
+            self.recorder.decided(value, type(node).__name__, why, node._sequence_nr())
             self.recorder.on_accelerator |= tensor.is_cuda
         return value
 
@@ -259,13 +259,13 @@ class Choice:
             value.keep(tensor)
             if self.recorder is None:
                 value.forget_recipe()
-            return f"its recipe joins more than {cap} lineages in a row"
+            return f"it lies more than {cap} residual sums after the last kept tensor"
         if self.products.catch(value):
             return ""
         value.keep(tensor)
         wait(value)
         self.waiting.append(weakref.ref(value))
-        return "it is made from " + ", ".join(b.op for b in value.blocked) + ", which is not kept"
+        return "it is made from the output of " + ", ".join(b.op for b in value.blocked) + ", which nothing keeps"
 
     def settle(self, node: Any, nr: int, name: str) -> None:
         """Output ``nr`` of ``node``, kept as its saved ``name`` because it has no node of its own, gets its recipe."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import bisect
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -20,16 +21,24 @@ from leangrad.ledger.scratch import Convolution
 from leangrad.ledger.seen import Seen
 from leangrad.ledger.value import Value
 
+# Reasons, as the summary shows them.
+SHARED = "kept or rebuilt once for all that read it"
+EXTRA = "larger tensors are rebuilt from it"
+LOWER_PEAK = "rebuilding it would raise the peak"
+TOO_MUCH_WORK = "too small for the work of rebuilding it"
+
 
 @dataclass(frozen=True)
 class Entry:
     """One saved tensor in the summary."""
 
-    module: str
-    op: str
+    module: str  # the module whose forward saved it: its derivative reads it
+    op: str  # what made it
     outcome: str  # "kept", "rebuilt" or "shared"
     nbytes: int
     why: str
+    made_by: str = ""  # the module whose forward made it
+    is_extra: bool = False  # kept for recipes to start from: plain PyTorch would not keep it
 
 
 class Reader(NamedTuple):
@@ -53,9 +62,13 @@ class Recorder:
         self.caught: set[int] = set()  # the calls of which a tensor was kept although autograd did not ask for it
         self._ops: list[str] = []  # of every decision, in order
         self._decided: list[tuple[Value, str, str]] = []  # value, module, why it was kept
+        self._made_by: dict[int, str] = {}  # of each value: the module whose forward made it
+        self._changes: list[tuple[int, str]] = []  # the number of the next node, whenever another module began to run
+        self.small_bytes = 0  # of what was kept unseen for having so few
         self._decisions: list[int] = []  # the item of every decision
         self._kept: list[bool] = []  # what became of it
         self.saved: list[Packed] = []  # what every saved tensor in order became
+        self._saved_in: list[str] = []  # the module that ran
         self.recording: Recording | None = None
         self._has_node: list[bool] = []
         self._small: list[int] = []  # of each: its bytes, if it was kept unseen for having so few; else -1
@@ -64,6 +77,7 @@ class Recorder:
         self._found: list[tuple[str, int] | None] = []  # of each: its op and bytes; None: no value stands for it
         self._bare: list[bool] = []  # of each: whether it is kept and no recipe reads it
         self._dear: set[int] = set()  # the values that will be kept because rebuilding them is too much work
+        self._first_decision = 0  # the entry of the first decision; the others follow it
         self.on_accelerator = False
         self.was_read = self._is_reading = False
         self._root = root
@@ -76,7 +90,7 @@ class Recorder:
     def start(self) -> None:
         """Follow which module runs. Hooks of compiled modules are left alone: a change of them compiles anew."""
         for name, module in self._modules():
-            self._handles.append(module.register_forward_pre_hook(lambda m, a, name=name: self._stack.append(name)))
+            self._handles.append(module.register_forward_pre_hook(lambda m, a, name=name: self._enter(name)))
             self._handles.append(module.register_forward_hook(lambda m, a, o: self._leave(), always_call=True))
 
     def _modules(self) -> list[tuple[str, nn.Module]]:
@@ -92,9 +106,19 @@ class Recorder:
             and not any(name.startswith(c) for c in compiled)
         ]
 
+    def _enter(self, name: str) -> None:
+        self._stack.append(name)
+        self._changes.append((_torch.next_sequence_nr(), self.module()))
+
     def _leave(self) -> None:
         if self._stack:
             self._stack.pop()
+        self._changes.append((_torch.next_sequence_nr(), self.module()))
+
+    def _maker(self, number: int) -> str:
+        """The module that ran when the node of this number was made."""
+        at = bisect.bisect_right(self._changes, number, key=lambda change: change[0])
+        return self._changes[at - 1][1] if at else self._root_name
 
     def module(self) -> str:
         """The path of the module that runs now."""
@@ -103,18 +127,19 @@ class Recorder:
     def packed(self, packed: Packed) -> None:
         """A tensor was saved."""
         self.saved.append(packed)
+        self._saved_in.append(self.module())
 
-    def decided(self, value: Value, op: str, why: str) -> None:
-        """The ledger chose: ``value`` is kept because of ``why``, or rebuilt."""
+    def decided(self, value: Value, op: str, why: str, number: int) -> None:
+        """The ledger chose: ``value``, made by the node of this ``number``, is kept because of ``why``, or rebuilt."""
+        self._made_by[id(value)] = self._maker(number)
         self._ops.append(op)
         self._decided.append((value, self.module(), why))
 
     def shared(self, value: Value, nbytes: int) -> None:
         """A tensor was asked for again."""
         if nbytes >= self.min_bytes:
-            self.entries.append(
-                Entry(self.module(), value.op, "shared", nbytes, "kept or rebuilt once for all readers")
-            )
+            made_by = self._made_by.get(id(value), "")
+            self.entries.append(Entry(self.module(), value.op, "shared", nbytes, SHARED, made_by))
 
     def stop(self) -> None:
         """The region ends: number the values, and turn what was decided into plain data."""
@@ -129,8 +154,11 @@ class Recorder:
             self._decisions.append(value.ordinal)
             self._kept.append(value.tensor is not None or id(value) in self._dear)
             outcome = "kept" if value.tensor is not None else "rebuilt"
-            self.entries.append(Entry(module, value.op, outcome, value.nbytes, why if outcome == "kept" else ""))
+            why = why if outcome == "kept" else ""
+            self.entries.append(Entry(module, value.op, outcome, value.nbytes, why, self._made_by[id(value)]))
+        self._first_decision = len(self.entries) - len(self._decided)
         needed = self._needed()
+        self._note_undecided()
         self._bare = [self._is_bare(p, needed) for p in self.saved]
         self._fates = [self._fate(p) for p in self.saved]
         ops = {id(value): op for op, (value, _, _) in zip(self._ops, self._decided, strict=True)}
@@ -139,13 +167,39 @@ class Recorder:
         self._casts = [_is_cast(p) for p in self.saved]
         self._note_readers()
         self._has_node = [type(p) is Seen or (type(p) is Value and p.op != "input") for p in self.saved]
-        self._small = [
-            p.nbytes if type(p) is Value and p.free and p.nbytes < self.min_bytes else -1 for p in self.saved
-        ]
+        self._small = [self._bytes_if_small(p) for p in self.saved]
+        once = {id(p): nbytes for p, nbytes in zip(self.saved, self._small, strict=True)}
+        self.small_bytes = sum(nbytes for nbytes in once.values() if nbytes > 0)
         for value, _, _ in self._decided:
             value.forget_recipe()
-        self._decided, self._root, self._dear = [], None, set()
+        self._decided, self._made_by, self._changes, self._root, self._dear = [], {}, [], None, set()
         self.saved.clear()
+        self._saved_in.clear()
+
+    def _bytes_if_small(self, packed: Packed) -> int:
+        """The bytes of a saved tensor that was kept unseen for having so few; else -1."""
+        return packed.nbytes if type(packed) is Value and packed.free and packed.nbytes < self.min_bytes else -1
+
+    def _note_undecided(self) -> None:
+        """Enter what no decision was made for: the noise of a dropout, which is drawn again, and what recipes start
+        from although autograd has not asked for it."""
+        known = {id(v) for v, _, _ in self._decided}
+        for packed, module in zip(self.saved, self._saved_in, strict=True):
+            value = _value_of(packed)
+            if value is not None and id(value) not in known:
+                known.add(id(value))
+                if value.tensor is None and value.function is not None and value.nbytes >= self.min_bytes:
+                    self.entries.append(Entry(module, value.op, "rebuilt", value.nbytes, "", module))
+        stack = [v for v, _, _ in self._decided if v.tensor is None]
+        while stack:
+            for v in stack.pop().inputs:
+                if id(v) in known:
+                    continue
+                known.add(id(v))
+                if v.tensor is None:
+                    stack.append(v)
+                elif not v.free:
+                    self.entries.append(Entry("", v.op, "kept", v.nbytes, EXTRA, "", is_extra=True))
 
     def _note_readers(self) -> None:
         """Of each reader: the bytes of the gradient that it will be given, and whose scratch it will take.
@@ -246,6 +300,16 @@ class Recorder:
         """The step as data, for the plan."""
         given = [r.given + (self._scratch.get(r.convolution, 0) if r.convolution else 0) for r in self.gradients]
         return Record(tuple(self.items), tuple(self.reads), tuple(given))
+
+    def entries_under(self, cut: frozenset[int] | None) -> list[Entry]:
+        """The entries as later steps make them, which follow ``cut``."""
+        entries = list(self.entries)
+        for n, (item, kept) in enumerate(zip(self._decisions, self._kept, strict=True), self._first_decision):
+            entry, stays = entries[n], self._stays(item, kept, cut)
+            if stays != (entry.outcome == "kept"):
+                why = "" if not stays else LOWER_PEAK if self.items[item].choice else TOO_MUCH_WORK
+                entries[n] = replace(entry, outcome="kept" if stays else "rebuilt", why=why)
+        return entries
 
     def decisions(self, cut: frozenset[int] | None) -> list[Decision | None]:
         """For every saved tensor in order: its op, whether it is simply kept, and its bytes; None: it has no value.

@@ -15,7 +15,7 @@ from leangrad.ledger.cast import Anchor, Packed
 from leangrad.ledger.choice import Choice, Decision
 from leangrad.ledger.course import Calls, Course, Recording
 from leangrad.ledger.hooks import Hooks
-from leangrad.ledger.opened import opened
+from leangrad.ledger.opened import enter, opened
 from leangrad.ledger.origins import Operand, Walk
 from leangrad.ledger.products import Products
 from leangrad.ledger.record import Recorder
@@ -100,7 +100,7 @@ class Region(Choice):
         self._calls.__enter__()
         if not self._follows:
             self.hooks.set_all()
-        opened.region = self
+        enter(self)
         if self.recorder is not None:
             self.recorder.start()
         return self
