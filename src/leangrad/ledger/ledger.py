@@ -16,7 +16,7 @@ from leangrad.ledger.choice import DEEPEST, Decision
 from leangrad.ledger.course import Course
 from leangrad.ledger.opened import region_is_open
 from leangrad.ledger.plan import best_cut
-from leangrad.ledger.record import Recorder
+from leangrad.ledger.record import Recorder, Totals
 from leangrad.ledger.region import Region
 from leangrad.ledger.rest import Rest
 from leangrad.ledger.summary import summarize
@@ -135,6 +135,18 @@ class Ledger:
     def cap(self) -> int:
         """How deep a recipe may be where nothing was learned."""
         return DEEPEST if self.residual_depth == "auto" else self.residual_depth
+
+    def totals(self) -> Totals:
+        """The bytes that the last recorded step kept, rebuilt and shared; zeros if no step has been recorded.
+
+        >>> import torch, leangrad
+        >>> x = torch.ones(64, 64, requires_grad=True)
+        >>> with leangrad.saving() as ledger:
+        ...     y = torch.nn.functional.gelu(x @ x).sin()  # keeps the product; sin asks for its GELU, which is rebuilt
+        >>> ledger.totals()
+        Totals(kept_bytes=16384, rebuilt_bytes=16384, shared_bytes=0)
+        """
+        return Totals() if self._recorded is None else self._recorded.totals()
 
     def summary(self) -> str:
         """What the recorded step kept, shared and rebuilt, by module and op, and why what was kept was not rebuilt."""
