@@ -29,7 +29,7 @@ DTYPES = {  # how many samples of each op are tried, here and in `make fuzz`
 # The least that must be compared, of all ops: torch 2.13 has 547 with gradients, of which 537 have samples in float32,
 # 454 in bfloat16 and 324 in complex64; 128 of those in float32 also change their input in place.
 LEAST_OPS = {torch.float32: 480, torch.bfloat16: 390, torch.complex64: 270, "in place": 105}
-LEAST_MODULES = 60
+LEAST_MODULES = 90  # of 106
 
 pytestmark = [pytest.mark.fuzz, pytest.mark.slow]
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -93,7 +93,7 @@ def test_ops_in_place(deal: int, device: str) -> None:
     for op in op_infos()[deal::2]:
         if op.inplace_variant is None or not op.supports_inplace_autograd:
             continue
-        for sample in samples_of(op, device, torch.float32, examples(2, EVERY)):
+        for sample in samples_of(op, device, torch.float32, examples(1, EVERY)):
             if isinstance(sample.input, Tensor) and not sample.broadcasts_input:
                 tree = sample.input, sample.args, sample.kwargs
                 compare(full_name(op), called_in_place(op, sample), tree, counts)
@@ -116,7 +116,7 @@ class Called(nn.Module):
 def test_modules(training: bool, device: str) -> None:
     counts = Counts()
     for info in module_infos():
-        for sample in module_samples_of(info, device, torch.float32, training)[: examples(2, EVERY)]:
+        for sample in module_samples_of(info, device, torch.float32, training)[: examples(1, EVERY)]:
             if sample.forward_input is None:
                 continue
             torch.manual_seed(0)

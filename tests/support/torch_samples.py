@@ -13,6 +13,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch.nn.modules.lazy import LazyModuleMixin
 
 
 def _import() -> tuple[list[Any], list[Any]]:
@@ -40,7 +41,9 @@ def op_infos() -> list[Any]:
 @functools.cache
 def module_infos() -> list[Any]:
     """Every module that needs no lazy parameters, by name."""
-    return sorted((info for info in _import()[1] if not info.is_lazy), key=lambda info: info.name)
+    return sorted(
+        (info for info in _import()[1] if not issubclass(info.module_cls, LazyModuleMixin)), key=lambda info: info.name
+    )
 
 
 def full_name(op: Any) -> str:
