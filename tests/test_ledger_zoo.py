@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import leangrad
 from benchmarks.floor import floor
 from leangrad.ledger import Ledger
+from tests.support import same_bits
 from tests.zoo import CASES, Case, FastBFloat16
 
 NEAR_FLOOR = 1.02
@@ -85,9 +86,9 @@ def test_gradients_and_buffers_are_the_same_bits(case: Case, autocast: bool) -> 
                 loss_of(case, model, batch, region, autocast).backward()
             for (name, p), q in zip(plain.named_parameters(), lean.parameters(), strict=True):
                 assert (p.grad is None) == (q.grad is None), name
-                assert p.grad is None or torch.equal(p.grad, q.grad), (seed, name)
+                assert p.grad is None or same_bits(p.grad, q.grad), (seed, name)
             for (name, p), q in zip(plain.named_buffers(), lean.buffers(), strict=True):
-                assert torch.equal(p, q), (seed, name)
+                assert same_bits(p, q), (seed, name)
 
 
 @DTYPES

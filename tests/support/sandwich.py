@@ -92,7 +92,7 @@ def differences(a: list[Tensor | None] | None, b: list[Tensor | None] | None) ->
     """Which tensors differ, by their place, and how."""
     if a is None or b is None or len(a) != len(b):
         return {-1: "not as many tensors"}
-    found = {k: difference(x, y, nans=True, strides=True) for k, (x, y) in enumerate(zip(a, b, strict=True))}
+    found = {k: difference(x, y, nans="any", strides=True) for k, (x, y) in enumerate(zip(a, b, strict=True))}
     return {k: words for k, words in found.items() if words}
 
 
