@@ -23,6 +23,7 @@ from leangrad.errors import ChangedError
 from leangrad.ledger import Region
 from leangrad.ledger.choice import Choice
 from leangrad.ledger.record import Recorder
+from tests.support import same_bits
 from tests.zoo import CASES, Case
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # of a CPU that has no bfloat16
@@ -55,7 +56,7 @@ def step(model: nn.Module, x: Tensor, region: Any = None) -> list[Tensor]:
 def assert_same(a: list[Tensor], b: list[Tensor]) -> None:
     assert len(a) == len(b) > 0
     for n, (p, q) in enumerate(zip(a, b, strict=True)):
-        assert torch.equal(p, q), n
+        assert same_bits(p, q), n
 
 
 @pytest.fixture

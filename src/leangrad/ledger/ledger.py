@@ -16,7 +16,7 @@ from leangrad.ledger.choice import DEEPEST, Decision
 from leangrad.ledger.course import Course
 from leangrad.ledger.opened import region_is_open
 from leangrad.ledger.plan import best_cut
-from leangrad.ledger.record import Recorder
+from leangrad.ledger.record import Recorder, Totals
 from leangrad.ledger.region import Region
 from leangrad.ledger.rest import Rest
 from leangrad.ledger.summary import summarize
@@ -156,6 +156,18 @@ class Ledger:
         if self._difference:
             return f"steps follow no trace: {self._difference}"
         return "no step has followed this one yet"
+
+    def totals(self) -> Totals:
+        """The bytes that the last recorded step kept, rebuilt and shared; zeros if no step has been recorded.
+
+        >>> import torch, leangrad
+        >>> x = torch.ones(64, 64, requires_grad=True)
+        >>> with leangrad.saving() as ledger:
+        ...     y = torch.nn.functional.gelu(x @ x).sin()  # keeps the product; sin asks for its GELU, which is rebuilt
+        >>> ledger.totals()
+        Totals(kept_bytes=16384, rebuilt_bytes=16384, shared_bytes=0)
+        """
+        return Totals() if self._recorded is None else self._recorded.totals()
 
     def summary(self) -> str:
         """What is kept, rebuilt and shared, by the module that made it, the op, and the module that reads it; and why.

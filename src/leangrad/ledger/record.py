@@ -48,6 +48,15 @@ class Reader(NamedTuple):
     convolution: Convolution | None = None  # whose scratch counts too
 
 
+@dataclass(frozen=True)
+class Totals:
+    """Bytes of the tensors that autograd wanted to keep in one recorded step, by what became of them."""
+
+    kept_bytes: int = 0
+    rebuilt_bytes: int = 0
+    shared_bytes: int = 0  # asked for again, and kept or rebuilt once for all readers
+
+
 class Recorder:
     """Listens to one region and to the backward passes that follow it."""
 
@@ -295,6 +304,13 @@ class Recorder:
         self.was_read = True
         if any(item.choice for item in self.items):  # else there is nothing to plan
             self._scratch = scratch.measure(r.convolution for r in self.gradients if r.convolution is not None)
+
+    def totals(self) -> Totals:
+        """Sum the entries of the step by what became of each tensor."""
+        bytes_of = dict.fromkeys(("kept", "rebuilt", "shared"), 0)
+        for entry in self.entries:
+            bytes_of[entry.outcome] += entry.nbytes
+        return Totals(bytes_of["kept"], bytes_of["rebuilt"], bytes_of["shared"])
 
     def record(self) -> Record:
         """The step as data, for the plan."""
