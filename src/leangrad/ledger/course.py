@@ -33,6 +33,7 @@ from leangrad.ledger.changes import write_out
 from leangrad.ledger.hooks import TAKEN_BACK, Hooks
 from leangrad.ledger.notes import HANDLERS, Notes, handler_of
 from leangrad.ledger.notes import Book as NotesBook
+from leangrad.ledger.shape_only import packed_in
 
 ALL = ANY_SIZE = sys.maxsize
 
@@ -267,7 +268,7 @@ def _names(out: Any, saved: Sequence[Packed]) -> tuple[str | None, ...]:
     for name in names:
         raw = getattr(node, "_raw_saved_" + name)
         if raw is not None and type(raw) is not tuple:
-            held.append((name, _torch.packed(raw)))
+            held.append((name, packed_in(raw)))
     found: list[str | None] = []
     for packed in saved:
         at = next((i for i, (_, p) in enumerate(held) if p is packed), None)

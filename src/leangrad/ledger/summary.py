@@ -20,10 +20,11 @@ def summarize(entries: list[Entry]) -> str:
         row[0] += 1
         row[1] += e.nbytes
         totals[e.outcome] += e.nbytes
-    lines = [f"{'module':<36} {'op':<28} {'':<8} {'n':>4} {'MB':>10}  why"]
+    lines = [f"{'module':<36} {'op':<28} {'':<10} {'n':>4} {'MB':>10}  why"]
     for (module, op, outcome, why), (count, nbytes) in rows.items():
         name = op.removesuffix("Backward0").removesuffix("Backward1")
-        lines.append(f"{module:<36} {name:<28} {outcome:<8} {count:>4} {nbytes / 1e6:>10.3f}  {why}".rstrip())
+        lines.append(f"{module:<36} {name:<28} {outcome:<10} {count:>4} {nbytes / 1e6:>10.3f}  {why}".rstrip())
     lines.append("")
-    lines.append(", ".join(f"{what} {totals[what] / 1e6:.3f} MB" for what in ("kept", "rebuilt", "shared")))
+    outcomes = ["kept", "rebuilt", "shared", *(["shape only"] if totals["shape only"] else [])]
+    lines.append(", ".join(f"{what} {totals[what] / 1e6:.3f} MB" for what in outcomes))
     return "\n".join(lines)
