@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -313,10 +314,9 @@ class Choice:
         span = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
         if span > tensor.numel():  # it lies in more memory than its own, which the stand-in would take too
             return False
-        owner = tensor if tensor._base is None else tensor._base
+        base = tensor._base
+        owner = tensor if base is None or base.grad_fn is None else base
         node: Any = owner.grad_fn
-        if node is None:
-            return False
         known = node.metadata.get(VALUES[owner.output_nr])
         value = known() if known is not None else None
         if type(value) is Value and value.tensor is not None and value.readers:
@@ -324,8 +324,8 @@ class Choice:
         if claim.kind != INDEXED:
             return True
         is_product = LIVE in node.metadata or origin_of(node, owner.output_nr) is None
-        pooled = _torch.output_facts(claim.node).shape.numel()
-        return is_product and pooled * torch.int64.itemsize < tensor.nbytes
+        indices = math.prod(_torch.output_facts(claim.node).shape) * torch.int64.itemsize
+        return is_product and indices < tensor.nbytes
 
     # ---------------------------------------------------------------- second outputs
 
