@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -16,39 +16,27 @@ from torch.utils.checkpoint import checkpoint
 import leangrad
 from leangrad.errors import ChangedError
 from leangrad.ledger import shape_only
-from leangrad.ledger.shape_only import LAYOUT, SHAPE_ONLY, SIZES
+from leangrad.ledger.shape_only import SHAPE_ONLY, SIZES
 
+pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # of a CPU that has no bfloat16
 STEPS = 4  # the first is recorded, the later ones follow it
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
-class Made(torch.autograd.Function):
-    """A tensor that only this op can make, with given strides; backward notes the gradient it was given."""
+def made(x: Tensor, layout: str) -> Tensor:
+    """What a product with the identity makes of ``x``, which must be kept or is gone; it lies in memory in this way."""
 
-    received: list[Tensor] = []  # noqa: RUF012
+    def product(a: Tensor) -> Tensor:
+        return a @ torch.eye(a.shape[-1], device=a.device, dtype=a.dtype)
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, layout: str) -> Tensor:
-        return laid_out(x.detach(), layout)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
-        Made.received.append(g)
-        return g * 1, None
-
-
-def laid_out(x: Tensor, layout: str) -> Tensor:
-    """A copy of ``x`` that lies in memory in this way."""
     if layout == "contiguous":
-        return x.clone(memory_format=torch.contiguous_format)
+        return product(x)
     if layout == "channels last":
-        return x.clone(memory_format=torch.channels_last if x.dim() == 4 else torch.channels_last_3d)
+        return product(x.movedim(1, -1)).movedim(-1, 1)
     if layout == "transposed":
-        strides = torch.empty(x.transpose(0, -1).shape, device="meta").transpose(0, -1).stride()
-    else:
-        assert layout == "sliced"
-        strides = torch.empty(*x.shape, 2, device="meta")[..., 0].stride()
-    return x.new_empty_strided(x.shape, strides).copy_(x)
+        return product(x.transpose(0, -1)).transpose(0, -1)
+    assert layout == "sliced"
+    return product(x.repeat_interleave(2, -1))[..., ::2]
 
 
 @dataclass(frozen=True)
@@ -60,7 +48,7 @@ class Entry:
     op: Callable[[Tensor], Any]
     shape: tuple[int, ...]
     dtypes: tuple[torch.dtype, ...] = (torch.float32,)
-    deterministic: bool = field(default=True)  # on CUDA
+    exact_on_cuda: bool = True  # for gradients of small integers; otherwise threads add what was rounded
 
     def __str__(self) -> str:
         return f"{self.node.removesuffix('Backward0')}-{len(self.shape)}d"
@@ -93,15 +81,17 @@ HALF = (torch.float32, torch.bfloat16, torch.float64)
 MAPS = {1: (3, 4, 10), 2: (3, 4, 8, 10), 3: (2, 3, 6, 8, 10)}
 PADDING = {1: (2, 1), 2: (2, 1, 1, 3), 3: (2, 1, 1, 3, 2, 1)}
 ENTRIES = [
-    Entry("GatherBackward0", "self", lambda x: x.gather(1, index(6, 9, high=7, like=x)), (6, 7), HALF, False),
+    Entry("GatherBackward0", "self", lambda x: x.gather(1, index(6, 9, high=7, like=x)), (6, 7), HALF),
     Entry("GatherBackward0", "self", lambda x: torch.gather(x, -1, index(2, 3, 4, high=5, like=x)), (2, 3, 5)),
     Entry("GatherBackward0", "self", lambda x: x.take_along_dim(index(1, 7, high=6, like=x), 0), (6, 7)),
-    Entry("TakeBackward0", "self", lambda x: x.take(index(9, high=42, like=x)), (6, 7), HALF, False),
+    Entry("TakeBackward0", "self", lambda x: x.take(index(9, high=42, like=x)), (6, 7), HALF),
     Entry("MaskedSelectBackward0", "self", masked, (6, 7), HALF),
     Entry("MaskedSelectBackward0", "self", lambda x: x.masked_select(room(3, 1, 1, like=x) > 0), (2, 5)),
     Entry("PutBackward0", "source", lambda x: room(8, 9, like=x).put(index(6, 7, high=72, like=x), x, True), (6, 7)),
     Entry("PutBackward0", "source", lambda x: room(8, 9, like=x).put_(distinct(42, 72, x).view(6, 7), x), (6, 7)),
-    Entry("IndexAddBackward0", "source", lambda x: room(8, 7, like=x).index_add(0, index(6, high=8, like=x), x), (6, 7)),
+    Entry(
+        "IndexAddBackward0", "source", lambda x: room(8, 7, like=x).index_add(0, index(6, high=8, like=x), x), (6, 7)
+    ),
     Entry(
         "IndexAddBackward0",
         "source",
@@ -111,8 +101,8 @@ ENTRIES = [
     ),
     Entry("IndexCopyBackward0", "source", lambda x: room(8, 7, like=x).index_copy(0, distinct(6, 8, x), x), (6, 7)),
     Entry("IndexCopyBackward0", "source", lambda x: room(8, 7, like=x).index_copy_(0, distinct(6, 8, x), x), (6, 7)),
-    Entry("CummaxBackward0", "self", lambda x: x.cummax(1)[0], (6, 7), HALF, False),
-    Entry("CumminBackward0", "self", lambda x: torch.cummin(x, 0)[0], (6, 7), HALF, False),
+    Entry("CummaxBackward0", "self", lambda x: x.cummax(1)[0], (6, 7), HALF),
+    Entry("CumminBackward0", "self", lambda x: torch.cummin(x, 0)[0], (6, 7), HALF),
     Entry("ComplexBackward0", "real", lambda x: torch.complex(x, x.detach() * 2), (6, 7)),
     Entry("ComplexBackward0", "imag", lambda x: torch.complex(x.detach() * 2, x), (6, 7)),
     Entry("FftR2CBackward0", "self", lambda x: torch.fft.rfft(x, dim=0), (6, 7)),
@@ -189,10 +179,15 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.flatten().view(torch.uint8), b.flatten().view(torch.uint8))
 
 
-def assert_same(mine: list[Tensor], plain: list[Tensor], what: object = "") -> None:
+def assert_same(mine: list[Tensor], plain: list[Tensor], what: object = "", *, exact: bool = True) -> None:
+    """The same bits and strides; not ``exact``: strides, and values as near as plain's are to themselves."""
     assert len(mine) == len(plain) > 0
     for n, (a, b) in enumerate(zip(mine, plain, strict=True)):
-        assert same_bits(a, b), (what, n, a.stride(), b.stride())
+        assert a.stride() == b.stride(), (what, n)
+        if exact:
+            assert same_bits(a, b), (what, n)
+        else:
+            torch.testing.assert_close(a, b)
 
 
 def program(entry: Entry, layout: str, *, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Any:
@@ -200,20 +195,24 @@ def program(entry: Entry, layout: str, *, device: str = "cpu", dtype: torch.dtyp
     leaf = torch.randn(entry.shape, generator=torch.Generator().manual_seed(5)).to(device, dtype).requires_grad_()
 
     def step(region: Any, *, second: bool = False, retain: bool = False) -> list[Tensor]:
-        Made.received.clear()
+        received: list[Tensor] = []
         with region:
-            y = entry.op(Made.apply(leaf.square(), layout))
-        g = torch.randn(y.shape, generator=torch.Generator().manual_seed(6)).to(y.device, y.dtype)
-        g.requires_grad_(second)
+            x = made(leaf.square(), layout)
+            x.register_hook(lambda g: received.append(g.detach()))
+            y = entry.op(x)
+        g = torch.randn(y.shape, generator=torch.Generator().manual_seed(6))
+        if device == "cuda":
+            g = (4 * g).round()  # sums of small integers are exact in whatever order threads add them
+        g = g.to(y.device, y.dtype).requires_grad_(second)
         (first,) = torch.autograd.grad(y, leaf, g, create_graph=second, retain_graph=second or retain)
-        found = [y.detach(), *Made.received, first.detach()]
+        found = [y.detach(), *received, first.detach()]
         if retain:
             found += torch.autograd.grad(y, leaf, g)
         if second:
-            Made.received.clear()
+            received.clear()
             w = torch.randn(first.shape, generator=torch.Generator().manual_seed(7)).to(device, dtype)
             found += [t for t in torch.autograd.grad(first, (leaf, g), w, allow_unused=True) if t is not None]
-            found += Made.received
+            found += received
         return found
 
     return step
@@ -250,13 +249,11 @@ def test_the_list_names_what_this_torch_has(node: str) -> None:
 def test_no_value_of_the_stand_in_is_read(entry: Entry, layout: str, device: str, stands: Stands) -> None:
     for dtype in entry.dtypes:
         step = program(entry, layout, device=device, dtype=dtype)
-        plain = step(nullcontext())
-        if device == "cuda" and not entry.deterministic and not all(map(same_bits, plain, step(nullcontext()))):
-            continue  # plain is not equal to itself
+        plain, exact = step(nullcontext()), device == "cpu" or entry.exact_on_cuda
         ledger = leangrad.saving(min_bytes=0)
         for n in range(STEPS):
             stands.count, stands.fill = 0, (float("nan"), 1e30, -3.0, None)[n % 4]
-            assert_same(step(ledger), plain, (dtype, n))
+            assert_same(step(ledger), plain, (dtype, n), exact=exact)
             assert stands.count == stand_ins(entry, layout), (dtype, n)
         assert ledger.course is not None  # and the last steps followed it
 
@@ -266,18 +263,17 @@ def test_no_value_of_the_stand_in_is_read(entry: Entry, layout: str, device: str
 def test_second_derivatives_and_a_second_backward(entry: Entry, layout: str, device: str, stands: Stands) -> None:
     step = program(entry, layout, device=device)
     plain, retained = step(nullcontext(), second=True), step(nullcontext(), retain=True)
-    if device == "cuda" and not entry.deterministic:
-        pytest.skip("plain is not equal to itself")
+    exact = device == "cpu" or entry.exact_on_cuda
     ledger = leangrad.saving(min_bytes=0)
     for fill in (float("nan"), 1e30, -3.0):
         stands.count, stands.fill = 0, fill
-        assert_same(step(ledger, second=True), plain, fill)
+        assert_same(step(ledger, second=True), plain, fill, exact=exact)
         assert stands.count == stand_ins(entry, layout)
-        assert_same(step(ledger, retain=True), retained, fill)
+        assert_same(step(ledger, retain=True), retained, fill, exact=exact)
         assert stands.count == 3 * stand_ins(entry, layout)
 
 
-# -------------------------------------------------------------------------------------------- models, and what they keep
+# ------------------------------------------------------------------------------------------- models, and what they keep
 
 
 class Model(nn.Module):
@@ -316,7 +312,6 @@ def gradients(model: nn.Module, x: Tensor, autocast: bool = False) -> list[Tenso
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
-@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # of a CPU that has no bfloat16
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("autocast", [False, True], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=["nchw", "nhwc"])
@@ -326,17 +321,15 @@ def test_models(name: str, memory_format: torch.memory_format, autocast: bool, d
     model, x = make().to(device), torch.randn(shape, device=device)
     if x.dim() == 4:
         model, x = model.to(memory_format=memory_format), x.contiguous(memory_format=memory_format)
-    plain = gradients(model, x, autocast)
-    leangrad.lean(model, min_bytes=0)
     stands.fill = float("nan")
-    for n in range(STEPS):
-        mine = gradients(model, x, autocast)
-        if device == "cpu" or name not in ("gather", "pad", "squeezed"):  # which add atomically on CUDA
-            assert_same(mine, plain, n)
-        else:
-            for a, b in zip(mine, plain, strict=True):
-                torch.testing.assert_close(a, b)
-        assert stands.count == n + 1
+    with torch.backends.cudnn.flags(deterministic=True, benchmark=False):
+        plain = gradients(model, x, autocast)
+        exact = device == "cpu" or all(all(map(same_bits, gradients(model, x, autocast), plain)) for _ in range(4))
+        leangrad.lean(model, min_bytes=0)
+        for n in range(STEPS):
+            assert_same(gradients(model, x, autocast), plain, n, exact=exact)
+            # A CPU's autocast pads in float32: a cast of the product, which is not known to be at hand, and less than a pad.
+            assert stands.count == (0 if (name, device, autocast) == ("pad", "cpu", True) else n + 1)
     assert leangrad.ledger_of(model).course is not None
 
 
@@ -400,7 +393,7 @@ def test_one_tensor_saved_twice(stands: Stands) -> None:
     def step(region: Any) -> list[Tensor]:
         leaf = torch.randn(8, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
         with region:
-            x = Made.apply(leaf, "contiguous")
+            x = made(leaf, "contiguous")
             z = torch.complex(x, x)
             y = x.gather(1, index(8, 8, high=8, like=x)) * x + z.real * z.imag
         y.backward(torch.ones_like(y) / 3)
@@ -420,7 +413,7 @@ def test_a_change_in_place_is_no_matter_of_the_shape(stands: Stands) -> None:
     def step(region: Any, change: str) -> Tensor:
         leaf = torch.randn(8, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
         with region:
-            x, at = Made.apply(leaf, "contiguous"), index(8, 8, high=8, like=leaf)
+            x, at = made(leaf, "contiguous"), index(8, 8, high=8, like=leaf)
             y = x.gather(1, at) * 3
         with torch.no_grad():
             {"x": x, "index": at, "": torch.ones(1)}[change].mul_(0)
@@ -549,7 +542,9 @@ def test_disentangled_attention(monkeypatch: pytest.MonkeyPatch) -> None:
         return leangrad.measure(step).kept_bytes
 
     plain = step()
-    lowest = floor(leangrad.plain(model), {"input_ids": tokens}, lambda out: out.last_hidden_state.square().mean()).bytes
+    lowest = floor(
+        leangrad.plain(model), {"input_ids": tokens}, lambda out: out.last_hidden_state.square().mean()
+    ).bytes
     lean = kept()
     monkeypatch.setattr(shape_only, "SHAPE_ONLY", {})
     before = kept()

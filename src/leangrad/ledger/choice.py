@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -263,10 +262,13 @@ class Choice:
 
     # ---------------------------------------------------------------- see [Note: decided when the call has ended]
 
-    def defer(self, tensor: Tensor) -> Slot:
-        """Autograd wants to keep ``tensor`` in a call that may make a node of ``SHAPE_ONLY``: decide later."""
+    def defer(self, tensor: Tensor, *, expected: bool = False) -> Slot:
+        """Autograd wants to keep ``tensor`` in a call that may make a node of ``SHAPE_ONLY``: decide later.
+
+        expected: a stand-in served in the recorded step.
+        """
         assert self.slots is not None
-        slot = Slot(tensor)
+        slot = Slot(tensor, expected)
         self.slots.append(slot)
         return slot
 
@@ -279,7 +281,7 @@ class Choice:
             for slot in slots:
                 tensor, claim = slot.tensor, claimed.get(id(slot))
                 assert tensor is not None
-                if claim is not None and self.is_shape_only(tensor, claim):
+                if claim is not None and self.is_shape_only(tensor, claim, expected=slot.expected):
                     strides = None if claim.kind == SIZES else tensor.stride()
                     slot.packed = ShapeOnly(tensor.shape, strides, tensor.dtype, tensor.device)
                     if self.recorder is not None:
@@ -293,12 +295,10 @@ class Choice:
                     assert slot.packed is not None
                     self.recorder.packed(slot.packed)
 
-    def is_shape_only(self, tensor: Tensor, claim: Claim) -> bool:
+    def is_shape_only(self, tensor: Tensor, claim: Claim, *, expected: bool = False) -> bool:
         """Whether a stand-in serves a reader that reads only the shape of ``tensor``, and takes less memory.
 
-        The stand-in for a layout takes as much as the tensor while its node runs. So a tensor that is kept for an
-        earlier op is handed out itself: backward comes to that op later, so this reader does not prolong its life.
-        Before a max pooling, a stand-in pays if nothing but the pooling keeps its input, and the indices are smaller.
+        expected: it did in the recorded step.
         """
         if (
             type(tensor) not in PLAIN_TYPES
@@ -309,23 +309,39 @@ class Choice:
             or tensor.is_neg()
         ):
             return False
-        if claim.kind == SIZES:
-            return True
-        span = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-        if span > tensor.numel():  # it lies in more memory than its own, which the stand-in would take too
-            return False
+        if claim.kind != SIZES:
+            span = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+            if span > tensor.numel():  # it lies in more memory than its own, which the stand-in would take too
+                return False
+        return expected or self._stand_in_pays(tensor, claim)
+
+    def _stand_in_pays(self, tensor: Tensor, claim: Claim) -> bool:
+        """Whether less is kept if ``tensor`` is not kept for the node of ``claim``.
+
+        What the op gives could be rebuilt from ``tensor``, were that kept. So if the op gives more bytes, as a padding
+        does, ``tensor`` must be known to be at hand all the same: kept or rebuilt for another reader, or a product
+        that can be caught. A max pooling also gives indices, which could be rebuilt too.
+
+        The stand-in for a layout takes as much as the tensor while its node runs. So a tensor that is kept for an
+        earlier op is handed out itself: backward comes to that op later, so this reader does not prolong its life.
+        """
         base = tensor._base
         owner = tensor if base is None or base.grad_fn is None else base
         node: Any = owner.grad_fn
         known = node.metadata.get(VALUES[owner.output_nr])
         value = known() if known is not None else None
+        is_caught = LIVE in node.metadata
+        gives = _torch.output_nbytes(claim.node, 0)
+        if gives > tensor.nbytes and value is None and not is_caught:
+            return False
+        if claim.kind == SIZES:
+            return True
         if type(value) is Value and value.tensor is not None and value.readers:
             return False
         if claim.kind != INDEXED:
             return True
-        is_product = LIVE in node.metadata or origin_of(node, owner.output_nr) is None
-        indices = math.prod(_torch.output_facts(claim.node).shape) * torch.int64.itemsize
-        return is_product and indices < tensor.nbytes
+        indices = gives // tensor.itemsize * torch.int64.itemsize
+        return (is_caught or origin_of(node, owner.output_nr) is None) and gives + indices < tensor.nbytes
 
     # ---------------------------------------------------------------- second outputs
 

@@ -10,15 +10,15 @@ SIZES    Backward reads sizes, dtype and device. The stand-in is one element, ex
 LAYOUT   Backward reads strides too, mostly as the memory format of the gradient that it makes: ``zeros_like(self)``,
          ``self.suggest_memory_format()``. The stand-in is uninitialised, of the same sizes and strides, and lives for
          the one node. A tensor that another reader keeps anyway is handed out itself: a stand-in would only add to it.
-INDEXED  As LAYOUT, for a max pooling that saves its indices as well. Where the indices can be rebuilt their recipe
-         needs the input, so the input itself is handed out; see ``Choice.is_shape_only``.
+INDEXED  As LAYOUT, for a max pooling that saves its indices as well. Where the indices are rebuilt their recipe needs
+         the input, so the input itself is handed out. ``Choice.is_shape_only`` decides.
 
 Formulas for the second derivative read no more of these tensors: they ask for ``zeros_like(self)``, for which autograd
 saves sizes and dtype by itself, and for the indices.
 
 [Note: decided when the call has ended]
-A pack hook is given a tensor, and not told which node saves it, or as what. One tensor may be saved twice in a call, and
-autocast or a composite function may have made another one of the argument. So during a call that may make a listed
+A pack hook is given a tensor, and not told which node saves it, or as what. One tensor may be saved twice in a call,
+and autocast or a composite function may have made another one of the argument. So during a call that may make a listed
 node, the hook hands autograd an empty ``Slot`` for each tensor. When the call has ended its nodes are there, each slot
 is found again under the name of the node that holds it, and only then is it decided what becomes of it.
 """
@@ -34,6 +34,7 @@ from torch import Tensor
 
 from leangrad import _torch
 from leangrad.errors import LeangradError
+from leangrad.ledger.nodes import AccumulateGrad
 from leangrad.ledger.saved import Bare
 
 if TYPE_CHECKING:
@@ -78,9 +79,7 @@ class ShapeOnly(NamedTuple):
         return stand_in(self.sizes, self.strides, self.dtype, self.device)
 
 
-def stand_in(
-    sizes: torch.Size, strides: tuple[int, ...] | None, dtype: torch.dtype, device: torch.device
-) -> Tensor:
+def stand_in(sizes: torch.Size, strides: tuple[int, ...] | None, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A tensor of this shape with whatever values; without ``strides``, all its elements are one."""
     if strides is None:
         return torch.empty((), dtype=dtype, device=device).expand(sizes)
@@ -90,10 +89,11 @@ def stand_in(
 class Slot:
     """What autograd holds for a tensor that was saved in a call; ``packed`` is decided when the call has ended."""
 
-    __slots__ = ("packed", "tensor", "version")
+    __slots__ = ("expected", "packed", "tensor", "version")
 
-    def __init__(self, tensor: Tensor) -> None:
+    def __init__(self, tensor: Tensor, expected: bool = False) -> None:
         self.tensor: Tensor | None = tensor
+        self.expected = expected  # a stand-in served in the recorded step
         self.version = tensor._version
         self.packed: Packed | None = None
 
@@ -146,8 +146,9 @@ def _nodes(out: Any, first: int) -> Iterator[Any]:
     seen: set[Any] = set()
     while stack:
         node: Any = stack.pop()
-        if node is None or node in seen or hasattr(node, "variable") or node._sequence_nr() < first:
-            continue  # a leaf has the highest number of all
+        # A leaf has the highest number of all.
+        if node is None or node in seen or type(node) is AccumulateGrad or node._sequence_nr() < first:
+            continue
         seen.add(node)
         yield node
         stack.extend(before for before, _ in node.next_functions)

@@ -34,7 +34,7 @@ def keep(choice: Choice, tensor: Tensor) -> Packed:
 
 def shape(choice: Choice, tensor: Tensor) -> Packed | Slot:
     """Backward reads its shape alone, if the call that saves it makes the same node again."""
-    return choice.decide(tensor) if choice.slots is None else choice.defer(tensor)
+    return choice.decide(tensor) if choice.slots is None else choice.defer(tensor, expected=True)
 
 
 def rebuild(choice: Choice, tensor: Tensor) -> Packed:
