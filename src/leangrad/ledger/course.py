@@ -35,6 +35,7 @@ from leangrad.ledger.notes import HANDLERS, Notes, handler_of
 from leangrad.ledger.notes import Book as NotesBook
 from leangrad.ledger.scratch import FUNCTIONS as CONVOLUTIONS
 from leangrad.ledger.scratch import Convolution, convolution_of
+from leangrad.ledger.shape_only import packed_in
 
 ALL = ANY_SIZE = sys.maxsize
 
@@ -277,7 +278,7 @@ def _names(out: Any, saved: Sequence[Packed]) -> tuple[str | None, ...]:
     for name in names:
         raw = getattr(node, "_raw_saved_" + name)
         if raw is not None and type(raw) is not tuple:
-            held.append((name, _torch.packed(raw)))
+            held.append((name, packed_in(raw)))
     found: list[str | None] = []
     for packed in saved:
         at = next((i for i, (_, p) in enumerate(held) if p is packed), None)

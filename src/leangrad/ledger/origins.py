@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from leangrad import _torch
-from leangrad._torch import packed, passed_no_hook
+from leangrad._torch import passed_no_hook
 from leangrad.ledger.cast import Anchor, Cast
 from leangrad.ledger.forms import ONLY, UNSIGNED, NoRecipeError, origin_of
 from leangrad.ledger.nodes import LIVE, NOTE, VALUES, AccumulateGrad, Node
 from leangrad.ledger.saved import Bare
 from leangrad.ledger.seen import Seen
+from leangrad.ledger.shape_only import packed_in
 from leangrad.ledger.value import Value, is_there, leaf_value
 from leangrad.ledger.waiting import wait
 
@@ -209,7 +210,7 @@ class Walk:
             return tuple([None if r is None else self.saved(node, r, name, parameter) for r in raw])
         if passed_no_hook(raw):
             return self._unhooked(node, raw, name, parameter)
-        found = packed(raw)
+        found = packed_in(raw)
         if type(found) is Value or found is None:
             return found
         if type(found) is Cast or type(found) is Seen:
@@ -234,7 +235,7 @@ class Walk:
         """A tensor that autograd saved itself: see [Note: hooks only where they are needed]."""
         tensor = _unchanged(node, name)
         if type(tensor) is tuple:  # of several tensors, and the one at hand
-            tensor = packed(raw)
+            tensor = packed_in(raw)
         if tensor is None or (not tensor.dim() and _torch.is_number(tensor)):
             return tensor
         if parameter and self._book.sharded:

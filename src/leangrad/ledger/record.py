@@ -19,6 +19,7 @@ from leangrad.ledger.plan import Item, Record
 from leangrad.ledger.saved import unpack
 from leangrad.ledger.scratch import Convolution
 from leangrad.ledger.seen import Seen
+from leangrad.ledger.shape_only import ShapeOnly, Slot
 from leangrad.ledger.value import Value
 
 # Reasons, as the summary shows them.
@@ -34,7 +35,7 @@ class Entry:
 
     module: str  # the module whose forward saved it: its derivative reads it
     op: str  # what made it
-    outcome: str  # "kept", "rebuilt" or "shared"
+    outcome: str  # "kept", "rebuilt", "shared" or "shape only"
     nbytes: int
     why: str
     made_by: str = ""  # the module whose forward made it
@@ -82,7 +83,7 @@ class Recorder:
         self._has_node: list[bool] = []
         self._small: list[int] = []  # of each: its bytes, if it was kept unseen for having so few; else -1
         self._casts: list[bool] = []  # of each: whether it is a parameter in autocast's dtype, or seen in that
-        self._fates: list[int] = []  # of each saved tensor: the item that it is, KEPT or REBUILT
+        self._fates: list[int] = []  # of each saved tensor: the item that it is, KEPT, REBUILT or SHAPE
         self._found: list[tuple[str, int] | None] = []  # of each: its op and bytes; None: no value stands for it
         self._bare: list[bool] = []  # of each: whether it is kept and no recipe reads it
         self._dear: set[int] = set()  # the values that will be kept because rebuilding them is too much work
@@ -149,6 +150,10 @@ class Recorder:
         if nbytes >= self.min_bytes:
             made_by = self._made_by.get(id(value), "")
             self.entries.append(Entry(self.module(), value.op, "shared", nbytes, SHARED, made_by))
+
+    def shape_only(self, op: str, nbytes: int, number: int) -> None:
+        """Backward reads only the shape of a tensor, made by the node of this ``number``, so it is not kept."""
+        self.entries.append(Entry(self.module(), op, "shape only", nbytes, "", self._maker(number)))
 
     def stop(self) -> None:
         """The region ends: number the values, and turn what was decided into plain data."""
@@ -246,7 +251,9 @@ class Recorder:
         return needed
 
     def _fate(self, packed: Packed) -> int:
-        """The item that a saved tensor is, or a view of; KEPT or REBUILT where it is none."""
+        """The item that a saved tensor is, or a view of; KEPT, REBUILT or SHAPE where it is none."""
+        if type(packed) is ShapeOnly:
+            return SHAPE
         value = _value_of(packed)
         if value is None:
             return KEPT
@@ -256,6 +263,8 @@ class Recorder:
         return value.tensor is not None or id(value) in self._dear
 
     def _is_bare(self, packed: Packed, needed: set[int]) -> bool:
+        if type(packed) is ShapeOnly:
+            return False
         value = _value_of(packed)
         return value is None or (id(value) not in needed and self._is_kept(value))
 
@@ -284,12 +293,12 @@ class Recorder:
 
     # ---------------------------------------------------------------- in backward
 
-    def unpack(self, packed: Packed) -> Tensor:
+    def unpack(self, packed: Packed | Slot) -> Tensor:
         """Backward asks for what was saved: note it, and hand it out."""
-        self.read(packed)
+        self.read(packed.packed if type(packed) is Slot else packed)
         return unpack(packed)
 
-    def read(self, packed: Packed) -> None:
+    def read(self, packed: Packed | None) -> None:
         """Backward asked for what was saved. A step is learned from only if its backward came to its end."""
         if not self._is_reading:
             self._is_reading = True
@@ -342,7 +351,13 @@ class Recorder:
         """For every saved tensor in order: what most likely becomes of it again."""
         kept = self._staying(cut)
         return [
-            ways.keep if bare else ways.decide if fate in kept or cast else ways.rebuild
+            ways.keep
+            if bare
+            else ways.shape
+            if fate == SHAPE
+            else ways.decide
+            if fate in kept or cast
+            else ways.rebuild
             for bare, fate, cast in zip(self._bare, self._fates, self._casts, strict=True)
         ]
 
@@ -391,7 +406,7 @@ class Recorder:
         return max(call.size, (call.size * self.min_bytes - 1) // nbytes)
 
 
-def _value_of(packed: Packed) -> Value | None:
+def _value_of(packed: Packed | None) -> Value | None:
     """The value of a saved tensor, or of what it is a view of; None: it is kept with no value around it."""
     return packed if type(packed) is Value else packed.owner if type(packed) is Seen else None
 
@@ -401,7 +416,7 @@ def _is_cast(packed: Packed) -> bool:
     return value is not None and value.op == NODE and bool(value.inputs) and value.inputs[0].op == "leaf"
 
 
-KEPT, REBUILT = -1, -2
+KEPT, REBUILT, SHAPE = -1, -2, -3
 # Whose gradients have the size of what they gave, which may be other than that of what they read.
 PRODUCTS = {F.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm, torch.addmm, Tensor.addmm}
 PRODUCTS |= scratch.FUNCTIONS
