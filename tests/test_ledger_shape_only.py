@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 import leangrad
 from leangrad.errors import ChangedError
 from leangrad.ledger import shape_only
-from leangrad.ledger.shape_only import SHAPE_ONLY, SIZES
+from leangrad.ledger.shape_only import ENTRIES as SHAPE_ONLY
+from leangrad.ledger.shape_only import SIZES
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # of a CPU that has no bfloat16
 STEPS = 4  # the first is recorded, the later ones follow it
@@ -224,6 +225,12 @@ def stand_ins(entry: Entry, layout: str) -> int:
 
 
 # ------------------------------------------------------------------------------------------------------------- the list
+
+
+def test_the_list_is_empty_for_a_release_that_nobody_has_read() -> None:
+    assert shape_only.entries_for("2.14.0a0+git1") == {}
+    for release in ("2.11.0", "2.12.1+cu130", "2.13.0+cpu"):
+        assert shape_only.entries_for(release) is SHAPE_ONLY
 
 
 @pytest.mark.parametrize("node", SHAPE_ONLY)

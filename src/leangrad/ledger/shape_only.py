@@ -3,8 +3,9 @@
 [Note: which saved tensors are read for their shape alone]
 Autograd saves a whole tensor wherever a derivative formula names it, even if the formula asks only for its sizes:
 ``gather`` needs its input to know how large a gradient to fill with zeros. ``SHAPE_ONLY`` lists these, by the type of
-the node and the name under which the node saves the tensor. Each entry was read off torch's ``derivatives.yaml`` and
-the kernels behind the formula, on CPU and CUDA; a formula that reads one value of the tensor is not on the list.
+the node and the name under which the node saves the tensor. The entries were read off torch's ``derivatives.yaml``.
+That no value is read, and that gradients have plain's bits and strides, is tested for each of them, with stand-ins of
+different values. A formula may change with a release: for one that is newer than ``NEWEST`` the list is empty.
 
 SIZES    Backward reads sizes, dtype and device. The stand-in is one element, expanded.
 LAYOUT   Backward reads strides too, mostly as the memory format of the gradient that it makes: ``zeros_like(self)``,
@@ -27,7 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -44,7 +45,9 @@ if TYPE_CHECKING:
 
 SIZES, LAYOUT, INDEXED = "sizes", "layout", "indexed"
 
-SHAPE_ONLY: dict[str, dict[str, str]] = {
+NEWEST = (2, 13)  # the release of torch whose formulas were read last; run tests/test_ledger_shape_only.py to raise it
+
+ENTRIES: dict[str, dict[str, str]] = {
     "GatherBackward0": {"self": SIZES},
     "TakeBackward0": {"self": LAYOUT},
     "MaskedSelectBackward0": {"self": LAYOUT},
@@ -64,6 +67,19 @@ SHAPE_ONLY: dict[str, dict[str, str]] = {
     **{f"{kind}Pool{d}DBackward0": {"self": LAYOUT} for kind in ("Avg", "AdaptiveAvg") for d in "23"},
     **{f"{kind}Pad{d}DBackward0": {"self": LAYOUT} for kind in ("Reflection", "Replication") for d in "123"},
 }
+
+
+def entries_for(release: str) -> dict[str, dict[str, str]]:
+    """The list for a release of torch.
+
+    >>> entries_for("2.13.0+cpu")["GatherBackward0"], entries_for("3.0.0")
+    ({'self': 'sizes'}, {})
+    """
+    major, minor = release.split(".")[:2]
+    return ENTRIES if (int(major), int(minor)) <= NEWEST else {}
+
+
+SHAPE_ONLY = entries_for(torch.__version__)
 
 
 class ShapeOnly(NamedTuple):
@@ -86,6 +102,7 @@ def stand_in(sizes: torch.Size, strides: tuple[int, ...] | None, dtype: torch.dt
     return torch.empty_strided(sizes, strides, dtype=dtype, device=device)
 
 
+@final
 class Slot:
     """What autograd holds for a tensor that was saved in a call; ``packed`` is decided when the call has ended."""
 
@@ -167,7 +184,8 @@ def deferring(handler: Handler | None = None, *, inplace: bool = False) -> Handl
         if book.slots is not None or (inplace and args and args[0]._is_view()):
             return func(*args, **kwargs)
         first = _torch.next_sequence_nr()
-        book.slots = slots = []
+        slots: list[Slot] = []
+        book.slots = slots
         try:
             out = func(*args, **kwargs)
         except BaseException:
