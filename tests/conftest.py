@@ -1,4 +1,6 @@
-"""What every test shares: one thread, a fixed seed, and no GPU tests where there is no GPU."""
+"""What every test shares: a fixed seed, no GPU tests where there is no GPU, and `--shuffle SEED` for another order."""
+
+import random
 
 import pytest
 import torch
@@ -7,11 +9,23 @@ import torch
 FIRST_PRODUCT = pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS, but there was no current CUDA context")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--shuffle", type=int, metavar="SEED", help="run all tests in the random order of this seed")
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    seed = config.getoption("--shuffle")
+    return None if seed is None else f"tests in random order: --shuffle {seed}"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     mark = FIRST_PRODUCT if torch.cuda.is_available() else pytest.mark.skip(reason="needs a CUDA device")
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(mark)
+    seed = config.getoption("--shuffle")
+    if seed is not None:
+        random.Random(seed).shuffle(items)
 
 
 @pytest.fixture(autouse=True)

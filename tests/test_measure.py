@@ -429,7 +429,7 @@ def test_nested_measurements_are_refused() -> None:
 
 
 def test_a_running_profiler_is_refused_and_left_alone() -> None:
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profiler:
         with pytest.raises(LeangradError, match="torch's profiler is on"):
             measure(lambda: torch.empty(3), timed_runs=0)
         torch.ones(3)
@@ -455,7 +455,7 @@ def needs_a_batch(batch: torch.Tensor, *, scale: float) -> None: ...
         (functools.partial(coroutine_step), "coroutine function"),
         (generator_step, "generator function"),
         (needs_a_batch, "missing a required argument: 'batch'"),
-        (functools.partial(needs_a_batch, torch.ones(1)), "missing a required argument: 'scale'"),
+        (functools.partial(needs_a_batch, torch.ones(1)), "missing a required (keyword-only )?argument: 'scale'"),
         (lambda: coroutine_step(), "returns a coroutine"),
     ],
 )

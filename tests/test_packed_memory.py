@@ -20,7 +20,8 @@ WEIGHT_BYTES = WIDTH * WIDTH * 4
 def memory_events(run: Callable[[], object]) -> list[int]:
     """Every allocation (positive) and release (negative) of the CPU allocator, in order."""
     gc.collect()  # what an earlier test left would be released, and counted, in this run
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile:
         run()
     events = profile.profiler.kineto_results.events()
     changes = sorted((e.start_ns(), i, e.nbytes()) for i, e in enumerate(events) if e.name() == "[memory]")

@@ -121,7 +121,7 @@ def test_nothing_is_measured_where_nothing_is_to_be_planned(monkeypatch: pytest.
 def test_a_profiler_that_is_on_stays_on() -> None:
     """Nothing is measured under it, and the next recorded step measures."""
     x = torch.randn(2, 8, 12, 12)
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
         given(Residual(), x)
         torch.ones(3).cosh_()
     assert "aten::cosh_" in {event.key for event in profiler.key_averages()}

@@ -14,6 +14,7 @@ from leangrad.nn import AttentionContext, TransformerBlock, transformer
 from leangrad.ops import norm
 from leangrad.ops.activation import ACTIVATIONS
 from tests.support import same_bits
+from tests.support.error_rule import assert_error_rule, named
 
 LLAMA = {"norm": "rms", "activation": "swiglu", "kv_heads": 2, "causal": True, "rotary": True, "bias": False}
 KINDS = {
@@ -106,18 +107,17 @@ def test_it_is_its_plain_form(kind, dtype, needs_dx):
 @pytest.mark.parametrize("kind", ["gpt", "llama"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU without bfloat16 says so once
-def test_the_error_is_no_larger_than_plains(kind, dtype):
-    """Against float64, by the largest error over the largest value."""
-    block = make(kind, dtype)
-    x, g = batch(dtype)
-    found, eager = results(block, block, x, g), results(block.plain, block, x, g)
-    wide = make(kind)
-    wide.load_state_dict(block.state_dict())
-    truth = results(wide.plain, wide, x.detach().double().requires_grad_(), g.double())
-    for ours, theirs, true in zip(found, eager, truth, strict=True):
-        scale = true.abs().max()
-        our_error, their_error = ((t.double() - true).abs().max() / scale for t in (ours, theirs))
-        assert our_error <= max(1.25 * their_error, 4 * torch.finfo(torch.float32).eps)
+def test_error_rule(kind, dtype):
+    def draw():
+        block = make(kind, dtype)
+        x, g = batch(dtype)
+        found, eager = results(block, block, x, g), results(block.plain, block, x, g)
+        wide = make(kind)
+        wide.load_state_dict(block.state_dict())
+        truth = results(wide.plain, wide, x.detach().double().requires_grad_(), g.double())
+        return named(found, eager, truth)
+
+    assert_error_rule(draw)
 
 
 MASKS = {

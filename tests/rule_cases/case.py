@@ -157,7 +157,12 @@ def nodes_of(value: Any) -> set[str]:
 
 def check(case: Case, dtype: torch.dtype) -> None:
     """Gradients and random state are plain's, and what the function made is rebuilt by the rule."""
-    plain = step(case, dtype, lean=False)
+    try:
+        plain = step(case, dtype, lean=False)
+    except RuntimeError as error:
+        if "derivative for" not in str(error) or "is not implemented" not in str(error):
+            raise
+        pytest.skip(str(error))  # a younger torch has one
     lean = step(case, dtype, lean=True)
     for a, b in zip(plain.outputs + plain.gradients, lean.outputs + lean.gradients, strict=True):
         assert same_bits(a, b, nans="bits")

@@ -9,6 +9,7 @@ import os
 import tempfile
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -33,13 +34,28 @@ def record(run: Callable[[], object]) -> tuple[Trace, list[Change]]:
         )
     with tempfile.TemporaryDirectory(prefix="leangrad-") as folder, _torch.muted_kineto():
         profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-        with _no_automatic_collection(), _watching_older_storages() as freed, profiler:
+        with _no_automatic_collection(), _watching_older_storages() as freed, _running(profiler):
             torch.empty(1)  # the reader looks for this allocation before the step to know that memory is reported
             with _marking_modules(), record_function(STEP_MARK):
                 run()
         path = os.path.join(folder, "trace.json")
         profiler.export_chrome_trace(path)
         return read_trace(path), freed
+
+
+@contextlib.contextmanager
+def _running(profiler: profile) -> Iterator[None]:
+    """Profile, without torch 2.11's warning that a second cycle would clear the first: there is one.
+
+    `acc_events=True` would silence it too, but builds every event in Python: seconds for a step of some thousand ops.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        profiler.start()
+    try:
+        yield
+    finally:
+        profiler.stop()
 
 
 @contextlib.contextmanager

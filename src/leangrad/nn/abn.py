@@ -204,7 +204,9 @@ class InPlaceABN(ABN):
         invert: True demands inversion, and raises ValueError for an activation without an inverse; False never
             inverts; None, the default, inverts where that is accurate (elu only in float32 and float64).
 
-    All other arguments are those of `ABN`. Channels whose γ is too small to divide by also keep their input.
+    All other arguments are those of `ABN`. Channels with |β| > √2·|γ| also keep their input: inverted, their dγ would
+    have more than twice plain's error. Of 16-bit maps that are inverted dγ carries the rounding of the output, as it
+    carries those of the input and of dz in any case; with `invert=False` it does not.
 
     Keeps for backward: the output, which is also what the next convolution keeps, and 16 bytes per channel.
 
