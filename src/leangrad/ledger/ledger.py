@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
-from collections.abc import Sequence
+import warnings
+from collections.abc import Collection, Hashable, Sequence
 from types import TracebackType
 from typing import Any, Literal
 
@@ -16,7 +18,7 @@ from leangrad.ledger.choice import DEEPEST, Decision
 from leangrad.ledger.course import Course
 from leangrad.ledger.opened import region_is_open
 from leangrad.ledger.plan import best_cut
-from leangrad.ledger.record import Recorder
+from leangrad.ledger.record import Entry, Recorder
 from leangrad.ledger.region import Region
 from leangrad.ledger.rest import Rest
 from leangrad.ledger.summary import summarize
@@ -52,6 +54,7 @@ class Ledger:
         self._decisions: list[Decision] | None = None
         self.ways: Sequence[Way] = ()  # for every saved tensor in order: what most likely becomes of it
         self.course: Course | None = None  # the calls of the recorded step
+        self._segments: dict[Hashable, Ledger] = {}
         self._local = threading.local()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -68,7 +71,34 @@ class Ledger:
             or not _torch.ledger_names_present()
         ):
             return None
-        return Region(self, self._learn(module))
+        outer = _torch.innermost_pack_hook()
+        if outer is None or _is_ours(outer):
+            return Region(self, self._learn(module), module)
+        if _torch.is_checkpoint(outer):  # it drops all that is saved
+            return Region(self, None, module, outer)
+        if _torch.is_recomputation(outer):
+            return self.segment(None).region_inside(module)
+        _warn_once()
+        return None
+
+    def segment(self, key: Hashable) -> Ledger:
+        """The ledger of a checkpointed segment, which backward runs again: what it learns is its own.
+
+        key: the segments of one region by their number; None: the region itself, where a checkpoint is around it.
+        """
+        segment = self._segments.get(key)
+        if segment is None:
+            segment = _fresh(self.residual_depth, self.min_bytes)
+            segment = self._segments.setdefault(key, segment)
+        segment.sharded = self.sharded
+        return segment
+
+    def region_inside(self, module: nn.Module | None) -> Region | None:
+        """A region under the hooks of the checkpoint that runs its function again; None where there can be none."""
+        outer = _torch.innermost_pack_hook()
+        if _torch.is_traced() or not torch.is_grad_enabled() or not _torch.is_recomputation(outer):
+            return None
+        return Region(self, self._learn(module), module, outer)
 
     def __enter__(self) -> Ledger:
         region = self.region()
@@ -132,15 +162,40 @@ class Ledger:
         return self._decisions is None or recorder is None or bool(recorder.caught)
 
     @property
+    def caught(self) -> Collection[int] | None:
+        """The calls of the recorded step of which a product was kept, by their number; None: nothing was learned."""
+        recorder = self._recorder
+        return None if self._decisions is None or recorder is None else recorder.caught
+
+    @property
     def cap(self) -> int:
         """How deep a recipe may be where nothing was learned."""
         return DEEPEST if self.residual_depth == "auto" else self.residual_depth
 
+    def _entries(self) -> list[Entry]:
+        """What was recorded of this region, and of the segments that checkpoints inside or around it run again."""
+        own = self._recorded.entries if self._recorded is not None else []
+        return own + [entry for segment in self._segments.values() for entry in segment._entries()]
+
     def summary(self) -> str:
         """What the recorded step kept, shared and rebuilt, by module and op, and why what was kept was not rebuilt."""
-        text = summarize(self._recorded.entries if self._recorded is not None else [])
+        text = summarize(self._entries())
         fused = sys.modules.get("leangrad.ledger.fused")  # imported by the first rebuild on a GPU
         return text if fused is None else f"{text}\n{fused.summarize()}"
+
+
+def _is_ours(pack: Any) -> bool:
+    return str(getattr(pack, "__module__", "")).startswith("leangrad.")
+
+
+@functools.cache
+def _warn_once() -> None:
+    warnings.warn(
+        "a lean model runs plain inside saved-tensor hooks that others have set around it, such as "
+        "torch.autograd.graph.save_on_cpu: the hooks get every tensor, and leangrad saves no memory. Choose one of the "
+        "two: leangrad.plain(model), or no hooks around the model.",
+        stacklevel=2,
+    )
 
 
 def _fresh(residual_depth: int | Literal["auto"], min_bytes: int) -> Ledger:

@@ -267,7 +267,7 @@ class Recorder:
         kept = self._staying(cut)
         saves: dict[Any, bool] = {}
         for call in self.recording.calls:
-            saves[call.function] = bool(call.names) or saves.get(call.function, False)
+            saves[call.function] = bool(call.names) or call.begins or saves.get(call.function, False)
         calls, seen = [], 0
         for number, call in enumerate(self.recording.calls):
             if saves[call.function]:
@@ -276,7 +276,8 @@ class Recorder:
                 last = max((p for p, name in places if self._fates[p] not in kept or name is None), default=-1)
                 anchors = tuple(n for p, n in places if p > last and n is not None and self._has_node[p])
                 catches, quiet = call.nbytes if number in self.caught else 0, call.graded is False
-                calls.append(Call(call.function, call.first, last, anchors, catches, self._may_grow(call), quiet))
+                grows, begins = self._may_grow(call), call.begins
+                calls.append(Call(call.function, call.first, last, anchors, catches, grows, quiet, begins))
         handled = {call.function for call in self.recording.calls if call.handled}
         graded = {call.function for call in self.recording.calls if call.graded}
         unseen = frozenset(call.function for call in self.recording.calls if call.graded is False) - graded

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Hashable, Sequence
 from types import TracebackType
 from typing import Any, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from leangrad import _torch
 from leangrad.ledger import ways
 from leangrad.ledger.cast import Anchor, Packed
+from leangrad.ledger.checkpoint import Opener, Recomputation, Token, is_settled
 from leangrad.ledger.choice import Choice, Decision
 from leangrad.ledger.course import Calls, Course, Recording
 from leangrad.ledger.hooks import Hooks
@@ -46,8 +47,15 @@ class Knowledge(Protocol):
     def catches(self) -> bool:
         """Whether outputs of products are held for a while, to be kept in the stead of a larger tensor."""
 
+    @property
+    def caught(self) -> Collection[int] | None:
+        """The calls of which a product was kept, by their number; None: any may be."""
+
     def differs(self) -> None:
         """This step is not like the one that was learned from."""
+
+    def segment(self, key: Hashable) -> Opener:
+        """What opens a region in a checkpointed segment of this one, when backward runs it again."""
 
 
 class Region(Choice):
@@ -58,7 +66,10 @@ class Region(Choice):
     packing = True
     packs = ENDED
 
-    def __init__(self, ledger: Knowledge, recorder: Recorder | None) -> None:
+    def __init__(
+        self, ledger: Knowledge, recorder: Recorder | None, module: nn.Module | None = None, outer: Any = None
+    ) -> None:
+        """``outer``: the pack hook of the checkpoint that is in force around the region, if one is."""
         self.min_bytes = ledger.min_bytes
         self.cap = ledger.cap
         self.fence = 0
@@ -81,11 +92,23 @@ class Region(Choice):
         self.walk = Walk(self)
         self.recorder = recorder
         course = ledger.course  # another thread may end it
-        self._follows = recorder is None and course is not None and not _torch.saved_tensor_hooks_active()
+        self.outer = outer
+        self.drops = outer is not None and _torch.is_checkpoint(outer)
+        self.runs_again = outer is not None and not self.drops
+        self.caught = ledger.caught
+        self._module = None if module is None else weakref.ref(module)
+        self._segments = 0
+        self._frame: Any = None
+        self._follows = (
+            recorder is None and outer is None and course is not None and not _torch.saved_tensor_hooks_active()
+        )
         if recorder is not None:
-            self.hooks = Hooks(self.pack, recorder.unpack)
+            self.hooks = Hooks(self.pack, recorder.unpack) if outer is None else Hooks(self.pack_again, unpack)
             recorder.recording = Recording(self, recorder.saved)
             self._calls = Calls(self, recording=recorder.recording)
+        elif outer is not None:
+            self.hooks = Hooks(self.pack_again, unpack)
+            self._calls = Calls(self)
         elif self._follows:
             self.hooks = Hooks(self.pack_along, unpack)
             self._calls = Calls(self, course)
@@ -96,10 +119,11 @@ class Region(Choice):
         self._held: list[Value | Seen] = []  # what recipes may read and nobody else holds as a value
 
     def __enter__(self) -> Region:
-        Operand.noted.clear()
+        if not self.runs_again:  # a region may be open around backward
+            Operand.noted.clear()
         self.fence = _torch.next_sequence_nr()  # what was made before, nobody watched
         self._calls.__enter__()
-        if not self._follows:
+        if not self._follows and self.outer is None:
             self.hooks.set_all()
         opened.region = self
         if self.recorder is not None:
@@ -110,7 +134,7 @@ class Region(Choice):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         opened.region = None
-        if not self._follows:
+        if not self._follows and self.outer is None:
             self.hooks.take_back_all()
         self._calls.end()
         self._calls.__exit__(kind, error, trace)
@@ -146,6 +170,50 @@ class Region(Choice):
             self.hooks.reach_last()
         return self._ways[n](self, tensor) if n < self._planned else self.decide(tensor)
 
+    # ------------------------------------------- beside a checkpoint: see [Note: a region in a segment that is run again]
+
+    def pack_again(self, tensor: Tensor) -> Packed:
+        """The same in a segment that a checkpoint runs again: it stores the tensor, or what stands for it."""
+        packed = self.pack(tensor)
+        recorder = self.recorder
+        if recorder is not None:
+            stored = Token(tensor, packed, recorder.read)
+        else:
+            stored = tensor if is_settled(packed) else Token(tensor, packed, None)
+        self.outer(stored)
+        return packed
+
+    def finds_checkpoint(self) -> bool:
+        """Whether a checkpoint has begun since the last look: its segment gets a region when it is run again."""
+        pack = _torch.innermost_pack_hook()
+        if pack is self._frame:
+            return False
+        self._frame = None
+        if pack is None or pack is self.outer or not _torch.is_checkpoint(pack):
+            return False
+        self._frame = pack
+        frame = _torch.checkpoint_frame(pack)
+        if frame is None or isinstance(frame.recompute_fn, Recomputation):
+            return False
+        frame.recompute_fn = Recomputation(frame.recompute_fn, self._ledger.segment(self._segments), self._module)
+        self._segments += 1
+        return True
+
+    @property
+    def is_dropped(self) -> bool:
+        """Whether a checkpoint inside the region drops what the call that runs saves."""
+        return self._frame is not None
+
+    def suspend(self) -> None:
+        """Backward runs inside this region, and in it a segment that has a region of its own."""
+        self._calls.suspend()
+        self.packing = True
+
+    def resume(self) -> None:
+        """The segment has been run."""
+        self._calls.resume()
+        self.packing = False
+
     # ------------------------------------------- along a course: see [Note: hooks only where they are needed]
 
     def anchor(self, tensor: Tensor) -> None:
@@ -161,7 +229,7 @@ class Region(Choice):
 
     def differ(self) -> None:
         """This step is not like the one that was recorded: what was learned serves it no more."""
-        self.decisions, self._planned = None, 0
+        self.decisions, self._planned, self.caught = None, 0, None
         if self._follows:
             self._calls.leave_course()
         self._ledger.differs()
