@@ -526,7 +526,7 @@ _python_dispatch: Any = getattr(torch.utils, "_python_dispatch", None)
 
 
 def is_selective() -> bool:
-    """Whether a selective checkpoint counts the ops that run now; it must not see one that is not the model's."""
+    """Whether a selective checkpoint counts the ops that run now: it must see none that is not the model's."""
     if not dispatch_modes_active():
         return False
     modes = getattr(_python_dispatch, "_get_current_dispatch_mode_stack", list)()
@@ -534,10 +534,18 @@ def is_selective() -> bool:
 
 
 def unseen() -> Any:
-    """A context in which a selective checkpoint, which counts the ops of the model, does not see what runs."""
+    """A context in which a selective checkpoint does not see what runs."""
     if not is_selective():
         return contextlib.nullcontext()
     return getattr(_python_dispatch, "_disable_current_modes", contextlib.nullcontext)()
+
+
+def copy_unseen(tensor: Tensor) -> Tensor:
+    """A copy, which a selective checkpoint does not see."""
+    if not dispatch_modes_active():
+        return tensor.clone()
+    with unseen():
+        return tensor.clone()
 
 
 def compile_kernel(code: str, name: str, types: str, warps: int) -> Callable[..., None] | None:

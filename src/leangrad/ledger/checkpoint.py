@@ -121,6 +121,9 @@ def _node_of(tensor: Tensor) -> Any:
 class Opener(Protocol):
     """What opens the region of a segment: the segment's ledger."""
 
+    def peak_bytes(self) -> int:
+        """What backward holds at most of the tensors of the segment."""
+
     def region_inside(self, module: nn.Module | None) -> Any:
         """A region under the hooks of the checkpoint that runs its function again; None where there can be none."""
 
@@ -128,13 +131,22 @@ class Opener(Protocol):
 class Recomputation:
     """The function of a checkpoint, which runs inside a region when backward runs it again."""
 
-    def __init__(self, function: Callable[..., Any], ledger: Opener, module: weakref.ref[nn.Module] | None) -> None:
-        self._function, self._ledger, self._module = function, ledger, module
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        ledger: Opener,
+        module: weakref.ref[nn.Module] | None,
+        runs_again: Callable[[Opener], None] | None,
+    ) -> None:
+        """``runs_again``: who wants to know of it, because the step is recorded."""
+        self._function, self._ledger, self._module, self._runs_again = function, ledger, module, runs_again
 
     def __call__(self, *args: Any) -> Any:
         """Run the function again."""
         if regions_are_forbidden():
             return self._function(*args)
+        if self._runs_again is not None:
+            self._runs_again(self._ledger)
         with aside():
             region = self._ledger.region_inside(None if self._module is None else self._module())
             if region is None:

@@ -17,7 +17,7 @@ from leangrad import _torch
 from leangrad.ledger.choice import DEEPEST, Decision
 from leangrad.ledger.course import Course
 from leangrad.ledger.opened import region_is_open
-from leangrad.ledger.plan import best_cut
+from leangrad.ledger.plan import best_cut, play
 from leangrad.ledger.record import Entry, Recorder
 from leangrad.ledger.region import Region
 from leangrad.ledger.rest import Rest
@@ -54,6 +54,7 @@ class Ledger:
         self._decisions: list[Decision] | None = None
         self.ways: Sequence[Way] = ()  # for every saved tensor in order: what most likely becomes of it
         self.course: Course | None = None  # the calls of the recorded step
+        self._peak_bytes = 0  # of backward, by the plan
         self._segments: dict[Hashable, Ledger] = {}
         self._local = threading.local()
 
@@ -127,11 +128,7 @@ class Ledger:
         if self._decisions is not None:
             self._steps += 1
             return None
-        recorder = self._recorder
-        if recorder is not None and recorder.was_read:
-            cut = best_cut(recorder.record()) if self.residual_depth == "auto" else None
-            self._decisions, self.ways = recorder.decisions(cut), recorder.ways(cut)
-            self.course = recorder.course(cut)
+        if self._plan():
             return None
         if self._pause > 0:
             self._pause -= 1
@@ -139,6 +136,24 @@ class Ledger:
         self.sharded = module is not None and _torch.is_sharded(module)
         self._recorder = self._recorded = Recorder(module, self.min_bytes)
         return self._recorder
+
+    def _plan(self) -> bool:
+        """Make the plan of the recorded step, if there is one and its backward has come to its end."""
+        recorder = self._recorder
+        if recorder is None or not recorder.was_read:
+            return False
+        record = recorder.record()
+        cut = best_cut(record) if self.residual_depth == "auto" else None
+        self._peak_bytes = play(record, cut or frozenset()).peak_bytes
+        self.ways, self.course = recorder.ways(cut), recorder.course(cut)
+        self._decisions = recorder.decisions(cut)
+        return True
+
+    def peak_bytes(self) -> int:
+        """What backward holds at most of the tensors of this region, by its plan; 0 where there is none."""
+        if self._decisions is None:
+            self._plan()
+        return self._peak_bytes
 
     def differs(self) -> None:
         """This step is not like the one that was recorded."""

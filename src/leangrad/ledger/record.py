@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +30,13 @@ class Entry:
     why: str
 
 
+class Segment(Protocol):
+    """What a plan asks of the ledger of a checkpointed segment."""
+
+    def peak_bytes(self) -> int:
+        """What backward holds at most of the tensors of the segment."""
+
+
 class Recorder:
     """Listens to one region and to the backward passes that follow it."""
 
@@ -54,6 +61,7 @@ class Recorder:
         self._fates: list[int] = []  # of each saved tensor: the item that it is, KEPT or REBUILT
         self._bare: list[bool] = []  # of each: whether it is kept and no recipe reads it
         self._dear: set[int] = set()  # the values that will be kept because rebuilding them is too much work
+        self._segments: list[tuple[int, Segment]] = []  # which read is a segment that was run again
         self.on_accelerator = False
         self.was_read = self._is_reading = False
         self._root = root
@@ -228,8 +236,17 @@ class Recorder:
     def _end(self) -> None:
         self.was_read = True
 
+    def runs_again(self, segment: Segment) -> None:
+        """Backward has come to a checkpoint and runs its segment again: the plan takes it for a read with scratch."""
+        self._segments.append((len(self.reads), segment))
+        self.reads.append(len(self.items))
+        self.gradients.append(0)
+        self.items.append(Item(0))
+
     def record(self) -> Record:
         """The step as data, for the plan."""
+        for at, segment in self._segments:
+            self.gradients[at] = segment.peak_bytes()
         return Record(tuple(self.items), tuple(self.reads), tuple(self.gradients))
 
     def decisions(self, cut: frozenset[int] | None) -> list[tuple[str, bool, int]]:

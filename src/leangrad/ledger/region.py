@@ -195,7 +195,9 @@ class Region(Choice):
         frame = _torch.checkpoint_frame(pack)
         if frame is None or isinstance(frame.recompute_fn, Recomputation):
             return False
-        frame.recompute_fn = Recomputation(frame.recompute_fn, self._ledger.segment(self._segments), self._module)
+        segment, recorder = self._ledger.segment(self._segments), self.recorder
+        runs_again = None if recorder is None else recorder.runs_again
+        frame.recompute_fn = Recomputation(frame.recompute_fn, segment, self._module, runs_again)
         self._segments += 1
         return True
 
