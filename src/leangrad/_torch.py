@@ -494,6 +494,16 @@ def checkpoint_frame(pack: Any) -> Any:
     return None
 
 
+def reentrant_checkpoint(tensor: Tensor) -> Any:
+    """The node of the reentrant checkpoint that made ``tensor``, or None.
+
+    Its ``run_function`` is what backward runs again, and may be replaced.
+    """
+    node = tensor.grad_fn if tensor._base is None else tensor._base.grad_fn
+    is_one = type(node).__name__ == "CheckpointFunctionBackward" and callable(getattr(node, "run_function", None))
+    return node if is_one else None
+
+
 def is_checkpoint(pack: Any) -> bool:
     """Whether ``pack`` is the pack hook of a checkpoint's forward."""
     return _is_hook_of(pack, "_checkpoint_hook")

@@ -1,4 +1,4 @@
-"""A ledger beside ``torch.utils.checkpoint`` without reentrance: the segment that backward runs again is lean too.
+"""A ledger beside ``torch.utils.checkpoint``: the segment that backward runs again is lean too.
 
 A checkpoint's forward runs under saved-tensor hooks that drop every tensor. In backward, the first that is asked for
 makes it run its function again, under hooks that store each tensor for the one that was dropped; these go to autograd.
@@ -12,6 +12,9 @@ stopping and comparing stays torch's: the tensor itself where it is kept, a ``To
 Who opens that region? Where a checkpoint runs inside an open region, the region sees the checkpoint's hooks in force
 and puts a ``Recomputation`` around the checkpoint's function. Where a lean module runs inside a checkpoint, the module
 opens one itself, each time it runs: in forward one that decides nothing, because all that is saved is dropped.
+
+A reentrant checkpoint has no hooks. It is known by the node of what it made, and runs its function again as a piece of
+forward like any other, followed by a backward of its own: the region there is an ordinary one.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ class Call:
         self.size = size  # elements that its output may have before what was too small to look into is so no more
         self.quiet = quiet  # autograd had no part in it
         self.is_checked = quiet or size != ANY_SIZE
-        self.begins = begins  # it was the first inside of a checkpoint
+        self.begins = begins  # it was the first inside of a checkpoint, or the first to read what a reentrant one made
 
 
 class Course(NamedTuple):
@@ -89,6 +89,9 @@ class Book(NotesBook, Protocol):
     def finds_checkpoint(self) -> bool:
         """Whether a checkpoint has begun since the last look."""
 
+    def finds_reentrant(self, args: Any) -> bool:
+        """Whether a tensor among ``args`` was made by a reentrant checkpoint that was not seen yet."""
+
     def anchor(self, tensor: Tensor) -> None:
         """A tensor that autograd keeps may be read by recipes."""
 
@@ -107,7 +110,7 @@ class Saved(NamedTuple):
     shapes: tuple[torch.Size, ...]  # of its arguments, as far as they are tensors
     first: int
     names: tuple[str | None, ...]
-    begins: bool  # it was the first inside of a checkpoint
+    begins: bool  # it was the first inside of a checkpoint, or the first to read what a reentrant one made
 
 
 class Recording:
@@ -122,7 +125,7 @@ class Recording:
         """Run one call and note what it saved."""
         first = self._book.packs
         self._book.call = len(self.calls)
-        begins = self._book.finds_checkpoint()
+        begins = self._book.finds_reentrant(args) | self._book.finds_checkpoint()
         try:
             out = function(*args, **kwargs) if handler is None else handler(notes, function, args, kwargs)
         except BaseException:  # a checkpoint that runs its function again has all that it needs
@@ -192,7 +195,7 @@ class Calls(Notes):
             handler = write_out
         book, hooks = self.book, self._hooks
         book.catches = call.catches
-        if call.begins and not book.finds_checkpoint():
+        if call.begins and not book.finds_reentrant(args) | book.finds_checkpoint():
             book.differ()
         if call.last >= 0 and hooks.set(call.last):
             book.packs = call.first
@@ -216,8 +219,11 @@ class Calls(Notes):
         if self.book.packing or is_compiling():  # the region has ended, or exports a part of the model
             return func(*args, **kwargs)
         book = self.book
+        if not is_grad_enabled():  # inside of a reentrant checkpoint, which may follow another
+            book.finds_reentrant(args)
         if book.drops:
             if is_grad_enabled():
+                book.finds_reentrant(args)
                 book.finds_checkpoint()
             return func(*args, **kwargs)
         handler = handler_of(func, kwargs)
@@ -228,6 +234,7 @@ class Calls(Notes):
                 return self._pass(self._course, func, handler, args, kwargs)
             if self._recording is not None:
                 return self._recording.call(self, func, handler, args, kwargs)
+            book.finds_reentrant(args)
             book.finds_checkpoint()
         return func(*args, **kwargs) if handler is None else handler(self, func, args, kwargs)
 

@@ -79,7 +79,7 @@ class Ledger:
             return Region(self, None, module, outer)
         if _torch.is_recomputation(outer):
             return self.segment(None).region_inside(module)
-        _warn_once()
+        _warn_of_other_hooks()
         return None
 
     def segment(self, key: Hashable) -> Ledger:
@@ -95,11 +95,13 @@ class Ledger:
         return segment
 
     def region_inside(self, module: nn.Module | None) -> Region | None:
-        """A region under the hooks of the checkpoint that runs its function again; None where there can be none."""
+        """A region where a checkpoint runs its function again; None where there can be none."""
         outer = _torch.innermost_pack_hook()
-        if _torch.is_traced() or not torch.is_grad_enabled() or not _torch.is_recomputation(outer):
+        if _torch.is_traced() or not torch.is_grad_enabled():
             return None
-        return Region(self, self._learn(module), module, outer)
+        if outer is None or _is_ours(outer):  # a reentrant one has no hooks
+            return Region(self, self._learn(module), module)
+        return Region(self, self._learn(module), module, outer) if _torch.is_recomputation(outer) else None
 
     def __enter__(self) -> Ledger:
         region = self.region()
@@ -204,7 +206,7 @@ def _is_ours(pack: Any) -> bool:
 
 
 @functools.cache
-def _warn_once() -> None:
+def _warn_of_other_hooks() -> None:
     warnings.warn(
         "a lean model runs plain inside saved-tensor hooks that others have set around it, such as "
         "torch.autograd.graph.save_on_cpu: the hooks get every tensor, and leangrad saves no memory. Choose one of the "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -195,11 +195,23 @@ class Region(Choice):
         frame = _torch.checkpoint_frame(pack)
         if frame is None or isinstance(frame.recompute_fn, Recomputation):
             return False
-        segment, recorder = self._ledger.segment(self._segments), self.recorder
-        runs_again = None if recorder is None else recorder.runs_again
-        frame.recompute_fn = Recomputation(frame.recompute_fn, segment, self._module, runs_again)
-        self._segments += 1
+        frame.recompute_fn = self._recomputation(frame.recompute_fn)
         return True
+
+    def finds_reentrant(self, args: Any) -> bool:
+        """Whether a tensor among ``args`` was made by a reentrant checkpoint that was not seen yet: the same for it."""
+        if isinstance(args, Tensor):
+            node = _torch.reentrant_checkpoint(args)
+            if node is None or isinstance(node.run_function, Recomputation):
+                return False
+            node.run_function = self._recomputation(node.run_function)
+            return True
+        return type(args) in (tuple, list) and any([self.finds_reentrant(a) for a in args])
+
+    def _recomputation(self, function: Callable[..., Any]) -> Recomputation:
+        segment, recorder = self._ledger.segment(self._segments), self.recorder
+        self._segments += 1
+        return Recomputation(function, segment, self._module, None if recorder is None else recorder.runs_again)
 
     @property
     def is_dropped(self) -> bool:
