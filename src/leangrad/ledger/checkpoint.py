@@ -61,7 +61,8 @@ class Token(Tensor):
         """Itself: it needs no gradient. This is what a checkpoint does before it stores a tensor."""
         return self
 
-    def _tensor(self) -> Tensor:
+    def rebuilt(self) -> Tensor:
+        """The tensor that it stands for."""
         if self._read is not None:
             self._read(self._packed)
         # Inside of a dispatch autograd has stepped aside; a replay needs to know which of its tensors are views.
@@ -78,7 +79,7 @@ class Token(Tensor):
 
 def _read_all(args: Any) -> Any:
     if isinstance(args, Token):
-        return args._tensor()
+        return args.rebuilt()
     return type(args)(_read_all(a) for a in args) if type(args) in (tuple, list) else args
 
 

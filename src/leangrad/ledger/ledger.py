@@ -189,14 +189,14 @@ class Ledger:
         """How deep a recipe may be where nothing was learned."""
         return DEEPEST if self.residual_depth == "auto" else self.residual_depth
 
-    def _entries(self) -> list[Entry]:
+    def entries(self) -> list[Entry]:
         """What was recorded of this region, and of the segments that checkpoints inside or around it run again."""
         own = self._recorded.entries if self._recorded is not None else []
-        return own + [entry for segment in self._segments.values() for entry in segment._entries()]
+        return own + [entry for segment in self._segments.values() for entry in segment.entries()]
 
     def summary(self) -> str:
         """What the recorded step kept, shared and rebuilt, by module and op, and why what was kept was not rebuilt."""
-        text = summarize(self._entries())
+        text = summarize(self.entries())
         fused = sys.modules.get("leangrad.ledger.fused")  # imported by the first rebuild on a GPU
         return text if fused is None else f"{text}\n{fused.summarize()}"
 

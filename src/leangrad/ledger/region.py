@@ -72,7 +72,7 @@ class Region(Choice):
         """``outer``: the pack hook of the checkpoint that is in force around the region, if one is."""
         self.min_bytes = ledger.min_bytes
         self.cap = ledger.cap
-        self.fence = 0
+        self.fence = self._began = 0
         self.packing = False
         self.changing: Any = None
         self.sizes = recorder is not None
@@ -121,7 +121,7 @@ class Region(Choice):
     def __enter__(self) -> Region:
         if not self.runs_again:  # a region may be open around backward
             Operand.noted.clear()
-        self.fence = _torch.next_sequence_nr()  # what was made before, nobody watched
+        self.fence = self._began = _torch.next_sequence_nr()  # what was made before, nobody watched
         self._calls.__enter__()
         if not self._follows and self.outer is None:
             self.hooks.set_all()
@@ -202,7 +202,7 @@ class Region(Choice):
         """Whether a tensor among ``args`` was made by a reentrant checkpoint that was not seen yet: the same for it."""
         if isinstance(args, Tensor):
             node = _torch.reentrant_checkpoint(args)
-            if node is None or isinstance(node.run_function, Recomputation):
+            if node is None or isinstance(node.run_function, Recomputation) or node._sequence_nr() < self._began:
                 return False
             node.run_function = self._recomputation(node.run_function)
             return True
