@@ -7,6 +7,7 @@ alone, and no higher than 1.02 times the lower of the two alone and 64 KiB.
 from __future__ import annotations
 
 import gc
+import random
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -15,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import checkpoint as checkpoints
 from torch.utils.checkpoint import checkpoint
@@ -454,7 +454,7 @@ def test_threads_that_train_at_once() -> None:
         assert_same_bits(grads_of(net), expected)
 
 
-# ------------------------------------------------------------------------------------------------------------ on the way
+# ----------------------------------------------------------------------------------------------------------- on the way
 
 
 class Fails(nn.Module):
@@ -571,7 +571,8 @@ def test_a_token_is_the_tensor_for_whoever_computes_with_it() -> None:
     kept.keep(x)
     value.set_recipe(torch.exp, (kept,), {})
     token = Token(x.exp(), value, None)
-    assert token.shape == x.shape and token.dtype == x.dtype and token.detach() is token
+    assert (token.shape, token.dtype, token.device) == (x.shape, x.dtype, x.device)
+    assert token.detach() is token
     assert torch.equal(token + 1, x.exp() + 1)
     assert torch.equal(torch.cat([token, x]), torch.cat([x.exp(), x]))
     assert type(token * 1) is Tensor
@@ -605,7 +606,7 @@ def test_a_model_of_transformers(where: str, use_reentrant: bool) -> None:
             for m in [model] if where == "model" else model.model.layers:
                 leangrad.lean(m)
         peaks = []
-        for n in range(STEPS if leans and checks else 3):
+        for _ in range(STEPS if leans and checks else 3):
             model.zero_grad()
             measured = leangrad.measure(lambda: model(ids, labels=ids).loss.backward(), timed_runs=0)
             peaks.append(measured.peak_bytes)
@@ -618,6 +619,115 @@ def test_a_model_of_transformers(where: str, use_reentrant: bool) -> None:
     assert len(set(together[2:])) == 1
     assert together[2] <= alone[2]
     assert together[2] <= 1.02 * min(alone[2], lean_alone[2]) + SLACK, (together, alone, lean_alone)
+
+
+# ----------------------------------------------------------------------------------------------------------------- fuzz
+
+
+class Cheap(nn.Module):
+    """No product: all of it can be rebuilt from its input."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.weight, self.dropout = nn.Parameter(torch.randn(WIDTH)), nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout((x * self.weight).sigmoid() * torch.exp(-x.abs()))
+
+
+class Attention(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.RMSNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).view(4, ROWS // 4, 3, WIDTH).unbind(2)
+        return x + self.out((self.dropout((q @ k.mT).softmax(-1)) @ v).view(ROWS, WIDTH))
+
+
+class Normed(nn.Module):
+    """Batch norm, and changes in place."""
+
+    def __init__(self, _: float) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(WIDTH, 96), nn.BatchNorm1d(96), nn.Linear(96, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.down(self.norm(self.up(x)).relu_())
+        y += x
+        return y.relu_()
+
+
+class Users(nn.Module):
+    def __init__(self, _: float) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + Ending.apply(self.norm(x) * 2).tanh()  # type: ignore[no-any-return]
+
+
+class Tree(nn.Module):
+    """Parts in a row, under a checkpoint or not."""
+
+    def __init__(self, parts: list[nn.Module], run: Run) -> None:
+        super().__init__()
+        self.parts, self.run, self.on = nn.ModuleList(parts), run, True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(self.all, x) if self.on else self.all(x)  # type: ignore[no-any-return]
+
+    def all(self, x: Tensor) -> Tensor:
+        for part in self.parts:
+            x = part(x)
+        return x
+
+
+def random_tree(draw: random.Random) -> Tree:
+    kinds = (Block, Cheap, Attention, Normed, Users)
+    dropout = draw.choice((0.0, 0.2))
+    shared = [draw.choice(kinds)(dropout) for _ in range(3)]
+
+    def run() -> Run:
+        under = partial(by_hooks, early_stop=draw.random() < 0.7, determinism_check=draw.choice(("default", "none")))
+        return draw.choice((plainly, under, under, reentrant))
+
+    def part(depth: int) -> nn.Module:
+        if depth == 0 or draw.random() < 0.25:
+            return draw.choice(shared) if draw.random() < 0.3 else draw.choice(kinds)(dropout)
+        return Tree([part(depth - 1) for _ in range(draw.randint(1, 3))], run())
+
+    return Tree([part(2) for _ in range(draw.randint(2, 3))], run() if draw.random() < 0.2 else plainly)
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # a checkpoint inside a reentrant one
+@pytest.mark.parametrize("seed", range(8))
+def test_random_nets(seed: int) -> None:
+    """Random blocks with checkpoints and lean in random places."""
+
+    def measured(leans: bool, checks: bool, steps: int) -> tuple[list[int], list[list[Tensor | None]]]:
+        torch.manual_seed(seed)
+        draw = random.Random(seed)
+        tree = random_tree(draw)
+        modules = list(tree.modules())
+        for module in modules:
+            if isinstance(module, Tree):
+                module.on = checks
+            if draw.random() < 0.25 and leans:
+                leangrad.lean(module)
+        return steps_of(tree, steps)
+
+    together, bits = measured(True, True, STEPS)
+    (alone,), theirs = measured(False, True, 3)
+    (lean_alone,), _ = measured(True, False, 3)
+    for n, mine in enumerate(bits):  # running statistics differ from step to step, gradients in training do not
+        assert_same_bits(mine, theirs[0], n)
+    assert len(set(together)) == 1
+    assert together[0] <= alone, (together, alone)
+    tree = random_tree(random.Random(seed))
+    if not any(isinstance(m, Tree) and m.run is reentrant for m in tree.modules()):  # which holds what it gave
+        assert together[0] <= 1.02 * min(alone, lean_alone) + SLACK, (together, alone, lean_alone)
 
 
 @pytest.mark.gpu

@@ -523,7 +523,7 @@ CHECKPOINTS = "torch.utils.checkpoint"
 
 def tensor_without_memory(kind: type[Tensor], like: Tensor) -> Any:
     """A tensor of class ``kind`` with the shape, strides, dtype and device of ``like``, and no memory."""
-    return Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+    return Tensor._make_wrapper_subclass(
         kind, like.shape, strides=like.stride(), dtype=like.dtype, layout=like.layout, device=like.device
     )
 
@@ -539,7 +539,7 @@ def is_selective() -> bool:
     """Whether a selective checkpoint counts the ops that run now: it must see none that is not the model's."""
     if not dispatch_modes_active():
         return False
-    modes = getattr(_python_dispatch, "_get_current_dispatch_mode_stack", list)()
+    modes: list[Any] = getattr(_python_dispatch, "_get_current_dispatch_mode_stack", list)()
     return any(type(mode).__module__ == CHECKPOINTS for mode in modes)
 
 

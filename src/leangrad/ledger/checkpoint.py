@@ -53,7 +53,7 @@ class Token(Tensor):
         """``tensor``: the one that is rebuilt from ``packed``; ``read``: who wants to know when it is asked for."""
         self = _torch.tensor_without_memory(cls, tensor)
         self._packed, self._read = packed, read
-        return self  # type: ignore[no-any-return]
+        return self
 
     __torch_function__ = _torch.no_override
 
@@ -70,7 +70,7 @@ class Token(Tensor):
             return self._packed.unpack()
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run ``func`` on the tensors that tokens stand for."""

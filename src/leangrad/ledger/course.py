@@ -12,8 +12,8 @@ call. Calls of functions that saved nothing, such as ``x.shape``, are no part of
 any length. Only what was kept for being small must stay small, and what was called without a gradient must not get one:
 frozen layers that are trained later, a dropout that did nothing in eval mode.
 
-Where others have set hooks around the region there is no course: each tensor that no hook of ours is set for would go
-to theirs, and a checkpoint would count other tensors when it runs the region again.
+In a segment that a checkpoint runs again there is no course: the checkpoint's hooks are in force, and an anchor cannot be
+read off a node that has saved it through them.
 """
 
 from __future__ import annotations
@@ -129,8 +129,8 @@ class Recording:
         try:
             out = function(*args, **kwargs) if handler is None else handler(notes, function, args, kwargs)
         except BaseException:  # a checkpoint that runs its function again has all that it needs
-            names = (None,) * (self._book.packs - first)
-            self.calls.append(Saved(function, handler is not None, 0, 0, None, (), first, names, begins))
+            unnamed = (None,) * (self._book.packs - first)
+            self.calls.append(Saved(function, handler is not None, 0, 0, None, (), first, unnamed, begins))
             raise
         count = self._book.packs - first
         names = _names(out, self._packed[first:]) if count else ()

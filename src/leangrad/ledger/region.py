@@ -170,17 +170,16 @@ class Region(Choice):
             self.hooks.reach_last()
         return self._ways[n](self, tensor) if n < self._planned else self.decide(tensor)
 
-    # ------------------------------------------- beside a checkpoint: see [Note: a region in a segment that is run again]
+    # -------------------------------- beside a checkpoint: see [Note: a region in a segment that is run again]
 
     def pack_again(self, tensor: Tensor) -> Packed:
         """The same in a segment that a checkpoint runs again: it stores the tensor, or what stands for it."""
         packed = self.pack(tensor)
         recorder = self.recorder
-        if recorder is not None:
-            stored = Token(tensor, packed, recorder.read)
+        if recorder is None and is_settled(packed):
+            self.outer(tensor)
         else:
-            stored = tensor if is_settled(packed) else Token(tensor, packed, None)
-        self.outer(stored)
+            self.outer(Token(tensor, packed, None if recorder is None else recorder.read))
         return packed
 
     def finds_checkpoint(self) -> bool:
@@ -206,7 +205,7 @@ class Region(Choice):
                 return False
             node.run_function = self._recomputation(node.run_function)
             return True
-        return type(args) in (tuple, list) and any([self.finds_reentrant(a) for a in args])
+        return type(args) in (tuple, list) and True in [self.finds_reentrant(a) for a in args]
 
     def _recomputation(self, function: Callable[..., Any]) -> Recomputation:
         segment, recorder = self._ledger.segment(self._segments), self.recorder
