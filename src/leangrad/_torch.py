@@ -326,7 +326,7 @@ def private_names() -> dict[str, bool]:
     owners += [torch.autograd.Variable, torch.autograd.graph]
     owners += [torch.nn.Module(), torch.nn.modules.module, torch.ops.aten, torch.ops.aten.add.Tensor]
     owners += [tensor, tensor.untyped_storage(), tensor.grad_fn]
-    owners += [torch.cuda, getattr(torch._C, "_StaticCudaLauncher", None)]
+    owners += [torch.cuda, getattr(torch._C, "_StaticCudaLauncher", None), torch.utils, _python_dispatch]
     there = {name for owner in owners for name in dir(owner)}
     names = _private_names_in(ast.parse(inspect.getsource(sys.modules[__name__])))
     if not torch.backends.cuda.is_built():
@@ -521,6 +521,84 @@ def innermost_pack_hook() -> Any:
     """The pack function of the saved-tensor hooks that are in force; None without any, or where torch does not tell."""
     hooks = None if _top_hooks is None else _top_hooks(True)
     return None if hooks is None else hooks[0]
+
+
+def checkpoint_frame(pack: Any) -> Any:
+    """What a checkpoint without reentrance knows of its segment, if ``pack`` is the pack hook of its forward.
+
+    Its ``recompute_fn`` is what backward runs again, and may be replaced. None for other hooks, and where torch's
+    checkpoints are not what they were.
+    """
+    if not _is_hook_of(pack, "_checkpoint_hook"):
+        return None
+    for cell in pack.__closure__ or ():
+        if callable(getattr(cell.cell_contents, "recompute_fn", None)):
+            return cell.cell_contents
+    return None
+
+
+def reentrant_checkpoint(tensor: Tensor) -> Any:
+    """The node of the reentrant checkpoint that made ``tensor``, or None.
+
+    Its ``run_function`` is what backward runs again, and may be replaced.
+    """
+    node = tensor.grad_fn if tensor._base is None else tensor._base.grad_fn
+    is_one = type(node).__name__ == "CheckpointFunctionBackward" and callable(getattr(node, "run_function", None))
+    return node if is_one else None
+
+
+def is_checkpoint(pack: Any) -> bool:
+    """Whether ``pack`` is the pack hook of a checkpoint's forward."""
+    return _is_hook_of(pack, "_checkpoint_hook")
+
+
+def is_recomputation(pack: Any) -> bool:
+    """Whether ``pack`` is the hook under which a checkpoint runs its function again."""
+    return _is_hook_of(pack, "_recomputation_hook")
+
+
+def _is_hook_of(pack: Any, name: str) -> bool:
+    return getattr(pack, "__module__", "") == CHECKPOINTS and pack.__qualname__.startswith(name)
+
+
+CHECKPOINTS = "torch.utils.checkpoint"
+
+
+def tensor_without_memory(kind: type[Tensor], like: Tensor) -> Any:
+    """A tensor of class ``kind`` with the shape, strides, dtype and device of ``like``, and no memory."""
+    return Tensor._make_wrapper_subclass(
+        kind, like.shape, strides=like.stride(), dtype=like.dtype, layout=like.layout, device=like.device
+    )
+
+
+# The `__torch_function__` of a class whose calls no override sees, if torch has it.
+no_override: Any = getattr(torch._C, "_disabled_torch_function_impl", Tensor.__torch_function__)
+
+
+_python_dispatch: Any = getattr(torch.utils, "_python_dispatch", None)
+
+
+def is_selective() -> bool:
+    """Whether a selective checkpoint counts the ops that run now: it must see none that is not the model's."""
+    if not dispatch_modes_active():
+        return False
+    modes: list[Any] = getattr(_python_dispatch, "_get_current_dispatch_mode_stack", list)()
+    return any(type(mode).__module__ == CHECKPOINTS for mode in modes)
+
+
+def unseen() -> Any:
+    """A context in which a selective checkpoint does not see what runs."""
+    if not is_selective():
+        return contextlib.nullcontext()
+    return getattr(_python_dispatch, "_disable_current_modes", contextlib.nullcontext)()
+
+
+def copy_unseen(tensor: Tensor) -> Tensor:
+    """A copy, which a selective checkpoint does not see."""
+    if not dispatch_modes_active():
+        return tensor.clone()
+    with unseen():
+        return tensor.clone()
 
 
 def compile_kernel(code: str, name: str, types: str, warps: int) -> Callable[..., None] | None:

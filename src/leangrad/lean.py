@@ -179,6 +179,9 @@ class Leave(Hook):
             return
         calls = _calls()
         if calls and calls[-1].module is module:
+            region = calls[-1].region
+            if region is not None:
+                region.finds_reentrant(output)
             calls[-1].close()
 
 

@@ -64,6 +64,11 @@ def _move(anchors: Iterable[weakref.ref[Anchor]]) -> None:
 
 def _copy(tensor: Tensor) -> Tensor:
     """A copy with the same strides: over others a sum may have other bits, and a fused kernel reads other places."""
+    with _torch.unseen():
+        return _copy_strided(tensor)
+
+
+def _copy_strided(tensor: Tensor) -> Tensor:
     copy = tensor.clone()
     if tensor.layout is not torch.strided or copy.stride() == tensor.stride() or tensor.is_conj() or tensor.is_neg():
         return copy

@@ -129,9 +129,11 @@ class Choice:
                 elif fresh and type(tensor) in PLAIN_TYPES:  # absent until now, or its recipe waits for what is absent
                     self.anchors.append(ref(value))
                     return self._choose(tensor, node, metadata, waiting=value)
-        if not fresh or type(tensor) not in PLAIN_TYPES:
+        if type(tensor) not in PLAIN_TYPES:
             return self._kept(tensor, type(node).__name__)
-        if tensor.nbytes < self.min_bytes:
+        if not fresh:  # it cannot be rebuilt, but it is kept now as it is, and others may be rebuilt from it
+            value = self._kept(tensor, type(node).__name__)
+        elif tensor.nbytes < self.min_bytes:
             value = self._kept(tensor, type(node).__name__, free=True)
         else:
             value = self._choose(tensor, node, metadata)

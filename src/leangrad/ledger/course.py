@@ -12,14 +12,14 @@ call. Calls of functions that saved nothing, such as ``x.shape``, are no part of
 any length. Only what was kept for being small must stay small, and what was called without a gradient must not get one:
 frozen layers that are trained later, a dropout that did nothing in eval mode.
 
-Where others have set hooks around the region there is no course: each tensor that no hook of ours is set for would go
-to theirs, and a checkpoint would count other tensors when it runs the region again.
+In a segment that a checkpoint runs again there is no course: the checkpoint's hooks are in force, and an anchor cannot
+be read off a node that has saved it through them.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -30,6 +30,7 @@ from leangrad import _torch
 from leangrad.ledger.calls import Handler
 from leangrad.ledger.cast import Packed
 from leangrad.ledger.changes import write_out
+from leangrad.ledger.checkpoint import mark_made, mark_outside
 from leangrad.ledger.hooks import TAKEN_BACK, Hooks
 from leangrad.ledger.notes import HANDLERS, Notes, handler_of
 from leangrad.ledger.notes import Book as NotesBook
@@ -43,7 +44,7 @@ ALL = ANY_SIZE = sys.maxsize
 class Call:
     """One call of a function that saves tensors."""
 
-    __slots__ = ("anchors", "catches", "first", "function", "handler", "is_checked", "last", "quiet", "size")
+    __slots__ = ("anchors", "begins", "catches", "first", "function", "handler", "is_checked", "last", "quiet", "size")
 
     def __init__(
         self,
@@ -54,6 +55,7 @@ class Call:
         catches: int = 0,
         size: int = ANY_SIZE,
         quiet: bool = False,
+        begins: bool = False,
     ) -> None:
         self.function = function
         self.handler = HANDLERS.get(function)
@@ -66,6 +68,7 @@ class Call:
         self.size = size  # elements that its output may have before what was too small to look into is so no more
         self.quiet = quiet  # autograd had no part in it
         self.is_checked = quiet or size != ANY_SIZE
+        self.begins = begins  # it was the first inside of a checkpoint, or the first to read what a reentrant one made
 
 
 class Course(NamedTuple):
@@ -82,6 +85,16 @@ class Book(NotesBook, Protocol):
 
     packs: int  # tensors that were saved so far
     hooks: Hooks
+    outer: Any  # the hook of a checkpoint that is in force around the region
+    drops: bool  # which drops all that is saved
+    runs_again: bool  # or runs its function again
+    caught: Collection[int] | None  # the calls of which a product is to be caught; None: any may be
+
+    def finds_checkpoint(self) -> bool:
+        """Whether a checkpoint has begun since the last look."""
+
+    def finds_reentrant(self, args: Any) -> bool:
+        """Whether a tensor among ``args`` was made by a reentrant checkpoint that was not seen yet."""
 
     def anchor(self, tensor: Tensor, number: int) -> None:
         """Saved tensor ``number``, which autograd keeps by itself, may be read by recipes."""
@@ -101,6 +114,7 @@ class Saved(NamedTuple):
     convolution: Convolution | None  # its backward, if it is one on a CPU
     first: int
     names: tuple[str | None, ...]
+    begins: bool  # it was the first inside of a checkpoint, or the first to read what a reentrant one made
 
 
 class Recording:
@@ -115,14 +129,20 @@ class Recording:
         """Run one call and note what it saved."""
         first = self._book.packs
         self._book.call = len(self.calls)
-        out = function(*args, **kwargs) if handler is None else handler(notes, function, args, kwargs)
+        begins = self._book.finds_reentrant(args) | self._book.finds_checkpoint()
+        try:
+            out = function(*args, **kwargs) if handler is None else handler(notes, function, args, kwargs)
+        except BaseException:  # a checkpoint that runs its function again has all that it needs
+            unnamed = (None,) * (self._book.packs - first)
+            self.calls.append(Saved(function, handler is not None, 0, 0, None, None, first, unnamed, begins))
+            raise
         count = self._book.packs - first
         names = _names(out, self._packed[first:]) if count else ()
         size = out.numel() if type(out) is Tensor else 0
         nbytes = out.nbytes if type(out) is Tensor and out.layout is torch.strided else 0
         convolution = convolution_of(out, args) if function in CONVOLUTIONS else None
         handled, graded = handler is not None, _is_graded(out, args)
-        self.calls.append(Saved(function, handled, size, nbytes, graded, convolution, first, names))
+        self.calls.append(Saved(function, handled, size, nbytes, graded, convolution, first, names, begins))
         return out
 
 
@@ -141,13 +161,22 @@ class Calls(Notes):
         self._passes = course.passes if course is not None else frozenset()
         self._hooks = book.hooks
         self._rest = iter(course.calls if course is not None else ())
-        self._expected = next(self._rest, _END)
+        self._expected = self._suspended = next(self._rest, _END)
+        self._mark = object()
         self.is_on_course = course is not None  # and the step has been like the recorded one so far
 
     def leave_course(self) -> None:
         """The step is another one: from now on hooks are set around every call that may save."""
         self.is_on_course, self.book.catches = False, True
         self._expected = _END
+
+    def suspend(self) -> None:
+        """Let no call lead on along the course, nor off it."""
+        self._suspended, self._expected = self._expected, _END
+
+    def resume(self) -> None:
+        """Go on."""
+        self._expected = self._suspended
 
     def end(self) -> None:
         """The region has ended."""
@@ -170,6 +199,8 @@ class Calls(Notes):
             handler = write_out
         book, hooks = self.book, self._hooks
         book.catches = call.catches
+        if call.begins and not book.finds_reentrant(args) | book.finds_checkpoint():
+            book.differ(f"no checkpoint begins at {_name(func)}, where one did before")
         if call.last >= 0 and hooks.set(call.last):
             book.packs = call.first
             try:
@@ -178,6 +209,8 @@ class Calls(Notes):
                 if hooks.last != TAKEN_BACK:
                     hooks.take_back()
         else:
+            if call.last >= 0 and book.finds_checkpoint():
+                book.differ(f"a checkpoint begins at {_name(func)}, where none did before")
             out = func(*args, **kwargs) if handler is None else handler(self, func, args, kwargs)
         if call.is_checked:
             self._check(call, out, args)
@@ -189,13 +222,45 @@ class Calls(Notes):
         """A call that is not the next one of a course."""
         if self.book.packing or is_compiling():  # the region has ended, or exports a part of the model
             return func(*args, **kwargs)
+        book = self.book
+        if not is_grad_enabled():  # inside of a reentrant checkpoint, which may follow another
+            book.finds_reentrant(args)
+        if book.drops:
+            if is_grad_enabled():
+                book.finds_reentrant(args)
+                book.finds_checkpoint()
+            return func(*args, **kwargs)
         handler = handler_of(func, kwargs)
         if is_grad_enabled():  # nothing is saved otherwise
+            if book.runs_again:
+                return self._again(func, handler, args, kwargs)
             if self._course is not None:
                 return self._pass(self._course, func, handler, args, kwargs)
             if self._recording is not None:
                 return self._recording.call(self, func, handler, args, kwargs)
+            book.finds_reentrant(args)
+            book.finds_checkpoint()
         return func(*args, **kwargs) if handler is None else handler(self, func, args, kwargs)
+
+    def _again(self, func: Any, handler: Handler | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call in a segment that a checkpoint runs again."""
+        book = self.book
+        is_hooked = _torch.innermost_pack_hook() is book.outer  # and no checkpoint or hooks of the user's inside
+        mark_outside(self._mark, (args, tuple(kwargs.values())))
+        if is_hooked:
+            self._hooks.set_all()
+        try:
+            if self._recording is not None:
+                out = self._recording.call(self, func, handler, args, kwargs)
+            else:
+                book.catches = book.caught is None or book.call in book.caught
+                book.call += 1
+                out = func(*args, **kwargs) if handler is None else handler(self, func, args, kwargs)
+        finally:
+            if is_hooked:
+                self._hooks.take_back_all()
+        mark_made(self._mark, out)
+        return out
 
     def _pass(
         self, course: Course, func: Any, handler: Handler | None, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -235,6 +300,8 @@ class Calls(Notes):
         """A call that was not recorded: it leads off the course if it saves anything."""
         book = self.book
         before, hooked = book.packs, self._hooks.set(ALL)
+        if not hooked and book.finds_checkpoint() and self.is_on_course:
+            book.differ(f"a checkpoint begins at {_name(func)}, where none did before")
         try:
             out = func(*args, **kwargs) if handler is None else handler(self, func, args, kwargs)
         finally:

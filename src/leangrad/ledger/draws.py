@@ -160,7 +160,8 @@ def dropout_inside(name: str, place: int, inner: Handler) -> Handler:
             if proven is None:
                 if len(_PROVEN) >= MAX_FORMS:  # lengths that never come again
                     _PROVEN.clear()
-                proven = _PROVEN[form] = torch.equal(draw.factor(), noise.tensor)
+                with _torch.unseen():
+                    proven = _PROVEN[form] = torch.equal(draw.factor(), noise.tensor)
             if proven:
                 _redraw(noise, draw.factor)
         return out

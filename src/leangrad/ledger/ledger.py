@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
-from collections.abc import Sequence
+import warnings
+from collections.abc import Collection, Hashable, Sequence
 from types import TracebackType
 from typing import Any, Literal
 
@@ -15,8 +17,8 @@ from leangrad import _torch
 from leangrad.ledger.choice import DEEPEST, Decision
 from leangrad.ledger.course import Course
 from leangrad.ledger.opened import region_is_open
-from leangrad.ledger.plan import best_cut
-from leangrad.ledger.record import Recorder, Totals
+from leangrad.ledger.plan import best_cut, play
+from leangrad.ledger.record import Entry, Recorder, Totals
 from leangrad.ledger.region import Region
 from leangrad.ledger.rest import Rest
 from leangrad.ledger.summary import summarize
@@ -56,6 +58,8 @@ class Ledger:
         self._cut: frozenset[int] | None = None  # what was chosen to be kept, of the step that was learned from
         self.ways: Sequence[Way] = ()  # for every saved tensor in order: what most likely becomes of it
         self.course: Course | None = None  # the calls of the recorded step
+        self._peak_bytes = 0  # of backward, by the plan
+        self._segments: dict[Hashable, Ledger] = {}
         self._local = threading.local()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -73,7 +77,36 @@ class Ledger:
             or not _torch.ledger_names_present()
         ):
             return None
-        return Region(self, self._learn(module))
+        outer = _torch.innermost_pack_hook()
+        if outer is None or _is_ours(outer):
+            return Region(self, self._learn(module), module)
+        if _torch.is_checkpoint(outer):  # it drops all that is saved
+            return Region(self, None, module, outer)
+        if _torch.is_recomputation(outer):
+            return self.segment(None).region_inside(module)
+        _warn_of_other_hooks()
+        return None
+
+    def segment(self, key: Hashable) -> Ledger:
+        """The ledger of a checkpointed segment, which backward runs again: what it learns is its own.
+
+        key: the segments of one region by their number; None: the region itself, where a checkpoint is around it.
+        """
+        segment = self._segments.get(key)
+        if segment is None:
+            segment = _fresh(self.residual_depth, self.min_bytes)
+            segment = self._segments.setdefault(key, segment)
+        segment.sharded = self.sharded
+        return segment
+
+    def region_inside(self, module: nn.Module | None) -> Region | None:
+        """A region where a checkpoint runs its function again; None where there can be none."""
+        outer = _torch.innermost_pack_hook()
+        if _torch.is_traced() or not torch.is_grad_enabled():
+            return None
+        if outer is None or _is_ours(outer):  # a reentrant one has no hooks
+            return Region(self, self._learn(module), module)
+        return Region(self, self._learn(module), module, outer) if _torch.is_recomputation(outer) else None
 
     def __enter__(self) -> Ledger:
         region = self.region()
@@ -102,11 +135,7 @@ class Ledger:
         if self._decisions is not None:
             self._steps += 1
             return None
-        recorder = self._recorder
-        if recorder is not None and recorder.was_read:
-            cut = best_cut(recorder.record()) if self.residual_depth == "auto" else None
-            self._decisions, self.ways, self._cut = recorder.decisions(cut), recorder.ways(cut), cut
-            self.course = recorder.course(cut)
+        if self._plan():
             return None
         if self._pause > 0:
             self._pause -= 1
@@ -114,6 +143,24 @@ class Ledger:
         self.sharded = module is not None and _torch.is_sharded(module)
         self._recorder = self._recorded = Recorder(module, self.min_bytes)
         return self._recorder
+
+    def _plan(self) -> bool:
+        """Make the plan of the recorded step, if there is one and its backward has come to its end."""
+        recorder = self._recorder
+        if recorder is None or not recorder.was_read:
+            return False
+        record = recorder.record()
+        cut = best_cut(record) if self.residual_depth == "auto" else None
+        self._peak_bytes = play(record, cut or frozenset()).peak_bytes
+        self.ways, self.course = recorder.ways(cut), recorder.course(cut)
+        self._decisions, self._cut = recorder.decisions(cut), cut
+        return True
+
+    def peak_bytes(self) -> int:
+        """What backward holds at most of the tensors of this region, by its plan; 0 where there is none."""
+        if self._decisions is None:
+            self._plan()
+        return self._peak_bytes
 
     def differs(self, why: str) -> None:
         """This step is not like the one that was recorded, because of ``why``."""
@@ -136,6 +183,12 @@ class Ledger:
         """
         recorder = self._recorder  # another thread may let go of it
         return self._decisions is None or recorder is None or bool(recorder.caught)
+
+    @property
+    def caught(self) -> Collection[int] | None:
+        """The calls of the recorded step of which a product was kept, by their number; None: nothing was learned."""
+        recorder = self._recorder
+        return None if self._decisions is None or recorder is None else recorder.caught
 
     @property
     def cap(self) -> int:
@@ -165,23 +218,48 @@ class Ledger:
         >>> with leangrad.saving() as ledger:
         ...     y = torch.nn.functional.gelu(x @ x).sin()  # keeps the product; sin asks for its GELU, which is rebuilt
         >>> ledger.totals()
-        Totals(kept_bytes=16384, rebuilt_bytes=16384, shared_bytes=0)
+        Totals(kept_bytes=16384, rebuilt_bytes=16384, shared_bytes=0, shape_only_bytes=0)
         """
-        return Totals() if self._recorded is None else self._recorded.totals()
+        return Totals.of(self.entries())
+
+    def entries(self) -> list[Entry]:
+        """What became of each tensor, here and in the segments that checkpoints inside or around it run again.
+
+        Of the step that was recorded last, with the choices of the steps that follow it.
+        """
+        recorder, own = self._recorded, list[Entry]()
+        if recorder is not None:
+            own = recorder.entries if self._decisions is None else recorder.entries_under(self._cut)
+        return own + [entry for segment in self._segments.values() for entry in segment.entries()]
+
+    @property
+    def _small_bytes(self) -> int:
+        """What was kept without being looked into."""
+        own = 0 if self._recorded is None else self._recorded.small_bytes
+        return own + sum(segment._small_bytes for segment in self._segments.values())
 
     def summary(self) -> str:
         """What is kept, rebuilt and shared, by the module that made it, the op, and the module that reads it; and why.
 
         Of the step that was recorded last, with the choices of the steps that follow it.
         """
-        recorder = self._recorded
-        if recorder is None:
-            text = summarize([], status=self.trace_status)
-        else:
-            entries = recorder.entries if self._decisions is None else recorder.entries_under(self._cut)
-            text = summarize(entries, small_bytes=recorder.small_bytes, status=self.trace_status)
+        text = summarize(self.entries(), small_bytes=self._small_bytes, status=self.trace_status)
         fused = sys.modules.get("leangrad.ledger.fused")  # imported by the first rebuild on a GPU
         return text if fused is None else f"{text}\n{fused.summarize()}"
+
+
+def _is_ours(pack: Any) -> bool:
+    return str(getattr(pack, "__module__", "")).startswith("leangrad.")
+
+
+@functools.cache
+def _warn_of_other_hooks() -> None:
+    warnings.warn(
+        "a lean model runs plain inside saved-tensor hooks that others have set around it, such as "
+        "torch.autograd.graph.save_on_cpu: the hooks get every tensor, and leangrad saves no memory. Choose one of the "
+        "two: leangrad.plain(model), or no hooks around the model.",
+        stacklevel=2,
+    )
 
 
 def _fresh(residual_depth: int | Literal["auto"], min_bytes: int) -> Ledger:

@@ -26,6 +26,7 @@ NOTE = "leangrad.note"  # constants that the node forgets: {name: constant or Op
 # This op is never computed twice: (weak reference to its output, version, number of the call).
 LIVE = "leangrad.live"
 CAST = "leangrad.cast"  # what was saved of it went the short way: see ``cast.py``
+MADE = "leangrad.made"  # by a call inside of a region in a segment that is run again: see ``checkpoint.py``
 OPAQUE = "leangrad.opaque"  # the output was changed behind autograd's back: it cannot be replayed
 
 with torch.enable_grad():  # leangrad may be imported anywhere

@@ -189,7 +189,7 @@ def _read_torch(
 
 def _copy_of(tensor: Any) -> Value:
     value = Value("statistics")
-    value.keep(tensor.detach().clone())
+    value.keep(_torch.copy_unseen(tensor.detach()))
     value.free = True
     return value
 

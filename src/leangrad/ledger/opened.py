@@ -26,6 +26,11 @@ def region_is_open() -> bool:
     return getattr(opened, "region", None) is not None
 
 
+def regions_are_forbidden() -> bool:
+    """Whether no region may be opened in this thread."""
+    return getattr(opened, "region", None) is no_regions
+
+
 @contextmanager
 def no_regions() -> Iterator[None]:
     """Open no region in this thread: lean models run plain."""

@@ -44,7 +44,7 @@ class Operand:
         self.ref = ref(tensor)
         self.version = -1 if tensor.is_inference() else tensor._version
         small = self.version >= 0 and tensor.layout is torch.strided and tensor.nbytes <= COPIED_BYTES
-        self.copy = tensor.detach().clone() if small else None
+        self.copy = _torch.copy_unseen(tensor.detach()) if small else None
 
     def value(self) -> Value:
         """The operand as an anchor, if it is alive and unchanged."""

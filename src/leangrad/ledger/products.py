@@ -32,6 +32,10 @@ class Book(Protocol):
     def is_on_course(self) -> bool:
         """Whether the step has been like the recorded one so far."""
 
+    @property
+    def is_dropped(self) -> bool:
+        """Whether a checkpoint drops what the call that runs saves: to hold its product would keep what it frees."""
+
     def watch(self, value: Value) -> None:
         """A recipe reads this tensor of the caller's: it must not change under the recipe."""
 
@@ -51,6 +55,8 @@ class Products:
         none does after all, it is let go with the next few products.
         """
         book = self._book
+        if book.is_dropped:
+            return
         node: Any = made.grad_fn
         held: Tensor | Value
         if book.is_on_course:

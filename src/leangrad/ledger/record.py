@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import bisect
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -56,6 +57,22 @@ class Totals:
     kept_bytes: int = 0
     rebuilt_bytes: int = 0
     shared_bytes: int = 0  # asked for again, and kept or rebuilt once for all readers
+    shape_only_bytes: int = 0  # of which backward reads the shape alone
+
+    @classmethod
+    def of(cls, entries: Iterable[Entry]) -> Totals:
+        """Sum the entries of a step by what became of each tensor."""
+        found = dict.fromkeys(("kept", "rebuilt", "shared", "shape only"), 0)
+        for entry in entries:
+            found[entry.outcome] += entry.nbytes
+        return cls(*found.values())
+
+
+class Segment(Protocol):
+    """What a plan asks of the ledger of a checkpointed segment."""
+
+    def peak_bytes(self) -> int:
+        """What backward holds at most of the tensors of the segment."""
 
 
 class Recorder:
@@ -88,6 +105,7 @@ class Recorder:
         self._bare: list[bool] = []  # of each: whether it is kept and no recipe reads it
         self._dear: set[int] = set()  # the values that will be kept because rebuilding them is too much work
         self._first_decision = 0  # the entry of the first decision; the others follow it
+        self._segments: list[tuple[int, Segment]] = []  # which read is a segment that was run again
         self.on_accelerator = False
         self.was_read = self._is_reading = False
         self._root = root
@@ -295,11 +313,13 @@ class Recorder:
 
     def unpack(self, packed: Packed | Slot) -> Tensor:
         """Backward asks for what was saved: note it, and hand it out."""
-        self.read(packed.packed if type(packed) is Slot else packed)
+        self.read(packed)
         return unpack(packed)
 
-    def read(self, packed: Packed | None) -> None:
+    def read(self, packed: Packed | Slot | None) -> None:
         """Backward asked for what was saved. A step is learned from only if its backward came to its end."""
+        if type(packed) is Slot:
+            packed = packed.packed
         if not self._is_reading:
             self._is_reading = True
             self.was_read = not _torch.after_backward(self._end)
@@ -314,16 +334,18 @@ class Recorder:
         if any(item.choice for item in self.items):  # else there is nothing to plan
             self._scratch = scratch.measure(r.convolution for r in self.gradients if r.convolution is not None)
 
-    def totals(self) -> Totals:
-        """Sum the entries of the step by what became of each tensor."""
-        bytes_of = dict.fromkeys(("kept", "rebuilt", "shared"), 0)
-        for entry in self.entries:
-            bytes_of[entry.outcome] += entry.nbytes
-        return Totals(bytes_of["kept"], bytes_of["rebuilt"], bytes_of["shared"])
+    def runs_again(self, segment: Segment) -> None:
+        """Backward has come to a checkpoint and runs its segment again: the plan takes it for a read with scratch."""
+        self._segments.append((len(self.reads), segment))
+        self.reads.append(len(self.items))
+        self.gradients.append(Reader(0))
+        self.items.append(Item(0))
 
     def record(self) -> Record:
         """The step as data, for the plan."""
         given = [r.given + (self._scratch.get(r.convolution, 0) if r.convolution else 0) for r in self.gradients]
+        for at, segment in self._segments:
+            given[at] = segment.peak_bytes()
         return Record(tuple(self.items), tuple(self.reads), tuple(given))
 
     def entries_under(self, cut: frozenset[int] | None) -> list[Entry]:
@@ -377,7 +399,7 @@ class Recorder:
         kept = self._staying(cut)
         saves: dict[Any, bool] = {}
         for call in self.recording.calls:
-            saves[call.function] = bool(call.names) or saves.get(call.function, False)
+            saves[call.function] = bool(call.names) or call.begins or saves.get(call.function, False)
         calls, seen = [], 0
         for number, call in enumerate(self.recording.calls):
             if saves[call.function]:
@@ -386,7 +408,8 @@ class Recorder:
                 last = max((p for p, name in places if self._fates[p] not in kept or name is None), default=-1)
                 anchors = tuple((p, n) for p, n in places if p > last and n is not None and self._has_node[p])
                 catches, quiet = call.nbytes if number in self.caught else 0, call.graded is False
-                calls.append(Call(call.function, call.first, last, anchors, catches, self._may_grow(call), quiet))
+                grows, begins = self._may_grow(call), call.begins
+                calls.append(Call(call.function, call.first, last, anchors, catches, grows, quiet, begins))
         handled = {call.function for call in self.recording.calls if call.handled}
         graded = {call.function for call in self.recording.calls if call.graded}
         unseen = frozenset(call.function for call in self.recording.calls if call.graded is False) - graded

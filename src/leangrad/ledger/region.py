@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from types import TracebackType
 from typing import Any, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from leangrad import _torch
 from leangrad.ledger import ways
 from leangrad.ledger.cast import Anchor, Packed
+from leangrad.ledger.checkpoint import Opener, Recomputation, Token, is_settled
 from leangrad.ledger.choice import Choice, Decision
 from leangrad.ledger.course import Calls, Course, Recording
 from leangrad.ledger.hooks import Hooks
@@ -47,8 +48,15 @@ class Knowledge(Protocol):
     def catches(self) -> bool:
         """Whether outputs of products are held for a while, to be kept in the stead of a larger tensor."""
 
+    @property
+    def caught(self) -> Collection[int] | None:
+        """The calls of which a product was kept, by their number; None: any may be."""
+
     def differs(self, why: str) -> None:
         """This step is not like the one that was learned from, because of ``why``."""
+
+    def segment(self, key: Hashable) -> Opener:
+        """What opens a region in a checkpointed segment of this one, when backward runs it again."""
 
 
 class Region(Choice):
@@ -59,10 +67,13 @@ class Region(Choice):
     packing = True
     packs = ENDED
 
-    def __init__(self, ledger: Knowledge, recorder: Recorder | None) -> None:
+    def __init__(
+        self, ledger: Knowledge, recorder: Recorder | None, module: nn.Module | None = None, outer: Any = None
+    ) -> None:
+        """``outer``: the pack hook of the checkpoint that is in force around the region, if one is."""
         self.min_bytes = ledger.min_bytes
         self.cap = ledger.cap
-        self.fence = 0
+        self.fence = self._began = 0
         self.packing = False
         self.changing: Any = None
         self.sizes = recorder is not None
@@ -81,11 +92,23 @@ class Region(Choice):
         self.walk = Walk(self)
         self.recorder = recorder
         course = ledger.course  # another thread may end it
-        self._follows = recorder is None and course is not None and not _torch.saved_tensor_hooks_active()
+        self.outer = outer
+        self.drops = outer is not None and _torch.is_checkpoint(outer)
+        self.runs_again = outer is not None and not self.drops
+        self.caught = ledger.caught
+        self._module = None if module is None else weakref.ref(module)
+        self._segments = 0
+        self._frame: Any = None
+        self._follows = (
+            recorder is None and outer is None and course is not None and not _torch.saved_tensor_hooks_active()
+        )
         if recorder is not None:
-            self.hooks = Hooks(self.pack, recorder.unpack)
+            self.hooks = Hooks(self.pack, recorder.unpack) if outer is None else Hooks(self.pack_again, unpack)
             recorder.recording = Recording(self, recorder.saved)
             self._calls = Calls(self, recording=recorder.recording)
+        elif outer is not None:
+            self.hooks = Hooks(self.pack_again, unpack)
+            self._calls = Calls(self)
         elif self._follows:
             self.hooks = Hooks(self.pack_along, unpack)
             self._calls = Calls(self, course)
@@ -96,10 +119,11 @@ class Region(Choice):
         self._held: list[Value | Seen] = []  # what recipes may read and nobody else holds as a value
 
     def __enter__(self) -> Region:
-        Operand.noted.clear()
-        self.fence = _torch.next_sequence_nr()  # what was made before, nobody watched
+        if not self.runs_again:  # a region may be open around backward
+            Operand.noted.clear()
+        self.fence = self._began = _torch.next_sequence_nr()  # what was made before, nobody watched
         self._calls.__enter__()
-        if not self._follows:
+        if not self._follows and self.outer is None:
             self.hooks.set_all()
         enter(self)
         if self.recorder is not None:
@@ -110,7 +134,7 @@ class Region(Choice):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         opened.region = None
-        if not self._follows:
+        if not self._follows and self.outer is None:
             self.hooks.take_back_all()
         self._calls.end()
         self._calls.__exit__(kind, error, trace)
@@ -148,6 +172,63 @@ class Region(Choice):
             return self._ways[n](self, tensor)
         return self.decide(tensor) if self.slots is None else self.defer(tensor)
 
+    # -------------------------------- beside a checkpoint: see [Note: a region in a segment that is run again]
+
+    def pack_again(self, tensor: Tensor) -> Packed | Slot:
+        """The same in a segment that a checkpoint runs again: it stores the tensor, or what stands for it."""
+        packed = self.pack(tensor)
+        recorder = self.recorder
+        if recorder is None and is_settled(packed):
+            self.outer(tensor)
+        else:
+            self.outer(Token(tensor, packed, None if recorder is None else recorder.read))
+        return packed
+
+    def finds_checkpoint(self) -> bool:
+        """Whether a checkpoint has begun since the last look: its segment gets a region when it is run again."""
+        pack = _torch.innermost_pack_hook()
+        if pack is self._frame:
+            return False
+        self._frame = None
+        if pack is None or pack is self.outer or not _torch.is_checkpoint(pack):
+            return False
+        self._frame = pack
+        frame = _torch.checkpoint_frame(pack)
+        if frame is None or isinstance(frame.recompute_fn, Recomputation):
+            return False
+        frame.recompute_fn = self._recomputation(frame.recompute_fn)
+        return True
+
+    def finds_reentrant(self, args: Any) -> bool:
+        """Whether a tensor among ``args`` was made by a reentrant checkpoint that was not seen yet: the same for it."""
+        if isinstance(args, Tensor):
+            node = _torch.reentrant_checkpoint(args)
+            if node is None or isinstance(node.run_function, Recomputation) or node._sequence_nr() < self._began:
+                return False
+            node.run_function = self._recomputation(node.run_function)
+            return True
+        return type(args) in (tuple, list) and True in [self.finds_reentrant(a) for a in args]
+
+    def _recomputation(self, function: Callable[..., Any]) -> Recomputation:
+        segment, recorder = self._ledger.segment(self._segments), self.recorder
+        self._segments += 1
+        return Recomputation(function, segment, self._module, None if recorder is None else recorder.runs_again)
+
+    @property
+    def is_dropped(self) -> bool:
+        """Whether a checkpoint inside the region drops what the call that runs saves."""
+        return self._frame is not None
+
+    def suspend(self) -> None:
+        """Backward runs inside this region, and in it a segment that has a region of its own."""
+        self._calls.suspend()
+        self.packing = True
+
+    def resume(self) -> None:
+        """The segment has been run."""
+        self._calls.resume()
+        self.packing = False
+
     # ------------------------------------------- along a course: see [Note: hooks only where they are needed]
 
     def anchor(self, tensor: Tensor, number: int) -> None:
@@ -164,7 +245,7 @@ class Region(Choice):
 
     def differ(self, why: str) -> None:
         """This step is not like the one that was recorded, because of ``why``: what was learned serves it no more."""
-        self.decisions, self._planned = None, 0
+        self.decisions, self._planned, self.caught = None, 0, None
         if self._follows:
             self._calls.leave_course()
         self._ledger.differs(why)
