@@ -115,6 +115,8 @@ class Enter:
     handed on carry a guard that closes the region when forward's frame is gone.
     """
 
+    is_leangrads = True
+
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
 
@@ -133,6 +135,8 @@ class Enter:
 
 class Leave:
     """The forward hook of a lean module, called also after an exception: its region ends."""
+
+    is_leangrads = True
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger

@@ -13,7 +13,11 @@ import torch
 from torch import Tensor
 
 from leangrad._torch import autocast_may_be_on, graph_is_kept, has_memory, saved_tensor_hooks_active, transforms_active
+from leangrad.ledger.functions import Replay, know
+from leangrad.ledger.opened import ledger_saves
+from leangrad.ledger.value import Value
 from leangrad.ops.chain import Chain, Writer
+from leangrad.overridable import overridable
 from leangrad.own import owned, take
 from leangrad.tape import Tape, Var
 
@@ -80,9 +84,7 @@ def run(program: Callable[..., Var], plain: Callable[..., Tensor], *tensors: Ten
 
 def run_recorded(record: Record, plain: Callable[..., Tensor], *tensors: Tensor | None) -> Tensor:
     """Run `record(tensors, needs)`, which returns its output and a `Recording`, as one autograd node; see `run`."""
-    # `Function.apply` looks at every tensor in Python for the sake of `torch.func`; where that is not about, skip it.
-    apply = _Node.apply if transforms_active() else _apply_node
-    y: Tensor = apply(record, plain, *tensors)
+    y: Tensor = _apply(record, plain, *tensors)
     return y
 
 
@@ -91,7 +93,8 @@ class _Node(torch.autograd.Function):
     def forward(ctx: Any, record: Record, plain: Callable[..., Tensor], *tensors: Tensor | None) -> Tensor:
         y, recording = record(tensors, ctx.needs_input_grad[2:])
         # Whoever hooks into saving (checkpointing, offloading) gets all that is kept, and decides what becomes of it.
-        handed = recording.hand_over() if saved_tensor_hooks_active() else None
+        # A ledger could only keep it, and then nothing of it might be overwritten in backward.
+        handed = recording.hand_over() if saved_tensor_hooks_active() and not ledger_saves() else None
         ctx.save_for_backward(*tensors, y if recording.reads_output else None, *(handed or ()))
         ctx.recording, ctx.plain, ctx.handed, ctx.lock = recording, plain, handed is not None, threading.Lock()
         ctx.can_overwrite = recording.can_overwrite
@@ -135,6 +138,31 @@ class _Node(torch.autograd.Function):
 
 
 _apply_node: Callable[..., Tensor] = super(torch.autograd.Function, _Node).apply
+
+
+def _apply_any(*args: Any) -> Tensor:
+    # `Function.apply` looks at every tensor in Python for the sake of `torch.func`; where that is not about, skip it.
+    y: Tensor = _Node.apply(*args) if transforms_active() else _apply_node(*args)
+    return y
+
+
+_apply = overridable(_apply_any, product=True)
+
+
+def _can_be_replayed(node: Any) -> bool:
+    """Whether the output is the last activation of what the node keeps."""
+    recording = getattr(node, "recording", None)
+    return isinstance(recording, Chain) and recording.can_lend
+
+
+def _replay(walk: Any, node: Any) -> Replay:
+    record, source = node.recording.lend()
+    kept = Value("the input of an activation")
+    kept.keep(source)
+    return record.forward, (kept, record.parameter, None)
+
+
+know(_Node, _replay, _can_be_replayed)
 
 
 class _TapeRecording:

@@ -30,6 +30,7 @@ from leangrad.ledger.nodes import NOTE, OPAQUE
 from leangrad.ledger.origins import Operand
 from leangrad.ledger.products import Products
 from leangrad.ledger.value import Value
+from leangrad.overridable import is_product
 
 
 class Book(Protocol):
@@ -70,7 +71,7 @@ def handler_of(func: Any, kwargs: dict[str, Any]) -> Handler | None:
     try:
         return HANDLERS[func]
     except KeyError:
-        handler = HANDLERS[func] = mutating() if _torch.mutates(func) else None
+        handler = HANDLERS[func] = _source if is_product(func) else mutating() if _torch.mutates(func) else None
         return handler
 
 

@@ -5,6 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from leangrad import _torch
+
+if TYPE_CHECKING:
+    from leangrad.ledger.region import Region
 
 opened = threading.local()
 
@@ -12,6 +18,26 @@ opened = threading.local()
 def region_is_open() -> bool:
     """Whether a region is open in this thread, or none may be opened."""
     return getattr(opened, "region", None) is not None
+
+
+def open_region() -> Region | None:
+    """The region that is open in this thread."""
+    region = getattr(opened, "region", None)
+    return None if region is no_regions else region
+
+
+def ledger_saves() -> bool:
+    """Whether a tensor that is saved now is the open region's to decide on, and no other hooks'.
+
+    Its hooks are the innermost ones; or there are none, because it follows the trace of an earlier step. Whoever saves
+    tensors then need not hand over what is their own: the region would only keep it.
+    """
+    region = open_region()
+    if region is None:
+        return False
+    return not _torch.saved_tensor_hooks_active() or (
+        getattr(_torch.innermost_pack_hook(), "__self__", None) is region
+    )
 
 
 @contextmanager

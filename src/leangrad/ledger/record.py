@@ -17,6 +17,7 @@ from leangrad.ledger.plan import Item, Record
 from leangrad.ledger.saved import unpack
 from leangrad.ledger.seen import Seen
 from leangrad.ledger.value import Value
+from leangrad.overridable import is_product
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,31 @@ class Entry:
     outcome: str  # "kept", "rebuilt" or "shared"
     nbytes: int
     why: str
+
+
+class _Entering:
+    """A forward pre-hook: the module called ``name`` runs."""
+
+    is_leangrads = True
+
+    def __init__(self, stack: list[str], name: str) -> None:
+        self._stack, self._name = stack, name
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        self._stack.append(self._name)
+
+
+class _Leaving:
+    """A forward hook: the module that ran last is done."""
+
+    is_leangrads = True
+
+    def __init__(self, stack: list[str]) -> None:
+        self._stack = stack
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._stack:
+            self._stack.pop()
 
 
 class Recorder:
@@ -66,8 +92,8 @@ class Recorder:
     def start(self) -> None:
         """Follow which module runs. Hooks of compiled modules are left alone: a change of them compiles anew."""
         for name, module in self._modules():
-            self._handles.append(module.register_forward_pre_hook(lambda m, a, name=name: self._stack.append(name)))
-            self._handles.append(module.register_forward_hook(lambda m, a, o: self._leave(), always_call=True))
+            self._handles.append(module.register_forward_pre_hook(_Entering(self._stack, name)))
+            self._handles.append(module.register_forward_hook(_Leaving(self._stack), always_call=True))
 
     def _modules(self) -> list[tuple[str, nn.Module]]:
         if self._root is None:
@@ -81,10 +107,6 @@ class Recorder:
             and not hasattr(module, "_orig_mod")
             and not any(name.startswith(c) for c in compiled)
         ]
-
-    def _leave(self) -> None:
-        if self._stack:
-            self._stack.pop()
 
     def module(self) -> str:
         """The path of the module that runs now."""
@@ -144,7 +166,7 @@ class Recorder:
         for call in self.recording.calls:
             for item in self._fates[call.first : call.first + len(call.names)]:
                 if item >= 0:
-                    given = call.nbytes if call.function in PRODUCTS else 0
+                    given = call.nbytes if call.function in PRODUCTS or is_product(call.function) else 0
                     scratch = 0 if self.on_accelerator else int(_scratch(call) * self.items[item].nbytes)
                     self._readers.setdefault(item, []).append((given or self.items[item].nbytes) + scratch)
 

@@ -21,8 +21,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from leangrad._torch import innermost_pack_hook, saved_tensor_hooks_active, version
+from leangrad._torch import HOOK_NODE, innermost_pack_hook, saved_tensor_hooks_active, version
 from leangrad.errors import ChangedError
+from leangrad.ledger.opened import open_region
 from leangrad.ops import abn as ops
 
 __all__ = ["Recipe", "Session", "rebuilding", "recipe_of"]
@@ -174,8 +175,17 @@ class Recipe:
 
 def recipe_of(t: Tensor) -> Recipe | None:
     """The recipe of a tensor that is an unchanged output of ABNFunction."""
-    recipe = getattr(t.grad_fn, "recipe", None)
+    node: Any = t.grad_fn
+    if type(node) is HOOK_NODE:  # a module's backward hooks, which hand on what they were given
+        node = _behind_hooks(node, t.output_nr)
+    recipe = getattr(node, "recipe", None)
     return recipe if isinstance(recipe, Recipe) and version(t) == recipe.z_version else None
+
+
+def _behind_hooks(node: Any, nr: int) -> Any:
+    while type(node) is HOOK_NODE:
+        node, nr = node.next_functions[nr]
+    return node
 
 
 @contextmanager
@@ -183,7 +193,8 @@ def rebuilding(model: nn.Module | None = None) -> Iterator[None]:
     """Inside, whatever would keep the output of an activated batch norm keeps a recipe for it instead.
 
     `model` is what is run inside; how large its weights are says how much may be held in backward. See [Note: chains].
-    Does nothing where other saved-tensor hooks are in force (checkpointing, offloading) and under torch.compile.
+    Does nothing where other saved-tensor hooks are in force (checkpointing, offloading), inside a ledger's region, which
+    rebuilds these outputs itself (`abn_rule.py`), and under torch.compile.
 
     >>> from leangrad.nn.abn import ABN
     >>> abn, conv = ABN(4, activation="relu"), torch.nn.Conv2d(4, 4, 1)
@@ -191,7 +202,7 @@ def rebuilding(model: nn.Module | None = None) -> Iterator[None]:
     ...     y = conv(abn(torch.randn(2, 4, 8, 8, requires_grad=True)))
     >>> y.sum().backward()  # the convolution's input is rebuilt here
     """
-    if torch.compiler.is_compiling() or saved_tensor_hooks_active():
+    if torch.compiler.is_compiling() or saved_tensor_hooks_active() or open_region() is not None:
         yield
         return
     with torch.autograd.graph.saved_tensors_hooks(Session(model).pack, _unpack):

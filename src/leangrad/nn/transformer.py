@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from leangrad._torch import has_global_hooks, has_hooks
+from leangrad._torch import has_global_hooks, has_hooks_of_others
 from leangrad.functional import autocast_enabled, runs_plain
 from leangrad.nn.block import Block, Replay
 from leangrad.nn.block_steps import Heads
@@ -226,7 +226,7 @@ class ResidualBlock(nn.Module):
         return tuple(p for layer in layers for p in (layer.weight, getattr(layer, "bias", None)))
 
     def _is_as_made(self) -> bool:
-        """Whether every child is of the class that this one made, and has neither hooks nor a forward of its own."""
+        """Whether every child is of the class that this one made, and has neither hooks of others nor a forward of its own."""
         attention, ffn = self.attention, self.ffn
         if type(attention) is not SelfAttention or type(ffn) is not FeedForward or has_global_hooks():
             return False
@@ -234,7 +234,7 @@ class ResidualBlock(nn.Module):
         norms = (self.norm1, self.norm2)
         if any(type(m) is not nn.Linear for m in linears) or not all(_is_known_norm(m, self.width) for m in norms):
             return False
-        return not any(has_hooks(m) or _has_own_forward(m) for m in (attention, ffn, *linears, *norms))
+        return not any(has_hooks_of_others(m) or _has_own_forward(m) for m in (attention, ffn, *linears, *norms))
 
     def _check(self, x: Tensor) -> None:
         if not isinstance(x, Tensor):

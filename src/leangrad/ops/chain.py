@@ -16,6 +16,7 @@ accelerator the caching allocator does all that at no cost: what is dropped is t
 On an H200 the launch takes 6 µs of the host where torch's two take 18.
 """
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -101,6 +102,23 @@ class Chain:
         self.hidden: list[Tensor | None] = [None] * len(records)
         self.reads_output, self.can_overwrite = False, True
         self.writer: Writer | None = None
+        self._lent: weakref.ref[Tensor] | None = None
+
+    @property
+    def can_lend(self) -> bool:
+        """Whether the output is an activation of what is kept, and can be made from it again."""
+        record = self.records[-1] if self.records else None
+        return record is not None and record.keeps == "input" and self.kept[-1] is not None
+
+    def lend(self) -> tuple[Activation, Tensor]:
+        """The last activation and its input; while somebody holds the tensor, backward does not write over it."""
+        record, kept, lent = self.records[-1], self.kept[-1], None if self._lent is None else self._lent()
+        assert record is not None
+        assert kept is not None
+        if lent is None:
+            lent = kept.detach()
+            self._lent = weakref.ref(lent)
+        return record, lent
 
     def forward(self, tensors: Tensors) -> Tensor:
         """The output of the last layer, in memory of its own."""
@@ -268,6 +286,7 @@ class Chain:
         if self.reads_output:
             assert output is not None
             return _activation_backward(record, output, g, ours, False, rooms)
+        spent = spent and (self._lent is None or self._lent() is None)
         return _activation_backward(record, self._take(last, spent), g, ours, spent, rooms)
 
     def _find_room(

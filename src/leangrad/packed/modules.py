@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from leangrad import _torch, node
 from leangrad.functional import activate
 
-from .products import PackedLookup, PackedProduct, node_writer
+from .products import node_writer, packed_lookup, packed_product
 from .slots import SLOTS, Slot
 
 _LOW_OR_SINGLE = frozenset((torch.float32, torch.bfloat16, torch.float16))
@@ -71,7 +71,7 @@ def _linear(module: nn.Linear, x: Tensor) -> Tensor | None:
     if slot is None or x.dim() < 2 or (dtype := _product_dtype(slot, x, weight, bias)) is None:
         return None
     adds_inside = bias is not None and linear_adds_inside(x.dim(), x.is_contiguous(), x.device)
-    y: Tensor = PackedProduct.apply(x if x.dtype == dtype else x.to(dtype), weight, bias, True, adds_inside, dtype)
+    y: Tensor = packed_product(x if x.dtype == dtype else x.to(dtype), weight, bias, True, adds_inside, dtype)
     return y
 
 
@@ -90,7 +90,7 @@ def _packed_dense(self: Any, x: Tensor) -> Tensor:
 def _packed_conv1d(self: Any, x: Tensor) -> Tensor:
     slot = _slot_for(self.weight, x)
     if slot is not None and x.is_contiguous() and (dtype := _product_dtype(slot, x, self.weight, self.bias)):
-        return PackedProduct.apply(x.to(dtype), self.weight, self.bias, False, True, dtype)  # type: ignore[no-any-return]
+        return packed_product(x.to(dtype), self.weight, self.bias, False, True, dtype)  # type: ignore[no-any-return]
     return type(self).forward(self, x)  # type: ignore[no-any-return]
 
 
@@ -99,7 +99,7 @@ def _packed_embedding(self: nn.Embedding, input: Tensor) -> Tensor:
     if slot is None or self.max_norm is not None or self.scale_grad_by_freq or self.sparse:
         return type(self).forward(self, input)
     padding_index = -1 if self.padding_idx is None else self.padding_idx
-    return PackedLookup.apply(self.weight, input, padding_index)  # type: ignore[no-any-return]
+    return packed_lookup(self.weight, input, padding_index)  # type: ignore[no-any-return]
 
 
 _WRITERS: dict[Callable[..., Any], Callable[..., Any]] = {}

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
 from leangrad import _torch
+from leangrad.overridable import overridable
 
 from .slots import SLOTS, Compute, deliver
 
@@ -159,6 +160,9 @@ class PackedProduct(torch.autograd.Function):
         return dx, dw, db, None, None, None
 
 
+packed_product = overridable(PackedProduct.apply, product=True)
+
+
 def _weight_as_it_was(ctx: Any) -> Tensor:
     weight: Tensor = ctx.weight
     version = _torch.version(weight)
@@ -239,6 +243,9 @@ class PackedLookup(torch.autograd.Function):
             )
 
         return deliver(ctx, 0, ctx.weight, compute, "its layer adds the rows"), None, None
+
+
+packed_lookup = overridable(PackedLookup.apply)
 
 
 def add_rows(out: Tensor, indices: Tensor, rows: Tensor, padding_index: int) -> Tensor:
