@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
 
 import torch
@@ -27,7 +27,14 @@ if TYPE_CHECKING:
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 DEEPEST = 32  # joins that a recipe may run through: each takes some frames of Python's stack
 
-Decision = tuple[str, bool, int]  # op, whether the tensor is simply kept, and its bytes
+
+class Decision(NamedTuple):
+    """What was learned of one saved tensor."""
+
+    op: str
+    keeps: bool  # it is simply kept
+    nbytes: int
+    fleeting: bool = False  # recipes that read it do not hold it for its readers: see [Note: made again]
 
 
 class Choice:
@@ -188,20 +195,23 @@ class Choice:
 
     def _choose(self, tensor: Tensor, node: Any, metadata: dict[Any, Any], waiting: Value | None = None) -> Value:
         """Keep ``tensor`` or store a recipe; ``waiting``: its value, if a recipe downstream has asked for it before."""
-        cap, recorded = self.cap, 0
+        cap, recorded, fleeting = self.cap, 0, False
         decisions = self.decisions
         if decisions is not None:
             n = self.decided
             self.decided = n + 1
-            if n >= len(decisions) or type(node).__name__ != decisions[n][0]:
+            if n >= len(decisions) or type(node).__name__ != decisions[n].op:
                 self.differ()
-            elif decisions[n][1]:  # the plan says to simply keep it
-                value = waiting or Value(decisions[n][0])
+            elif decisions[n].keeps:  # the plan says so
+                value = waiting or Value(decisions[n].op)
                 value.keep(tensor)
                 return value
             else:
-                cap, recorded = DEEPEST, decisions[n][2]
-        return self.recipe(tensor, node, metadata, cap, recorded, waiting)
+                cap, recorded, fleeting = DEEPEST, decisions[n].nbytes, decisions[n].fleeting
+        value = self.recipe(tensor, node, metadata, cap, recorded, waiting)
+        if fleeting:
+            value.fleeting = True
+        return value
 
     def recipe(
         self,

@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from leangrad import _torch
 from leangrad.ledger import ways
 from leangrad.ledger.cast import NODE, Packed
+from leangrad.ledger.choice import Decision
 from leangrad.ledger.course import ANY_SIZE, Call, Course, Recording, Saved
-from leangrad.ledger.plan import Item, Record
+from leangrad.ledger.overwriting import WITH_OUT
+from leangrad.ledger.plan import Item, Record, holds
 from leangrad.ledger.saved import unpack
 from leangrad.ledger.seen import Seen
 from leangrad.ledger.value import Value
@@ -213,7 +215,7 @@ class Recorder:
             joins = len({id(v.root or v) for v in value.inputs if not v.free}) > 1 if sources else False
             value.ordinal, value.recorder = len(self.items), self
             choice = joins or (value.depth > 0 and id(value) not in self._dear)
-            self.items.append(Item(value.nbytes, sources, choice))
+            self.items.append(Item(value.nbytes, sources, choice, value.pinned, value.function in WITH_OUT))
         return value.ordinal
 
     def _sources(self, value: Value) -> set[int]:
@@ -254,15 +256,21 @@ class Recorder:
         """The step as data, for the plan."""
         return Record(tuple(self.items), tuple(self.reads), tuple(self.gradients))
 
-    def decisions(self, cut: frozenset[int] | None) -> list[tuple[str, bool, int]]:
-        """For every decision of the step in order: its op, whether the tensor is simply kept, and its bytes.
+    def decisions(self, cut: frozenset[int] | None) -> list[Decision]:
+        """For every decision of the step in order: its op, and what becomes of the tensor.
 
         Without a cut, what was kept is kept again and what was rebuilt is rebuilt again.
         """
         made = zip(self._ops, self._decisions, self._kept, self._places, strict=True)
-        bytes_of = self.items
+        items = self.items
+        fleeting: set[int] = set()
+        if cut is not None and any(item.again for item in items):
+            held = holds(self.record(), cut)
+            fleeting = {n for n, item in enumerate(items) if item.again and n not in held}
         return [
-            (op, self._stays(n, kept, cut), bytes_of[n].nbytes) for op, n, kept, place in made if not self._bare[place]
+            Decision(op, self._stays(n, kept, cut), items[n].nbytes, n in fleeting)
+            for op, n, kept, place in made
+            if not self._bare[place]
         ]
 
     def ways(self, cut: frozenset[int] | None) -> list[ways.Way]:

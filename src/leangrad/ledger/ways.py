@@ -39,7 +39,7 @@ def rebuild(choice: Choice, tensor: Tensor) -> Packed:
     decisions, n = choice.decisions, choice.decided
     if node is None or decisions is None or n >= len(decisions) or type(owner) is not Tensor:
         return choice.decide(tensor)
-    op, is_kept, recorded = decisions[n]
+    op, is_kept, recorded, fleeting = decisions[n]
     metadata = node.metadata
     if (
         is_kept
@@ -64,6 +64,8 @@ def rebuild(choice: Choice, tensor: Tensor) -> Packed:
             return choice.decide(tensor)
     choice.decided = n + 1
     value = choice.recipe(owner, node, metadata, DEEPEST, recorded)
+    if fleeting:
+        value.fleeting = True
     value.readers += 1
     metadata[VALUES[owner.output_nr]] = known = ref(value)
     choice.anchors.append(known)
@@ -85,7 +87,7 @@ def anchor(choice: Choice, tensor: Tensor) -> Value | Seen | None:
     decisions, n = choice.decisions, choice.decided
     if decisions is None or n >= len(decisions) or type(tensor) is not Tensor:
         return choice.value(tensor, node)
-    op, is_kept, _ = decisions[n]
+    op, is_kept, _, _ = decisions[n]
     metadata = node.metadata
     if (
         not is_kept
