@@ -15,6 +15,8 @@ was made, and keeps it, shares one that is kept already, or stores a recipe that
 from __future__ import annotations
 
 import threading
+import weakref
+from collections.abc import Callable
 from typing import Any, Literal, TypeVar
 
 from torch import nn
@@ -128,9 +130,7 @@ class Enter:
             region.__enter__()
         call = _Call(module, region)
         _calls().append(call)
-        arguments = Arguments(args)
-        arguments.guard = _Guard(call)
-        return arguments
+        return Arguments(*args, guard=_Guard(call))
 
 
 class Leave:
@@ -150,9 +150,19 @@ class Leave:
 
 
 class Arguments(tuple[Any, ...]):
-    """The arguments of forward, and the guard of its region."""
+    """The arguments of forward, and the guard of its region.
 
-    guard: _Guard
+    A full backward hook on the same module makes them anew, ``type(arguments)(*others)``: the same guard then stays with
+    those.
+    """
+
+    guard: _Guard | None
+
+    def __new__(cls, *args: Any, guard: _Guard | None = None) -> Arguments:
+        arguments = super().__new__(cls, args)
+        calls = _calls()
+        arguments.guard = guard or (calls[-1].guard() if calls else None)
+        return arguments
 
 
 class _Guard:
@@ -160,6 +170,7 @@ class _Guard:
 
     def __init__(self, call: _Call) -> None:
         self.call = call
+        call.guard = weakref.ref(self)
 
     def __del__(self) -> None:
         self.call.close()
@@ -172,6 +183,7 @@ class _Call:
         self.module, self.region = module, region
         self.thread = threading.get_ident()
         self.rest = Rest() if region is not None else None
+        self.guard: Callable[[], _Guard | None] = lambda: None  # a weak reference, once there is one
 
     def close(self) -> None:
         """End this call, and those inside it that were left open."""

@@ -19,6 +19,7 @@ from leangrad.ledger.notes import HANDLERS, Notes
 from leangrad.ledger.origins import Operand, Walk
 from leangrad.ledger.overwriting import with_out
 from leangrad.nn.abn_autograd import ABNFunction, Call, apply_abn
+from leangrad.nn.abn_recipe import note_region
 from leangrad.ops import abn as ops
 
 __all__ = ["DETERMINISTIC"]
@@ -65,6 +66,7 @@ def rebuild(
 
 def _handle(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run one layer: it changes its running statistics, and its input if it is written over that."""
+    note_region()
     call: Call = args[-1]
     running = call.running if call.training else None
     if running is not None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from leangrad import _torch, node
 from leangrad.functional import activate
+from leangrad.ledger.opened import ledger_saves
 
 from .products import node_writer, packed_lookup, packed_product
 from .slots import SLOTS, Slot
@@ -48,7 +49,7 @@ def _product_dtype(slot: Slot, x: Tensor, weight: Tensor, bias: Tensor | None) -
     if not _LOW_OR_SINGLE.issuperset(dtypes):
         return None
     is_cast_alive = slot.cast is not None and slot.cast() is not None
-    if weight.dtype != dtype and is_cast_alive and not _torch.saved_tensor_hooks_active():
+    if weight.dtype != dtype and is_cast_alive and not (_torch.saved_tensor_hooks_active() and not ledger_saves()):
         slot.why_added = "used more than once under autocast: later uses share autocast's own cast"
         return None
     return dtype
