@@ -178,8 +178,8 @@ def _can_be_replayed(node: Any) -> bool:
 
 
 def _replay(walk: Any, node: Any) -> Replay:
-    record, source = node.recording.lend()
     kept = Value("the input of an activation")
+    record, source = node.recording.lend(kept)
     kept.keep(source)
     kept.pinned = True
     return record.forward, (kept, record.parameter, None)

@@ -28,7 +28,7 @@ from leangrad.ledger import MIN_BYTES, Ledger, Region
 from leangrad.ledger.opened import open_region
 from leangrad.ops import abn as ops
 
-__all__ = ["Recipe", "Session", "note_region", "rebuilding", "recipe_of"]
+__all__ = ["Recipe", "Session", "behind_hooks", "note_region", "rebuilding", "recipe_of"]
 
 # A recipe may rest on the recipe of its residual, and so on. ResNet-50's longest chain is 6; see Recipe.
 MAX_DEPTH = 8
@@ -180,12 +180,13 @@ def recipe_of(t: Tensor) -> Recipe | None:
     """The recipe of a tensor that is an unchanged output of ABNFunction."""
     node: Any = t.grad_fn
     if type(node) is HOOK_NODE:  # a module's backward hooks, which hand on what they were given
-        node = _behind_hooks(node, t.output_nr)
+        node = behind_hooks(node, t.output_nr)
     recipe = getattr(node, "recipe", None)
     return recipe if isinstance(recipe, Recipe) and version(t) == recipe.z_version else None
 
 
-def _behind_hooks(node: Any, nr: int) -> Any:
+def behind_hooks(node: Any, nr: int) -> Any:
+    """The node that made output `nr` of `node`, where that is only a module's backward hooks."""
     while type(node) is HOOK_NODE:
         node, nr = node.next_functions[nr]
     return node

@@ -19,10 +19,10 @@ from leangrad.ledger.notes import HANDLERS, Notes
 from leangrad.ledger.origins import Operand, Walk
 from leangrad.ledger.overwriting import with_out
 from leangrad.nn.abn_autograd import ABNFunction, Call, apply_abn
-from leangrad.nn.abn_recipe import note_region
+from leangrad.nn.abn_recipe import behind_hooks, note_region
 from leangrad.ops import abn as ops
 
-__all__ = ["DETERMINISTIC"]
+__all__ = ["DETERMINISTIC", "can_be_rebuilt"]
 
 # Activations that the kernels do not know and that give the same bits twice.
 DETERMINISTIC = (nn.ReLU6, nn.Hardswish, nn.Hardsigmoid, nn.Hardtanh, nn.Tanh, nn.Sigmoid, nn.Mish, nn.Softplus)
@@ -33,6 +33,12 @@ def _applies(node: Any) -> bool:
     call: Call = node.call
     known = call.function is None or (type(call.function) in DETERMINISTIC and call.keeps_dtype)
     return known and not call.invert
+
+
+def can_be_rebuilt(x: Tensor) -> bool:
+    """Whether x is the output of a layer that a ledger can rebuild."""
+    node = behind_hooks(x.grad_fn, x.output_nr)
+    return type(node) is _torch.node_class(ABNFunction) and _applies(node)
 
 
 def _replay(walk: Walk, node: Any) -> Replay:

@@ -103,7 +103,7 @@ class Chain:
         self.reads_output, self.can_overwrite = False, True
         self.writer: Writer | None = None
         self.output: Tensor | None = None  # in backward, if it `reads_output`, until it has been read
-        self._lent: weakref.ref[Tensor] | None = None
+        self._borrowers: list[weakref.ref[object]] = []
 
     @property
     def can_lend(self) -> bool:
@@ -111,15 +111,13 @@ class Chain:
         record = self.records[-1] if self.records else None
         return record is not None and record.keeps == "input" and self.kept[-1] is not None
 
-    def lend(self) -> tuple[Activation, Tensor]:
-        """The last activation and its input; while somebody holds the tensor, backward does not write over it."""
-        record, kept, lent = self.records[-1], self.kept[-1], None if self._lent is None else self._lent()
+    def lend(self, borrower: object) -> tuple[Activation, Tensor]:
+        """The last activation and its input, over which backward does not write while the `borrower` is alive."""
+        record, kept = self.records[-1], self.kept[-1]
         assert record is not None
         assert kept is not None
-        if lent is None:
-            lent = kept.detach()
-            self._lent = weakref.ref(lent)
-        return record, lent
+        self._borrowers.append(weakref.ref(borrower))
+        return record, kept
 
     def forward(self, tensors: Tensors) -> Tensor:
         """The output of the last layer, in memory of its own."""
@@ -285,7 +283,7 @@ class Chain:
             output, self.output = self.output, None
             assert output is not None
             return _activation_backward(record, output, g, ours, False, rooms)
-        spent = spent and (self._lent is None or self._lent() is None)
+        spent = spent and not any(borrower() is not None for borrower in self._borrowers)
         return _activation_backward(record, self._take(last, spent), g, ours, spent, rooms)
 
     def _find_room(
