@@ -206,6 +206,22 @@ def hook_of(name: str) -> Callable[[Any], Any]:
     return attrgetter(f"_raw_saved_{name}.unpack_hook")
 
 
+def node_class(function: type[torch.autograd.Function]) -> type | None:
+    """The class of the nodes that `function.apply` makes; None where torch does not tell."""
+    return getattr(function, "_backward_cls", None)
+
+
+def _hook_node() -> type | None:
+    functions = getattr(torch.nn.modules, "_functions", None)
+    function = getattr(functions, "BackwardHookFunction", None)
+    return None if function is None else node_class(function)
+
+
+# The class of the nodes that a module's full backward hooks put around it: each hands on all that it is given, output
+# `nr` being input `nr`. None where torch does not tell.
+HOOK_NODE = _hook_node()
+
+
 _HALF, _BYTE = torch.zeros((), dtype=torch.float16, device="cpu"), torch.zeros((), dtype=torch.int8, device="cpu")
 
 
@@ -266,6 +282,22 @@ def saved_tensor_hooks_allowed() -> bool:
     return True if ask is None else bool(ask())
 
 
+def _are_ours(*hooks: dict[int, Any]) -> bool:
+    """Whether all of these module hooks are leangrad's own, which do not look at what a module computes."""
+    return all(getattr(hook, "is_leangrads", False) for some in hooks for hook in some.values())
+
+
+def has_hooks_of_others(module: torch.nn.Module) -> bool:
+    """Whether calling `module` does more than its `forward`, but for leangrad; True where torch does not tell."""
+    try:
+        forward, before = module._forward_hooks, module._forward_pre_hooks
+        if module._backward_hooks or module._backward_pre_hooks:
+            return True
+        return bool((forward or before) and not _are_ours(forward, before))
+    except AttributeError:
+        return True
+
+
 def has_hooks(module: torch.nn.Module) -> bool:
     """Whether calling `module` does more than its `forward`; True where torch does not tell."""
     try:
@@ -323,7 +355,7 @@ def private_names() -> dict[str, bool]:
     """
     tensor = torch.ones(1, requires_grad=True) * 1
     owners: list[Any] = [torch, torch._C, torch._C._autograd, torch.autograd, torch.autograd.forward_ad]
-    owners += [torch.autograd.Variable, torch.autograd.graph]
+    owners += [torch.autograd.Variable, torch.autograd.graph, torch.autograd.Function, torch.nn.modules]
     owners += [torch.nn.Module(), torch.nn.modules.module, torch.ops.aten, torch.ops.aten.add.Tensor]
     owners += [tensor, tensor.untyped_storage(), tensor.grad_fn]
     owners += [torch.cuda, getattr(torch._C, "_StaticCudaLauncher", None), torch.utils, _python_dispatch]
@@ -627,13 +659,15 @@ def compile_kernel(code: str, name: str, types: str, warps: int) -> Callable[...
 def bare_modules(modules: Iterable[torch.nn.Module]) -> list[tuple[torch.nn.Module, dict[str, Any]]] | None:
     """Each module and its parameters by name; None if calling one does more than its `forward`, or torch does not tell.
 
-    In one call for all of them, and without the failed lookup that comes before `module.weight` is found.
+    In one call for all of them, and without the failed lookup that comes before `module.weight` is found. Hooks that
+    are leangrad's own do not count.
     """
     found = []
     try:
         for module in modules:
             own = module.__dict__
-            if own["_forward_hooks"] or own["_forward_pre_hooks"]:
+            forward, before = own["_forward_hooks"], own["_forward_pre_hooks"]
+            if (forward or before) and not _are_ours(forward, before):
                 return None
             if own["_backward_hooks"] or own["_backward_pre_hooks"]:
                 return None

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from leangrad._torch import is_watched
+from leangrad.ledger.functions import Replay, know
 from leangrad.ops.activation import Activation, resolve
+from leangrad.overridable import overridable
 from leangrad.own import owned
 
 __all__ = ["activate", "are_ordinary", "autocast_enabled", "runs_plain"]
@@ -41,7 +43,7 @@ def activate(x: Tensor, activation: str | Activation, parameter: float | None = 
     plain = runs_plain(x) or (record.float32_in_autocast and autocast_enabled(x.device.type))
     if plain or not (torch.is_grad_enabled() and x.requires_grad):
         return record.forward(x, record.parameter, None)
-    y: Tensor = _Activate.apply(x, record)
+    y: Tensor = _apply_activate(x, record)
     return y
 
 
@@ -79,3 +81,14 @@ class _Activate(torch.autograd.Function):
         if record.gated and not torch.is_grad_enabled():
             into = torch.empty_like(kept)
         return record.backward(g, kept, record.parameter, into), None
+
+
+_apply_activate = overridable(_Activate.apply)
+
+
+def _replay(walk: Any, node: Any) -> Replay:
+    record: Activation = node.record
+    return record.forward, (walk.operand(node, 0, place=0 if record.keeps == "input" else None), record.parameter, None)
+
+
+know(_Activate, _replay)

@@ -15,6 +15,8 @@ was made, and keeps it, shares one that is kept already, or stores a recipe that
 from __future__ import annotations
 
 import threading
+import weakref
+from collections.abc import Callable
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -137,6 +139,8 @@ class Enter(Hook):
     handed on carry a guard that closes the region when forward's frame is gone.
     """
 
+    is_leangrads = True
+
     def __init__(self, ledger: Ledger, watch: Watch | None = None) -> None:
         self.ledger = ledger
         self.watch = watch  # until forward has run
@@ -157,9 +161,7 @@ class Enter(Hook):
             region.__enter__()
         call = _Call(module, region)
         _calls().append(call)
-        arguments = Arguments(args)
-        arguments.guard = _Guard(call)
-        return arguments
+        return Arguments(*args, guard=_Guard(call))
 
     def end_watch(self) -> None:
         """Its forward runs, or it is lean no more."""
@@ -170,6 +172,8 @@ class Enter(Hook):
 
 class Leave(Hook):
     """The forward hook of a lean module, called also after an exception: its region ends."""
+
+    is_leangrads = True
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
@@ -186,9 +190,19 @@ class Leave(Hook):
 
 
 class Arguments(tuple[Any, ...]):
-    """The arguments of forward, and the guard of its region."""
+    """The arguments of forward, and the guard of its region.
 
-    guard: _Guard
+    A full backward hook on the same module makes them anew, ``type(arguments)(*others)``: the same guard then stays with
+    those.
+    """
+
+    guard: _Guard | None
+
+    def __new__(cls, *args: Any, guard: _Guard | None = None) -> Arguments:
+        arguments = super().__new__(cls, args)
+        calls = _calls()
+        arguments.guard = guard or (calls[-1].guard() if calls else None)
+        return arguments
 
 
 class _Guard:
@@ -196,6 +210,7 @@ class _Guard:
 
     def __init__(self, call: _Call) -> None:
         self.call = call
+        call.guard = weakref.ref(self)
 
     def __del__(self) -> None:
         self.call.close()
@@ -208,6 +223,7 @@ class _Call:
         self.module, self.region = module, region
         self.thread = threading.get_ident()
         self.rest = Rest() if region is not None else None
+        self.guard: Callable[[], _Guard | None] = lambda: None  # a weak reference, once there is one
 
     def close(self) -> None:
         """End this call, and those inside it that were left open."""

@@ -12,8 +12,20 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from leangrad._torch import autocast_may_be_on, graph_is_kept, has_memory, saved_tensor_hooks_active, transforms_active
+from leangrad._torch import (
+    autocast_may_be_on,
+    graph_is_kept,
+    has_memory,
+    saved_tensor_hooks_active,
+    transforms_active,
+    version,
+)
+from leangrad.ledger.functions import Replay, know
+from leangrad.ledger.opened import ledger_saves
+from leangrad.ledger.saved import Bare
+from leangrad.ledger.value import Value
 from leangrad.ops.chain import Chain, Writer
+from leangrad.overridable import overridable
 from leangrad.own import owned, take
 from leangrad.tape import Tape, Var
 
@@ -23,7 +35,12 @@ Tensors = Sequence[Tensor | None]
 
 
 class Recording(Protocol):
-    """One run forward, and what it keeps. `tensors` are those that the node was given."""
+    """One run forward, and what it keeps. `tensors` are those that the node was given.
+
+    output: in backward the output, if it `reads_output`; taken out of here, it can be freed before backward ends.
+    """
+
+    output: Tensor | None
 
     @property
     def reads_output(self) -> bool:
@@ -39,9 +56,7 @@ class Recording(Protocol):
     def take_back(self, kept: Sequence[Tensor] | None) -> None:
         """Hold what `hand_over` gave away, or nothing."""
 
-    def backward(
-        self, grad: Tensor, tensors: Tensors, output: Tensor | None, *, ours: bool, spent: bool
-    ) -> Sequence[Tensor | None]:
+    def backward(self, grad: Tensor, tensors: Tensors, *, ours: bool, spent: bool) -> Sequence[Tensor | None]:
         """A gradient for each tensor that needs one; `grad` may be overwritten if `ours`, what is kept if `spent`."""
 
 
@@ -80,9 +95,7 @@ def run(program: Callable[..., Var], plain: Callable[..., Tensor], *tensors: Ten
 
 def run_recorded(record: Record, plain: Callable[..., Tensor], *tensors: Tensor | None) -> Tensor:
     """Run `record(tensors, needs)`, which returns its output and a `Recording`, as one autograd node; see `run`."""
-    # `Function.apply` looks at every tensor in Python for the sake of `torch.func`; where that is not about, skip it.
-    apply = _Node.apply if transforms_active() else _apply_node
-    y: Tensor = apply(record, plain, *tensors)
+    y: Tensor = _apply(record, plain, *tensors)
     return y
 
 
@@ -91,8 +104,14 @@ class _Node(torch.autograd.Function):
     def forward(ctx: Any, record: Record, plain: Callable[..., Tensor], *tensors: Tensor | None) -> Tensor:
         y, recording = record(tensors, ctx.needs_input_grad[2:])
         # Whoever hooks into saving (checkpointing, offloading) gets all that is kept, and decides what becomes of it.
-        handed = recording.hand_over() if saved_tensor_hooks_active() else None
-        ctx.save_for_backward(*tensors, y if recording.reads_output else None, *(handed or ()))
+        # A ledger could only keep it, and then nothing of it might be overwritten in backward.
+        handed = recording.hand_over() if saved_tensor_hooks_active() and not ledger_saves() else None
+        output = y if recording.reads_output else None
+        if handed is None:  # autograd would hold the output to the end of our backward, which reads it at the beginning
+            ctx.save_for_backward(*tensors)
+            ctx.output = None if output is None else Bare(output.detach(), version(output), _Node)
+        else:
+            ctx.save_for_backward(*tensors, output, *handed)
         ctx.recording, ctx.plain, ctx.handed, ctx.lock = recording, plain, handed is not None, threading.Lock()
         ctx.can_overwrite = recording.can_overwrite
         return y
@@ -108,7 +127,7 @@ class _Node(torch.autograd.Function):
             if again:
                 ctx.recording = recording
             needs, saved = ctx.needs_input_grad[2:], ctx.saved_tensors
-            tensors, output, kept = saved[: len(needs)], saved[len(needs)], saved[len(needs) + 1 :]
+            tensors = saved[: len(needs)]
             if torch.is_grad_enabled():
                 return (None, None, *_differentiate(ctx.plain, tensors, needs, grad))
             if not has_memory(grad):  # a batch of gradients at once: only torch's own ops know what to do with it
@@ -116,17 +135,23 @@ class _Node(torch.autograd.Function):
                     return (None, None, *_differentiate(ctx.plain, tensors, needs, grad))
             handed = ctx.handed
             if handed:
-                recording.take_back(kept)
+                recording.output = saved[len(needs)]
+                recording.take_back(saved[len(needs) + 1 :])
+            elif ctx.output is not None:
+                recording.output = ctx.output.unpack()
+                if not again:
+                    ctx.output = None
             if isinstance(recording, Chain):
                 recording.writer = _writer_of(ctx, tensors)
             spent = not (again or handed)
             try:
                 if autocast_may_be_on():  # around `.backward()`; it has no say in what forward computed in other dtypes
                     with torch.autocast(grad.device.type, enabled=False):
-                        gradients = recording.backward(grad, tensors, output, ours=ours, spent=spent)
+                        gradients = recording.backward(grad, tensors, ours=ours, spent=spent)
                 else:
-                    gradients = recording.backward(grad, tensors, output, ours=ours, spent=spent)
+                    gradients = recording.backward(grad, tensors, ours=ours, spent=spent)
             finally:
+                recording.output = None
                 if isinstance(recording, Chain):
                     recording.writer = None  # it knows this node, which may keep the recording
             if handed:
@@ -135,6 +160,32 @@ class _Node(torch.autograd.Function):
 
 
 _apply_node: Callable[..., Tensor] = super(torch.autograd.Function, _Node).apply
+
+
+def _apply_any(*args: Any) -> Tensor:
+    # `Function.apply` looks at every tensor in Python for the sake of `torch.func`; where that is not about, skip it.
+    y: Tensor = _Node.apply(*args) if transforms_active() else _apply_node(*args)
+    return y
+
+
+_apply = overridable(_apply_any, product=True)
+
+
+def _can_be_replayed(node: Any) -> bool:
+    """Whether the output is the last activation of what the node keeps."""
+    recording = getattr(node, "recording", None)
+    return isinstance(recording, Chain) and recording.can_lend
+
+
+def _replay(walk: Any, node: Any) -> Replay:
+    kept = Value("the input of an activation")
+    record, source = node.recording.lend(kept)
+    kept.keep(source)
+    kept.pinned = True
+    return record.forward, (kept, record.parameter, None)
+
+
+know(_Node, _replay, _can_be_replayed)
 
 
 class _TapeRecording:
@@ -146,6 +197,7 @@ class _TapeRecording:
         self.tape, self.inputs, self.out = tape, inputs, out
         self.reads_output = bool(out.readers) and out.fixed
         self.handed: list[Var] = []
+        self.output: Tensor | None = None
 
     def hand_over(self) -> list[Tensor]:
         self.handed = self.tape.held_values()
@@ -158,12 +210,9 @@ class _TapeRecording:
         for i, var in enumerate(self.handed):
             var.tensor = None if kept is None else kept[i]
 
-    def backward(
-        self, grad: Tensor, tensors: Tensors, output: Tensor | None, *, ours: bool, spent: bool
-    ) -> list[Tensor | None]:
-        bound = [
-            (var, t) for var, t in zip((*self.inputs, self.out), (*tensors, output), strict=True) if var is not None
-        ]
+    def backward(self, grad: Tensor, tensors: Tensors, *, ours: bool, spent: bool) -> list[Tensor | None]:
+        given = zip((*self.inputs, self.out), (*tensors, self.output), strict=True)
+        bound = [(var, t) for var, t in given if var is not None]
         for var, tensor in bound:
             var.tensor = tensor
         self.tape.backward(self.out, grad, ours=ours, again=not spent)

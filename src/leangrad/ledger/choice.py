@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
 
 import torch
@@ -28,7 +28,15 @@ if TYPE_CHECKING:
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 DEEPEST = 32  # joins that a recipe may run through: each takes some frames of Python's stack
 
-Decision = tuple[str, bool, int]  # op, whether the tensor is simply kept, and its bytes
+
+class Decision(NamedTuple):
+    """What was learned of one saved tensor."""
+
+    op: str
+    keeps: bool  # it is simply kept
+    nbytes: int
+    fleeting: bool = False  # recipes that read it do not hold it for its readers: see [Note: made again]
+
 
 # [Note: decisions by saved tensor] What was learned is looked up by the number of the saved tensor, not by how many
 # decisions were made before it. In the recorded step a walk gives every tensor on its way a value, and a tensor that
@@ -202,19 +210,22 @@ class Choice:
 
     def _choose(self, tensor: Tensor, node: Any, metadata: dict[Any, Any], waiting: Value | None = None) -> Value:
         """Keep ``tensor`` or store a recipe; ``waiting``: its value, if a recipe downstream has asked for it before."""
-        cap, recorded = self.cap, 0
+        cap, recorded, fleeting = self.cap, 0, False
         if self.decisions is not None:
             learned = self.learned
-            if learned is None or type(node).__name__ != learned[0]:
-                expected = "no tensor to decide on" if learned is None else f"an output of {learned[0]}"
+            if learned is None or type(node).__name__ != learned.op:
+                expected = "no tensor to decide on" if learned is None else f"an output of {learned.op}"
                 self.differ(f"an output of {type(node).__name__} was saved where {expected} was before")
-            elif learned[1]:  # the plan says to simply keep it
-                value = waiting or Value(learned[0])
+            elif learned.keeps:  # the plan says so
+                value = waiting or Value(learned.op)
                 value.keep(tensor)
                 return value
             else:
-                cap, recorded = DEEPEST, learned[2]
-        return self.recipe(tensor, node, metadata, cap, recorded, waiting)
+                cap, recorded, fleeting = DEEPEST, learned.nbytes, learned.fleeting
+        value = self.recipe(tensor, node, metadata, cap, recorded, waiting)
+        if fleeting:
+            value.fleeting = True
+        return value
 
     def recipe(
         self,

@@ -40,6 +40,7 @@ from collections.abc import Callable
 from typing import Any
 
 from leangrad._torch import output_facts, output_nbytes
+from leangrad.ledger.functions import FUNCTIONS, NoRecipeError
 from leangrad.ledger.nodes import OPAQUE, AccumulateGrad, Node, join
 from leangrad.ledger.rules import RULES, Rule
 from leangrad.ledger.value import Value, fuses
@@ -51,10 +52,6 @@ LISTED = ("*",)
 UNSIGNED = (float, bool, str, type(None))  # constants that are what they are
 HALF = 1 << 63
 MAX_WALK = 64  # nodes between a tensor and its anchors; beyond that the tensor is kept
-
-
-class NoRecipeError(Exception):
-    """This tensor cannot be rebuilt; the argument says why."""
 
 
 class Form:
@@ -79,6 +76,9 @@ def origin_of(node: Node, nr: int) -> Origin | None:
         return ONLY[kind]
     forms = _FORMS.get(kind)
     if forms is None:
+        known = FUNCTIONS.get(kind)
+        if known is not None:
+            return known if known.applies(node, nr) else None
         forms = _FORMS[kind] = tuple([Form(rule, node) for rule in RULES.get(kind.__name__, ())])
         if len(forms) == 1 and forms[0].when is None and not forms[0].output:
             ONLY[kind] = forms[0].origin

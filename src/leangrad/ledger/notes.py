@@ -28,11 +28,13 @@ from leangrad.ledger.calls import PLAIN, Handler, argument, leave_note, note_one
 from leangrad.ledger.cast import Anchor
 from leangrad.ledger.changes import after_change, aliased, before_change, leaked, mutating, swapped, write_out
 from leangrad.ledger.draws import dropout, dropout_inside
+from leangrad.ledger.forms import origin_of
 from leangrad.ledger.nodes import NOTE, OPAQUE
 from leangrad.ledger.origins import Operand
 from leangrad.ledger.products import Products
 from leangrad.ledger.shape_only import Claim, Slot, deferring
 from leangrad.ledger.value import Value
+from leangrad.overridable import is_product
 
 
 class Book(Protocol):
@@ -77,7 +79,7 @@ def handler_of(func: Any, kwargs: dict[str, Any]) -> Handler | None:
     try:
         return HANDLERS[func]
     except KeyError:
-        handler = HANDLERS[func] = mutating() if _torch.mutates(func) else None
+        handler = HANDLERS[func] = _own_source if is_product(func) else mutating() if _torch.mutates(func) else None
         return handler
 
 
@@ -248,12 +250,25 @@ def _pooled(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
 
 def _source(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     out = func(*args, **kwargs)
+    if notes.book.catches:
+        _hold(notes, out)
+    return out
+
+
+def _own_source(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A product that is an autograd Function of ours; one that ends in an activation keeps what that was made from."""
+    out = func(*args, **kwargs)
+    if notes.book.catches and type(out) is Tensor and out.grad_fn is not None and origin_of(out.grad_fn, 0) is None:
+        _hold(notes, out)
+    return out
+
+
+def _hold(notes: Notes, out: Any) -> None:
     book = notes.book
-    if book.catches and type(out) is Tensor and out.nbytes >= book.min_bytes:
+    if type(out) is Tensor and out.nbytes >= book.min_bytes:
         made = out._base if out._is_view() else out
         if made is not None and made.grad_fn is not None:
             book.products.hold(made)
-    return out
 
 
 # --------------------------------------------------------------------------------------------------------------- tables

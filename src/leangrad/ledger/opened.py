@@ -5,6 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from leangrad import _torch
+
+if TYPE_CHECKING:
+    from leangrad.ledger.region import Region
 
 opened = threading.local()
 _entered = [0]
@@ -29,6 +35,24 @@ def region_is_open() -> bool:
 def regions_are_forbidden() -> bool:
     """Whether no region may be opened in this thread."""
     return getattr(opened, "region", None) is no_regions
+
+
+def open_region() -> Region | None:
+    """The region that is open in this thread."""
+    region = getattr(opened, "region", None)
+    return None if region is no_regions else region
+
+
+def ledger_saves() -> bool:
+    """Whether a tensor that is saved now is the open region's to decide on, and no other hooks'.
+
+    Its hooks are the innermost ones; or there are none, because it follows the trace of an earlier step. Whoever saves
+    tensors then need not hand over what is their own: the region would only keep it.
+    """
+    region = open_region()
+    if region is None:
+        return False
+    return not _torch.saved_tensor_hooks_active() or (getattr(_torch.innermost_pack_hook(), "__self__", None) is region)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from torch import Tensor
 from leangrad import _torch
 from leangrad._torch import passed_no_hook
 from leangrad.ledger.cast import Anchor, Cast
-from leangrad.ledger.forms import ONLY, UNSIGNED, NoRecipeError, origin_of
+from leangrad.ledger.forms import MAX_WALK, ONLY, UNSIGNED, NoRecipeError, origin_of
 from leangrad.ledger.nodes import LIVE, NOTE, VALUES, AccumulateGrad, Node
 from leangrad.ledger.saved import Bare
 from leangrad.ledger.seen import Seen
@@ -140,6 +140,12 @@ class Walk:
         metadata[VALUES[nr]] = ref(value)
         return value
 
+    def count_step(self) -> None:
+        """One node more was visited."""
+        self.steps += 1
+        if self.steps > MAX_WALK:
+            raise NoRecipeError(f"more than {MAX_WALK} ops between the tensor and its anchors")
+
     def _seen(self, seen: Seen, node: Node, nr: int) -> Value | None:
         """A view that was saved, as a value: recipes read it."""
         if node._sequence_nr() < self._book.fence:
@@ -220,6 +226,33 @@ class Walk:
         if parameter and self._book.sharded:
             raise NoRecipeError("a tensor that may be a sharded parameter")
         return self._anchor(node, found.tensor, found.version)
+
+    def operand(self, node: Node, edge: int, place: int | None = None) -> Any:
+        """An input of ``node``, a Function written in Python: along its edge, or else as the tensor that it saved.
+
+        edge: the number of the input among those that are tensors. place: where among its saved tensors it is.
+        """
+        source, nr = node.next_functions[edge]
+        if source is not None:
+            return self.input(source, nr)
+        if place is None:
+            raise NoRecipeError(f"an input of {type(node).__name__} needs no gradient and was not saved")
+        return self.saved_in(node, place)
+
+    def saved_in(self, node: Node, place: int, *, private: bool = False) -> Any:
+        """A tensor that ``node``, a Function written in Python, saved in ``place``, as an anchor.
+
+        private: the Function made it and nobody else sees it, so it cannot have changed.
+        """
+        raw = node._raw_saved_tensors[place]
+        if not passed_no_hook(raw):
+            return self.saved(node, raw, "tensors", not private)
+        tensor = packed(raw)
+        if tensor is None:
+            return None
+        if not private:
+            raise NoRecipeError(f"whether an input of {type(node).__name__} has changed, it does not tell")
+        return self._anchor(node, tensor, tensor._version)
 
     def statistics(self, node: Node, raw: Any, names: Sequence[str]) -> tuple[Any, ...]:
         """The same for the statistics of a norm, by a shorter way: none is a parameter or a number.

@@ -11,7 +11,14 @@ from torch import Tensor
 # Functions of one or two tensors, and the form that writes over the first. The rules fill it.
 IN_PLACE: dict[Any, Callable[..., Tensor]] = {}
 COMMUTES: set[Any] = set()  # those of two that may write over either
+WITH_OUT: set[Any] = set()  # functions that write over the first or the second of their arguments, as their ``out``
 PLAIN_SUM: tuple[dict[str, Any], ...] = ({}, {"alpha": 1})  # keywords under which a sum commutes
+
+
+def with_out(function: Callable[..., Tensor]) -> None:
+    """``function(a, b, ..., out=None)`` may be given ``a`` or ``b`` as ``out``, if these are laid out alike."""
+    IN_PLACE[function] = function
+    WITH_OUT.add(function)
 
 
 def overwrite(
@@ -22,6 +29,11 @@ def overwrite(
     dtype: of the result, where the function alone would not tell.
     """
     inplace = IN_PLACE.get(function)
+    if function in WITH_OUT:
+        target, other = args[owned], args[1 - owned]
+        over = target if other is None or _fits(target, other, dtype) else None
+        result: Tensor = function(*args, **kwargs, out=over)
+        return result
     if inplace is not None:
         count = len(args)
         if count == 1:

@@ -5,6 +5,11 @@ every earlier one, and each is held until its own reader comes. Backward frees m
 longer the earlier it lies in the network. The first step shows which tensors there are, what they are rebuilt from and
 in which order backward reads them; here that record is played through under many cuts, and the cut with the lowest peak
 is taken.
+
+[Note: made again] What is rebuilt on the way to a later link is held until its own reader comes, or each link would be
+rebuilt from the first. A link that is one cheap pass over the link before it, in the same memory (a batch norm with its
+addition and activation as one layer), may be let go instead and made again: then a chain of any length takes one map.
+It is held where that does not raise the peak (``holds``).
 """
 
 from __future__ import annotations
@@ -16,6 +21,7 @@ MAX_DEPTH = 12  # the deepest constant cut that is tried
 SLACKS = (0, 1, 2, 3, 4, 6, 8, 12, 16)  # in units of the largest tensor
 FIRST_READS = 3  # of backward: those of the loss
 NEAR = 1.002  # peaks within this factor of the lowest count as equal
+AGAIN = 2  # times the bytes of rebuilding each link once: so much may be rebuilt, where links are made again
 LEAN = 1.02  # among those, kept bytes within this factor of the fewest count as equal: then the least rebuilding wins
 
 
@@ -26,6 +32,8 @@ class Item:
     nbytes: int
     sources: tuple[int, ...] = ()  # what it is rebuilt from
     choice: bool = False  # it may be kept or rebuilt; otherwise it is rebuilt if it has sources, else kept
+    pinned: bool = False  # others keep it for a backward of their own, whatever becomes of it here
+    again: bool = False  # it may be let go and made again: see [Note: made again]
 
 
 @dataclass(frozen=True)
@@ -50,13 +58,25 @@ def best_cut(record: Record) -> frozenset[int]:
     """The choices to keep for the lowest peak of backward; then the fewest kept bytes; then the least rebuilding."""
     tried: dict[frozenset[int], Outcome] = {}
     for cut in _candidates(record):
-        if cut not in tried:
-            tried[cut] = play(record, cut)
+        if cut not in tried and (outcome := _outcome(record, cut)) is not None:
+            tried[cut] = outcome
     lowest = min(o.peak_bytes for o in tried.values())
     near = [(o, cut) for cut, o in tried.items() if o.peak_bytes <= lowest * NEAR]
     fewest = min(o.kept_bytes for o, _ in near)
     lean = [(o.rebuilt_bytes, cut) for o, cut in near if o.kept_bytes <= fewest * LEAN]
     return _lowered(record, min(lean, key=lambda pair: pair[0])[1])
+
+
+def _outcome(record: Record, cut: frozenset[int]) -> Outcome | None:
+    """How ``cut`` plays out; None if too much would be made again."""
+    outcome = play(record, cut)
+    repeatable = frozenset(n for n, item in enumerate(record.items) if item.again)
+    if repeatable:
+        limit = AGAIN * play(record, cut, repeatable).rebuilt_bytes
+        if outcome.rebuilt_bytes > limit:
+            outcome = play(record, cut, holds(record, cut))
+            return outcome if outcome.rebuilt_bytes <= limit else None
+    return outcome
 
 
 def _lowered(record: Record, cut: frozenset[int]) -> frozenset[int]:
@@ -126,12 +146,26 @@ def growing_cut(record: Record, slack: int) -> frozenset[int]:
     return frozenset(keep)
 
 
-def play(record: Record, cut: frozenset[int]) -> Outcome:
-    """Play backward through under ``cut``."""
+def holds(record: Record, cut: frozenset[int]) -> frozenset[int]:
+    """What may be made again and is held all the same, since that saves the work and does not raise the peak."""
+    held: frozenset[int] = frozenset()
+    limit = play(record, cut).peak_bytes * NEAR
+    for n in range(len(record.items) - 1, -1, -1):
+        item = record.items[n]
+        if item.again and item.sources and n not in cut and play(record, cut, held | {n}).peak_bytes <= limit:
+            held |= {n}
+    return held
+
+
+def play(record: Record, cut: frozenset[int], held: frozenset[int] = frozenset()) -> Outcome:
+    """Play backward through under ``cut``; of what may be made again, only what is ``held`` waits for its readers."""
     items, reads = record.items, record.reads
-    run = _Run(record, cut)
+    run = _Run(record, cut, held)
     for tick, read in enumerate(reads):
         run.need(read, tick)
+    for n, item in enumerate(items):
+        if item.pinned:
+            run.last_use[n] = len(reads) - 1
     change = [0] * (len(reads) + 1)
     for n, last in run.last_use.items():
         change[last + 1] -= items[n].nbytes
@@ -159,6 +193,7 @@ def _counts(record: Record) -> list[int]:
 class _Run:
     record: Record
     cut: frozenset[int]
+    held: frozenset[int]
     last_use: dict[int, int] = field(default_factory=dict)  # of what is kept
     spans: list[tuple[int, int, int]] = field(default_factory=list)  # (item, built, let go) of what is rebuilt
     rebuilt_bytes: int = 0
@@ -181,9 +216,11 @@ class _Run:
             if self.is_kept(n):
                 self.last_use[n] = tick
                 continue
-            self.built[n] = tick
-            self.rebuilt_bytes += self.record.items[n].nbytes
-            stack.extend(self.record.items[n].sources)
+            item = self.record.items[n]
+            if n == read or n in self.held or not item.again:
+                self.built[n] = tick
+            self.rebuilt_bytes += item.nbytes
+            stack.extend(item.sources)
         self.left[read] -= 1
         for n in [n for n in self.built if self.left[n] <= 0]:
             self.spans.append((n, self.built.pop(n), tick))

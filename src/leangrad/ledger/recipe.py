@@ -40,6 +40,8 @@ class Recipe(Saved):
     kin: weakref.ref[Value] | None = None  # the value of another of them
     layout: Layout | None = None
     dtype: torch.dtype | None = None  # of the result, where the function alone would not tell: ``x_bf16 += y_float32``
+    pinned = False  # an autograd Function keeps this tensor for its own backward, in any case
+    fleeting = False  # recipes that read it do not hold it for its readers: see [Note: made again] in ``plan.py``
     parents = 0  # how many recipes read it
     memo: Tensor | None = None  # what was rebuilt, while other readers are to come
     memo_stream = 0

@@ -16,12 +16,14 @@ from leangrad.ledger import scratch, ways
 from leangrad.ledger.cast import NODE, Packed
 from leangrad.ledger.choice import Decision
 from leangrad.ledger.course import ANY_SIZE, Call, Course, Recording, Saved
-from leangrad.ledger.plan import Item, Record
+from leangrad.ledger.overwriting import WITH_OUT
+from leangrad.ledger.plan import Item, Record, holds
 from leangrad.ledger.saved import unpack
 from leangrad.ledger.scratch import Convolution
 from leangrad.ledger.seen import Seen
 from leangrad.ledger.shape_only import ShapeOnly, Slot
 from leangrad.ledger.value import Value
+from leangrad.overridable import is_product
 
 # Reasons, as the summary shows them.
 SHARED = "kept or rebuilt once for all that read it"
@@ -75,6 +77,30 @@ class Segment(Protocol):
         """What backward holds at most of the tensors of the segment."""
 
 
+class _Entering:
+    """A forward pre-hook: the module called ``name`` runs."""
+
+    is_leangrads = True
+
+    def __init__(self, recorder: Recorder, name: str) -> None:
+        self._recorder, self._name = recorder, name
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        self._recorder.enter(self._name)
+
+
+class _Leaving:
+    """A forward hook: the module that ran last is done."""
+
+    is_leangrads = True
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._recorder.leave()
+
+
 class Recorder:
     """Listens to one region and to the backward passes that follow it."""
 
@@ -118,8 +144,8 @@ class Recorder:
     def start(self) -> None:
         """Follow which module runs. Hooks of compiled modules are left alone: a change of them compiles anew."""
         for name, module in self._modules():
-            self._handles.append(module.register_forward_pre_hook(lambda m, a, name=name: self._enter(name)))
-            self._handles.append(module.register_forward_hook(lambda m, a, o: self._leave(), always_call=True))
+            self._handles.append(module.register_forward_pre_hook(_Entering(self, name)))
+            self._handles.append(module.register_forward_hook(_Leaving(self), always_call=True))
 
     def _modules(self) -> list[tuple[str, nn.Module]]:
         if self._root is None:
@@ -134,11 +160,13 @@ class Recorder:
             and not any(name.startswith(c) for c in compiled)
         ]
 
-    def _enter(self, name: str) -> None:
+    def enter(self, name: str) -> None:
+        """The module called ``name`` begins to run."""
         self._stack.append(name)
         self._changes.append((_torch.next_sequence_nr(), self.module()))
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
+        """The module that began last has run."""
         if self._stack:
             self._stack.pop()
         self._changes.append((_torch.next_sequence_nr(), self.module()))
@@ -242,7 +270,7 @@ class Recorder:
         for call in self.recording.calls:
             for item in self._fates[call.first : call.first + len(call.names)]:
                 if item >= 0:
-                    given = call.nbytes if call.function in PRODUCTS else 0
+                    given = call.nbytes if call.function in PRODUCTS or is_product(call.function) else 0
                     reader = Reader(given or self.items[item].nbytes, call.convolution)
                     self._readers.setdefault(item, []).append(reader)
 
@@ -293,7 +321,7 @@ class Recorder:
             joins = len({id(v.root or v) for v in value.inputs if not v.free}) > 1 if sources else False
             value.ordinal, value.recorder = len(self.items), self
             choice = joins or (value.depth > 0 and id(value) not in self._dear)
-            self.items.append(Item(value.nbytes, sources, choice))
+            self.items.append(Item(value.nbytes, sources, choice, value.pinned, value.function in WITH_OUT))
         return value.ordinal
 
     def _sources(self, value: Value) -> set[int]:
@@ -364,8 +392,12 @@ class Recorder:
         Without a cut, what was kept is kept again and what was rebuilt is rebuilt again.
         """
         kept = self._staying(cut)
+        fleeting: set[int] = set()
+        if cut is not None and any(item.again for item in self.items):
+            held = holds(self.record(), cut)
+            fleeting = {n for n, item in enumerate(self.items) if item.again and n not in held}
         return [
-            None if found is None else (found[0], fate in kept, found[1])
+            None if found is None else Decision(found[0], fate in kept, found[1], fate in fleeting)
             for found, fate in zip(self._found, self._fates, strict=True)
         ]
 

@@ -113,6 +113,8 @@ class Value(Recipe):
         if shared and id(self) in made:
             return made[id(self)], False
         tensor, owned = self._rebuild(made, task)
+        if self.fleeting and self.task != task:  # none of its readers has come so far: it is made again for them
+            return tensor, owned
         if (self.readers and (self.reads < self.readers or self.task != task)) or (shared and self._is_held()):
             # [Note: a memo belongs to one stream] Backward of each op runs on the stream of its forward. What was
             # rebuilt on one stream is not ready on another, so another stream rebuilds it for itself.

@@ -45,7 +45,7 @@ def rebuild(choice: Choice, tensor: Tensor) -> Packed:
     learned = choice.learned
     if node is None or learned is None or type(owner) is not Tensor:
         return choice.decide(tensor)
-    op, is_kept, recorded = learned
+    op, is_kept, recorded, fleeting = learned
     metadata = node.metadata
     if (
         is_kept
@@ -69,6 +69,8 @@ def rebuild(choice: Choice, tensor: Tensor) -> Packed:
         ):
             return choice.decide(tensor)
     value = choice.recipe(owner, node, metadata, DEEPEST, recorded)
+    if fleeting:
+        value.fleeting = True
     value.readers += 1
     metadata[VALUES[owner.output_nr]] = known = ref(value)
     choice.anchors.append(known)
@@ -90,7 +92,7 @@ def anchor(choice: Choice, tensor: Tensor) -> Value | Seen | None:
     learned = choice.learned
     if learned is None or type(tensor) is not Tensor:
         return choice.value(tensor, node)
-    op, is_kept, _ = learned
+    op, is_kept, _, _ = learned
     metadata = node.metadata
     if (
         not is_kept

@@ -14,6 +14,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
 from leangrad._torch import forward_mode_active, is_capturing, is_view, keeps_output, norm_tensors, transforms_active
+from leangrad.nn import abn_rule  # noqa: F401  (the ledger learns to rebuild these layers)
 from leangrad.nn.abn_autograd import Call, apply_abn
 from leangrad.nn.abn_spare import ask, limits_of
 from leangrad.ops.abn import is_dense

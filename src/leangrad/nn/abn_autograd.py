@@ -24,6 +24,7 @@ from leangrad.kernels import serves
 from leangrad.nn.abn_recipe import Recipe
 from leangrad.nn.abn_spare import Answer, Limits, note_backward, poison, wider
 from leangrad.ops import abn as ops
+from leangrad.overridable import overridable
 from leangrad.own import owned
 
 __all__ = ["Call", "apply_abn", "once"]
@@ -51,6 +52,13 @@ class Call:
     count: Any = 0  # of the values behind the mean; a tensor if synchronized
     dtypes: tuple[torch.dtype | None, torch.dtype | None] = (None, None)  # of weight and bias
     sign: Tensor | None = None  # of the weight, if |γ| is applied
+    added: bool = False  # there is a residual
+    keeps_dtype: bool = True  # of the input; a function need not
+
+    @property
+    def needs_residual(self) -> bool:
+        """Whether backward reads the residual, if there is one."""
+        return self.activation.name != "identity" or self.function is not None
 
 
 class ABNFunction(torch.autograd.Function):
@@ -76,6 +84,7 @@ class ABNFunction(torch.autograd.Function):
             ctx.mark_dirty(x)
         ctx.call, ctx.recipe, ctx.consumed = call, None, False
         call.dtypes = (None if weight is None else weight.dtype, None if bias is None else bias.dtype)
+        call.added = residual is not None
         if call.absolute and weight is not None:
             call.sign = weight.detach().sign()
         if layer is not None:
@@ -84,13 +93,14 @@ class ABNFunction(torch.autograd.Function):
             vectors, channels, spare = _forward_in_steps(x, weight, bias, residual, call, z)
         if call.function is not None:
             z = call.function(z)
+            call.keeps_dtype = z.dtype == x.dtype
             if z.shape != x.shape:
                 raise ValueError(f"expected an activation that keeps the shape {tuple(x.shape)}, got {tuple(z.shape)}")
         elif not call.invert:
             ctx.recipe = Recipe.of(x, vectors, residual, z, call.activation, layer)
         if ctx.recipe is None:  # else that holds all there is to save, without a call of Python for each tensor
-            needed = call.activation.name != "identity" or call.function is not None
-            ctx.save_for_backward(vectors, z if call.invert else x, residual if needed else None, channels, spare)
+            needed = residual if call.needs_residual else None
+            ctx.save_for_backward(vectors, z if call.invert else x, needed, channels, spare)
         return z
 
     @staticmethod
@@ -106,7 +116,7 @@ class ABNFunction(torch.autograd.Function):
 
 
 # `Function.apply` looks at every tensor in Python for the sake of `torch.func`, whose calls never come here.
-apply_abn: Callable[..., Tensor] = super(torch.autograd.Function, ABNFunction).apply
+apply_abn = overridable(super(torch.autograd.Function, ABNFunction).apply)
 
 
 def once(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:

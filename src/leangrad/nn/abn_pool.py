@@ -1,8 +1,8 @@
 """Max pooling after an activated batch norm: it finds its maxima again in backward.
 
 Plain max pooling keeps its input and, for each output, the place of the maximum as a 64-bit integer: as much as four
-bfloat16 maps of the output. After an ABN that kept its input, the pooling's input is rebuilt in backward anyway; one
-more pass over it finds the same places.
+bfloat16 maps of the output. After an ABN that kept its input, the pooling's input is rebuilt in backward anyway, by a
+recipe of the layer's own or by a ledger; one more pass over it finds the same places.
 """
 
 from __future__ import annotations
@@ -13,8 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from leangrad.ledger.functions import Replay, know
+from leangrad.ledger.opened import ledger_saves
 from leangrad.nn.abn_autograd import once
 from leangrad.nn.abn_recipe import recipe_of
+from leangrad.nn.abn_rule import can_be_rebuilt
+from leangrad.overridable import overridable
 
 __all__ = ["RebuiltMaxPool2d"]
 
@@ -36,12 +40,17 @@ class RebuiltMaxPool2d(nn.MaxPool2d):
 
     def forward(self, x: Tensor) -> Tensor:
         """The maximum of each window."""
-        if torch.compiler.is_compiling() or self.return_indices or not torch.is_grad_enabled() or recipe_of(x) is None:
+        if torch.compiler.is_compiling() or self.return_indices or not torch.is_grad_enabled() or not _is_rebuilt(x):
             plain: Tensor = super().forward(x)
             return plain
         window = (self.kernel_size, self.stride, self.padding, self.dilation, self.ceil_mode)
-        y: Tensor = _PoolFunction.apply(x, window)
+        y: Tensor = _apply_pool(x, window)
         return y
+
+
+def _is_rebuilt(x: Tensor) -> bool:
+    """Whether whoever saves x now will rebuild it."""
+    return recipe_of(x) is not None or (ledger_saves() and can_be_rebuilt(x))
 
 
 class _PoolFunction(torch.autograd.Function):
@@ -59,3 +68,18 @@ class _PoolFunction(torch.autograd.Function):
             y = F.max_pool2d(x, *ctx.window)
         gradients = (*torch.autograd.grad(y, x, dy.detach()), None)
         return once(gradients) if torch.is_grad_enabled() else gradients
+
+
+_apply_pool = overridable(_PoolFunction.apply)
+
+
+def _replay(walk: Any, node: Any) -> Replay:
+    return _pool, (walk.operand(node, 0), node.window)
+
+
+def _pool(x: Tensor, window: tuple[Any, ...]) -> Tensor:
+    y: Tensor = F.max_pool2d(x, *window)
+    return y
+
+
+know(_PoolFunction, _replay)

@@ -13,6 +13,7 @@ large or not known it holds a quarter.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,12 +22,14 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from leangrad._torch import innermost_pack_hook, saved_tensor_hooks_active, version
+from leangrad._torch import HOOK_NODE, forward_pre_hooks, innermost_pack_hook, saved_tensor_hooks_active, version
 from leangrad.errors import ChangedError
+from leangrad.ledger import MIN_BYTES, Ledger, Region
+from leangrad.ledger.opened import open_region
 from leangrad.ops import abn as ops
 from leangrad.switch import disabled
 
-__all__ = ["Recipe", "Session", "rebuilding", "recipe_of"]
+__all__ = ["Recipe", "Session", "behind_hooks", "note_region", "rebuilding", "recipe_of"]
 
 # A recipe may rest on the recipe of its residual, and so on. ResNet-50's longest chain is 6; see Recipe.
 MAX_DEPTH = 8
@@ -35,10 +38,11 @@ MAX_DEPTH = 8
 class Session:
     """One `rebuilding()`: what its backward has released so far, and what is held for later; see [Note: chains]."""
 
-    __slots__ = ("held_bytes", "model", "released_bytes")
+    __slots__ = ("held_bytes", "meets_region", "model", "released_bytes")
 
     def __init__(self, model: nn.Module | None) -> None:
         self.model = model
+        self.meets_region = False  # a part of the model is lean
         self.released_bytes = 0
         self.held_bytes = 0
 
@@ -175,8 +179,18 @@ class Recipe:
 
 def recipe_of(t: Tensor) -> Recipe | None:
     """The recipe of a tensor that is an unchanged output of ABNFunction."""
-    recipe = getattr(t.grad_fn, "recipe", None)
+    node: Any = t.grad_fn
+    if type(node) is HOOK_NODE:  # a module's backward hooks, which hand on what they were given
+        node = behind_hooks(node, t.output_nr)
+    recipe = getattr(node, "recipe", None)
     return recipe if isinstance(recipe, Recipe) and version(t) == recipe.z_version else None
+
+
+def behind_hooks(node: Any, nr: int) -> Any:
+    """The node that made output `nr` of `node`, where that is only a module's backward hooks."""
+    while type(node) is HOOK_NODE:
+        node, nr = node.next_functions[nr]
+    return node
 
 
 @contextmanager
@@ -184,7 +198,9 @@ def rebuilding(model: nn.Module | None = None) -> Iterator[None]:
     """Inside, whatever would keep the output of an activated batch norm keeps a recipe for it instead.
 
     `model` is what is run inside; how large its weights are says how much may be held in backward. See [Note: chains].
-    Does nothing where other saved-tensor hooks are in force (checkpointing, offloading) and under torch.compile.
+    Does nothing where other saved-tensor hooks are in force (checkpointing, offloading), inside a ledger's region, which
+    rebuilds these outputs itself (`abn_rule.py`), and under torch.compile. A model of which a part is lean is run inside
+    such a region as a whole, from its second step on: a region of a part would keep what flows in and out of it.
 
     >>> from leangrad.nn.abn import ABN
     >>> abn, conv = ABN(4, activation="relu"), torch.nn.Conv2d(4, 4, 1)
@@ -192,11 +208,44 @@ def rebuilding(model: nn.Module | None = None) -> Iterator[None]:
     ...     y = conv(abn(torch.randn(2, 4, 8, 8, requires_grad=True)))
     >>> y.sum().backward()  # the convolution's input is rebuilt here
     """
-    if torch.compiler.is_compiling() or saved_tensor_hooks_active() or disabled():
+    if torch.compiler.is_compiling() or saved_tensor_hooks_active() or disabled() or open_region() is not None:
         yield
         return
-    with torch.autograd.graph.saved_tensors_hooks(Session(model).pack, _unpack):
-        yield
+    if model is not None and model in _partly_lean:
+        region = _region_of(model)
+        if region is not None:
+            with region:
+                yield
+            return
+    session = Session(model)
+    _sessions.innermost, outer = session, getattr(_sessions, "innermost", None)
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(session.pack, _unpack):
+            yield
+    finally:
+        _sessions.innermost = outer
+    if session.meets_region and model is not None:
+        _partly_lean[model] = Ledger(residual_depth="auto", min_bytes=MIN_BYTES)
+
+
+_sessions = threading.local()
+_partly_lean: WeakKeyDictionary[nn.Module, Ledger] = WeakKeyDictionary()  # and the ledger of the whole
+
+
+def note_region() -> None:
+    """An activated batch norm runs inside a ledger's region, maybe that of a part of a model that is being rebuilt."""
+    session: Session | None = getattr(_sessions, "innermost", None)
+    if session is not None:
+        session.meets_region = True
+
+
+def _region_of(model: nn.Module) -> Region | None:
+    """The region of a model of which a part is lean; None if no part is so any more."""
+    hooks = (hook for module in model.modules() for hook in forward_pre_hooks(module))
+    if not any(isinstance(getattr(hook, "ledger", None), Ledger) for hook in hooks):
+        del _partly_lean[model]
+        return None
+    return _partly_lean[model].region(model)
 
 
 def _unpack(packed: Recipe | tuple[Tensor, int]) -> Tensor:

@@ -15,6 +15,7 @@ from leangrad._torch import graph_task, has_memory
 from leangrad.errors import ChangedError
 from leangrad.functional import autocast_enabled, runs_plain
 from leangrad.ops import context as ops
+from leangrad.overridable import overridable
 from leangrad.own import owned
 
 __all__ = ["AttentionContext", "apply_context", "update_context"]
@@ -47,7 +48,7 @@ def apply_context(x: Tensor, context: Tensor | None, strength: Tensor) -> Tensor
     dtype = torch.get_autocast_dtype(kind) if autocast else x.dtype
     with torch.autocast(kind, enabled=False) if autocast else nullcontext():
         if torch.is_grad_enabled() and (x.requires_grad or strength.requires_grad):
-            y: Tensor = _ApplyContext.apply(x, strength, context, dtype)
+            y: Tensor = _apply(x, strength, context, dtype)
             return y
         with torch.no_grad():  # `out=` is refused where an argument needs a gradient
             return _rows(ops.apply_context, x, context.detach(), strength, dtype=dtype)
@@ -181,6 +182,9 @@ class _ApplyContext(torch.autograd.Function):
         dx, ds = ops.apply_context_backward(flat, flat_x, context, strength, needs_input=needs_x, into=into)
         dx = None if dx is None else dx.view(g.shape)
         return dx, None if ds is None else ds.to(strength.dtype).reshape(strength.shape), None, None
+
+
+_apply = overridable(_ApplyContext.apply, product=True)
 
 
 def _plain_backward(

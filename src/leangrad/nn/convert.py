@@ -29,6 +29,7 @@ from leangrad._torch import has_hooks
 from leangrad.nn.abn import ABN, InPlaceABNSync
 from leangrad.nn.abn_pool import RebuiltMaxPool2d
 from leangrad.nn.abn_recipe import rebuilding
+from leangrad.nn.abn_rule import DETERMINISTIC
 from leangrad.nn.traceable import why_not_traceable
 from leangrad.switch import NAME, disabled
 
@@ -306,7 +307,6 @@ FUNCTIONS: dict[Any, str] = {
 }  # fmt: skip
 # Parameters of the functions beside the input, in order, that ABN can serve; the others must not be given.
 OPTION = {"leaky_relu": ("negative_slope", 0.01), "elu": ("alpha", 1.0)}
-OTHERS = (nn.ReLU6, nn.Hardswish, nn.Hardsigmoid, nn.Hardtanh, nn.Tanh, nn.Sigmoid, nn.Mish, nn.Softplus)
 
 
 def _act_of_module(module: nn.Module) -> Act | None:
@@ -321,7 +321,7 @@ def _act_of_module(module: nn.Module) -> Act | None:
             return Act("silu")
         case nn.GELU():
             return Act("gelu_tanh" if module.approximate == "tanh" else "gelu")
-        case _ if type(module) in OTHERS:
+        case _ if type(module) in DETERMINISTIC:
             return Act(module)
     return None
 

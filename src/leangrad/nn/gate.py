@@ -6,7 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from leangrad.functional import runs_plain
+from leangrad.ledger.functions import Replay, know
 from leangrad.ops.activation import Activation, resolve
+from leangrad.overridable import overridable
 
 __all__ = ["HeadLinear", "gated"]
 
@@ -22,8 +24,8 @@ def gated(x: Tensor, gate: Tensor, activation: str) -> Tensor:
     """
     record = resolve(activation)
     if runs_plain(x, gate) or not (torch.is_grad_enabled() and (x.requires_grad or gate.requires_grad)):
-        return x * record.forward(gate, record.parameter, None)
-    y: Tensor = _Gated.apply(x, gate, record)
+        return _multiply(x, gate, record)
+    y: Tensor = _apply_gated(x, gate, record)
     return y
 
 
@@ -32,7 +34,7 @@ class _Gated(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, gate: Tensor, record: Activation) -> Tensor:
         ctx.save_for_backward(x, gate)
         ctx.record = record
-        return x * record.forward(gate, record.parameter, None)
+        return _multiply(x, gate, record)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
@@ -44,6 +46,20 @@ class _Gated(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             dgate = record.backward((g * x).to(gate.dtype), gate, record.parameter, None)
         return dx, dgate, None
+
+
+_apply_gated = overridable(_Gated.apply)
+
+
+def _multiply(x: Tensor, gate: Tensor, record: Activation) -> Tensor:
+    return x * record.forward(gate, record.parameter, None)
+
+
+def _replay(walk: Any, node: Any) -> Replay:
+    return _multiply, (walk.operand(node, 0, place=0), walk.operand(node, 1, place=1), node.record)
+
+
+know(_Gated, _replay)
 
 
 class HeadLinear(nn.Module):

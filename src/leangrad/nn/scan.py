@@ -18,6 +18,7 @@ from torch import Tensor
 
 from leangrad.functional import autocast_enabled, runs_plain
 from leangrad.ops import scan as ops
+from leangrad.overridable import overridable
 
 __all__ = ["rg_lru", "selective_scan"]
 
@@ -166,7 +167,7 @@ def _run(kind: _Kind, chunk: int | None, *tensors: Tensor | None) -> tuple[Tenso
         torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     ):
         return _infer(kind, *tensors)
-    out: tuple[Tensor, Tensor] = _ScanFunction.apply(kind, chunk, *tensors)
+    out: tuple[Tensor, Tensor] = _apply_scan(kind, chunk, *tensors)
     return out
 
 
@@ -200,6 +201,9 @@ class _ScanFunction(torch.autograd.Function):
             for g, t, need in zip(gradients, tensors, needs, strict=True)
         )
         return (None, None, *cast)
+
+
+_apply_scan = overridable(_ScanFunction.apply, product=True)
 
 
 def _scan_of(kind: _Kind, tensors: Sequence[Tensor | None]) -> ops.Scan:

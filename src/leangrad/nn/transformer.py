@@ -16,8 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from leangrad._torch import has_global_hooks, has_hooks
+from leangrad._torch import has_global_hooks, has_hooks_of_others
 from leangrad.functional import autocast_enabled, runs_plain
+from leangrad.ledger.opened import ledger_saves
 from leangrad.nn.block import Block, Replay
 from leangrad.nn.block_steps import Heads
 from leangrad.nn.context import AttentionContext
@@ -173,7 +174,7 @@ class ResidualBlock(nn.Module):
     def _run(self, x: Tensor, mask: Tensor | None, film: Film = _NO_FILM) -> Tensor:
         """As one node where a gradient is wanted and nothing speaks against it, else plainly."""
         self._check(x)
-        if not self._is_as_made() or not self._pays(x) or not _may_be_node(x, mask):
+        if not self._is_as_made() or not self._pays(x) or not _may_be_node(x, mask) or self._leaves_it_to_ledger(x):
             return self._run_plain(x, mask, film)
         parameters = self._own_parameters()
         if not _wants_node(x, parameters, film):
@@ -199,6 +200,14 @@ class ResidualBlock(nn.Module):
     def _pays(self, x: Tensor) -> bool:
         """Whether the hidden layer of this input is large enough."""
         return x.shape[0] * x.shape[1] * self.ffn.up.out_features * x.element_size() >= _NODE_MIN_BYTES
+
+    def _leaves_it_to_ledger(self, x: Tensor) -> bool:
+        """Whether a ledger is at work that keeps less than the node would.
+
+        On a CPU torch's attention with dropout is written out in products, and keeps its weights, the mask and what both
+        make. The node has to keep what the kernel keeps; a ledger draws the mask again and multiplies again.
+        """
+        return x.is_cpu and self.attention.dropout > 0 and self.training and ledger_saves()
 
     def _rotary(self, x: Tensor, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
         theta = self.attention.theta
@@ -226,7 +235,7 @@ class ResidualBlock(nn.Module):
         return tuple(p for layer in layers for p in (layer.weight, getattr(layer, "bias", None)))
 
     def _is_as_made(self) -> bool:
-        """Whether every child is of the class that this one made, and has neither hooks nor a forward of its own."""
+        """Whether every child is of the class that this one made, and has neither hooks of others nor a forward of its own."""
         attention, ffn = self.attention, self.ffn
         if type(attention) is not SelfAttention or type(ffn) is not FeedForward or has_global_hooks():
             return False
@@ -234,7 +243,7 @@ class ResidualBlock(nn.Module):
         norms = (self.norm1, self.norm2)
         if any(type(m) is not nn.Linear for m in linears) or not all(_is_known_norm(m, self.width) for m in norms):
             return False
-        return not any(has_hooks(m) or _has_own_forward(m) for m in (attention, ffn, *linears, *norms))
+        return not any(has_hooks_of_others(m) or _has_own_forward(m) for m in (attention, ffn, *linears, *norms))
 
     def _check(self, x: Tensor) -> None:
         if not isinstance(x, Tensor):
@@ -267,7 +276,8 @@ class TransformerBlock(ResidualBlock):
     Keeps for backward, for x of (B, T, width), N = B·T, with H heads, K key heads of d = width/H and a hidden width F
     (2F for swiglu): the caller's own x, and N·((H + 2K)·d + 2·width + F) elements and the logsumexp, N·H of float32;
     with dropout, 2·N·width bytes, and what the attention kernel keeps for its own. A second backward without
-    `retain_graph=True` is a ConsumedError. A block whose hidden layer is below a megabyte runs plain.
+    `retain_graph=True` is a ConsumedError. A block whose hidden layer is below a megabyte runs plain, and so does one
+    with dropout on a CPU inside a lean model, whose ledger draws the masks again.
 
     Args:
         width: of the model.

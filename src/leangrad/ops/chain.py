@@ -16,6 +16,7 @@ accelerator the caching allocator does all that at no cost: what is dropped is t
 On an H200 the launch takes 6 µs of the host where torch's two take 18.
 """
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -101,6 +102,22 @@ class Chain:
         self.hidden: list[Tensor | None] = [None] * len(records)
         self.reads_output, self.can_overwrite = False, True
         self.writer: Writer | None = None
+        self.output: Tensor | None = None  # in backward, if it `reads_output`, until it has been read
+        self._borrowers: list[weakref.ref[object]] = []
+
+    @property
+    def can_lend(self) -> bool:
+        """Whether the output is an activation of what is kept, and can be made from it again."""
+        record = self.records[-1] if self.records else None
+        return record is not None and record.keeps == "input" and self.kept[-1] is not None
+
+    def lend(self, borrower: object) -> tuple[Activation, Tensor]:
+        """The last activation and its input, over which backward does not write while the `borrower` is alive."""
+        record, kept = self.records[-1], self.kept[-1]
+        assert record is not None
+        assert kept is not None
+        self._borrowers.append(weakref.ref(borrower))
+        return record, kept
 
     def forward(self, tensors: Tensors) -> Tensor:
         """The output of the last layer, in memory of its own."""
@@ -150,15 +167,16 @@ class Chain:
     ) -> list[Tensor | None]:
         """A gradient for each of the tensors that wants one; see [Note: two gradients].
 
-        `g` is overwritten where it is `ours`, and the maps where they are `spent`: nobody reads them after this.
+        The output may also be left in `self.output`, from where it is taken, so that it can be freed as soon as it was
+        read. `g` is overwritten where it is `ours`, and the maps where they are `spent`: nobody reads them after this.
         """
+        if output is not None:
+            self.output = output
         if g.is_cpu:
-            return self._backward_in_rooms(g, tensors, output, ours, spent)
-        return self._backward_on_device(g, tensors, output, ours, spent)
+            return self._backward_in_rooms(g, tensors, ours, spent)
+        return self._backward_on_device(g, tensors, ours, spent)
 
-    def _backward_on_device(
-        self, g: Tensor, tensors: Tensors, output: Tensor | None, ours: bool, spent: bool
-    ) -> list[Tensor | None]:
+    def _backward_on_device(self, g: Tensor, tensors: Tensors, ours: bool, spent: bool) -> list[Tensor | None]:
         """On an accelerator, where the host is dear: `spare` is the gradient before the last one."""
         needs, records, writer, mm = self.needs, self.records, self.writer, torch.mm
         found: list[Tensor | None] = [None] * len(needs)
@@ -167,7 +185,7 @@ class Chain:
         record: Any  # it and z are there wherever h is not
         z: Any
         if records[last] is not None:
-            g, ours = self._last_activation_backward(g, output, ours, spent, None), True
+            g, ours = self._last_activation_backward(g, ours, spent, None), True
         for k in range(last, -1, -1):
             i, record, z, h, below = 2 * k + 1, None, None, tensors[0], None
             if k:
@@ -204,15 +222,13 @@ class Chain:
         found[0] = g if first == 0 else None
         return found
 
-    def _backward_in_rooms(
-        self, g: Tensor, tensors: Tensors, output: Tensor | None, ours: bool, spent: bool
-    ) -> list[Tensor | None]:
+    def _backward_in_rooms(self, g: Tensor, tensors: Tensors, ours: bool, spent: bool) -> list[Tensor | None]:
         """On the CPU, where memory is dear."""
         needs, records, rooms, writer = self.needs, self.records, Rooms(), self.writer
         found: list[Tensor | None] = [None] * len(needs)
         first, last = needs.index(True), len(records) - 1
         if records[last] is not None:
-            g, ours = self._last_activation_backward(g, output, ours, spent, rooms), True
+            g, ours = self._last_activation_backward(g, ours, spent, rooms), True
         for k in range(last, -1, -1):
             weight: Tensor = tensors[2 * k + 1]  # type: ignore[assignment]
             room = zeros = None
@@ -258,16 +274,16 @@ class Chain:
         assert z is not None
         return record.forward(z, record.parameter, room)
 
-    def _last_activation_backward(
-        self, g: Tensor, output: Tensor | None, ours: bool, spent: bool, rooms: Rooms | None
-    ) -> Tensor:
+    def _last_activation_backward(self, g: Tensor, ours: bool, spent: bool, rooms: Rooms | None) -> Tensor:
         """The gradient of the last z, from what is kept of it or from the output, which is the caller's."""
         last = len(self.records) - 1
         record = self.records[last]
         assert record is not None
         if self.reads_output:
+            output, self.output = self.output, None
             assert output is not None
             return _activation_backward(record, output, g, ours, False, rooms)
+        spent = spent and not any(borrower() is not None for borrower in self._borrowers)
         return _activation_backward(record, self._take(last, spent), g, ours, spent, rooms)
 
     def _find_room(
@@ -277,7 +293,9 @@ class Chain:
         assert weight is not None
         shape = torch.Size((g.shape[0], weight.shape[1]))
         if k == 0:
-            return rooms.room_to_keep(shape), None
+            room = rooms.room_to_keep(shape)
+            rooms.dead = None  # the last product: what is dead and has another size only adds to the peak
+            return room, None
         record, kept = self.records[k - 1], self.kept[k - 1]
         if record is not None and record.zero_where_masked and kept is not None and spent and rooms.dead is None:
             return self._take(k - 1, spent), kept <= 0

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 
 from leangrad import _torch, node
 from leangrad.functional import activate
+from leangrad.ledger.opened import ledger_saves
 from leangrad.switch import disabled
 
-from .products import PackedLookup, PackedProduct, node_writer
+from .products import node_writer, packed_lookup, packed_product
 from .slots import SLOTS, Slot
 
 _LOW_OR_SINGLE = frozenset((torch.float32, torch.bfloat16, torch.float16))
@@ -49,7 +50,7 @@ def _product_dtype(slot: Slot, x: Tensor, weight: Tensor, bias: Tensor | None) -
     if not _LOW_OR_SINGLE.issuperset(dtypes):
         return None
     is_cast_alive = slot.cast is not None and slot.cast() is not None
-    if weight.dtype != dtype and is_cast_alive and not _torch.saved_tensor_hooks_active():
+    if weight.dtype != dtype and is_cast_alive and not (_torch.saved_tensor_hooks_active() and not ledger_saves()):
         slot.why_added = "used more than once under autocast: later uses share autocast's own cast"
         return None
     return dtype
@@ -72,7 +73,7 @@ def _linear(module: nn.Linear, x: Tensor) -> Tensor | None:
     if slot is None or x.dim() < 2 or (dtype := _product_dtype(slot, x, weight, bias)) is None:
         return None
     adds_inside = bias is not None and linear_adds_inside(x.dim(), x.is_contiguous(), x.device)
-    y: Tensor = PackedProduct.apply(x if x.dtype == dtype else x.to(dtype), weight, bias, True, adds_inside, dtype)
+    y: Tensor = packed_product(x if x.dtype == dtype else x.to(dtype), weight, bias, True, adds_inside, dtype)
     return y
 
 
@@ -91,7 +92,7 @@ def _packed_dense(self: Any, x: Tensor) -> Tensor:
 def _packed_conv1d(self: Any, x: Tensor) -> Tensor:
     slot = _slot_for(self.weight, x)
     if slot is not None and x.is_contiguous() and (dtype := _product_dtype(slot, x, self.weight, self.bias)):
-        return PackedProduct.apply(x.to(dtype), self.weight, self.bias, False, True, dtype)  # type: ignore[no-any-return]
+        return packed_product(x.to(dtype), self.weight, self.bias, False, True, dtype)  # type: ignore[no-any-return]
     return type(self).forward(self, x)  # type: ignore[no-any-return]
 
 
@@ -100,7 +101,7 @@ def _packed_embedding(self: nn.Embedding, input: Tensor) -> Tensor:
     if slot is None or self.max_norm is not None or self.scale_grad_by_freq or self.sparse:
         return type(self).forward(self, input)
     padding_index = -1 if self.padding_idx is None else self.padding_idx
-    return PackedLookup.apply(self.weight, input, padding_index)  # type: ignore[no-any-return]
+    return packed_lookup(self.weight, input, padding_index)  # type: ignore[no-any-return]
 
 
 _WRITERS: dict[Callable[..., Any], Callable[..., Any]] = {}

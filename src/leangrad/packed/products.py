@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
 from leangrad import _torch
+from leangrad.ledger.opened import ledger_saves
+from leangrad.overridable import overridable
 
 from .slots import SLOTS, Compute, deliver
 
@@ -130,7 +132,9 @@ class PackedProduct(torch.autograd.Function):
             torch.mm(rows, matrix, out=y_rows)
             if b is not None:
                 y.add_(b)
-        ctx.save_for_backward(x, w if ctx.needs_input_grad[0] else None)
+        # A cast is kept for backward, as plain keeps it; not for a ledger, under which plain's is made again.
+        ctx.keeps_cast = w is weight or not ledger_saves()
+        ctx.save_for_backward(x, w if ctx.needs_input_grad[0] and ctx.keeps_cast else None)
         # Parameters are held as they are: in backward their `.grad` is written, and their values are not read, except
         # under create_graph, which checks the version.
         ctx.weight, ctx.bias, ctx.version = weight, bias, _torch.version(weight)
@@ -144,8 +148,8 @@ class PackedProduct(torch.autograd.Function):
         rows = _rows(g)
         dx = dw = db = None
         if ctx.needs_input_grad[0]:
-            if torch.is_grad_enabled() and w.dtype != ctx.weight.dtype:
-                w = _weight_as_it_was(ctx).to(w.dtype)
+            if not ctx.keeps_cast or (torch.is_grad_enabled() and w.dtype != ctx.weight.dtype):
+                w = _weight_as_it_was(ctx).to(x.dtype)
             dx = _input_gradient(x, rows, w if ctx.is_transposed else w.t())
         if ctx.needs_input_grad[1]:
 
@@ -159,13 +163,16 @@ class PackedProduct(torch.autograd.Function):
         return dx, dw, db, None, None, None
 
 
+packed_product = overridable(PackedProduct.apply, product=True)
+
+
 def _weight_as_it_was(ctx: Any) -> Tensor:
     weight: Tensor = ctx.weight
     version = _torch.version(weight)
     if version != ctx.version:
         raise RuntimeError(
-            "create_graph=True differentiates through a weight that was changed in place after the forward pass "
-            f"(version {version}, expected {ctx.version}); run backward before the change"
+            "backward reads a weight in autocast's dtype, or with create_graph=True, that was changed in place after the "
+            f"forward pass (version {version}, expected {ctx.version}); run backward before the change"
         )
     return weight
 
@@ -239,6 +246,9 @@ class PackedLookup(torch.autograd.Function):
             )
 
         return deliver(ctx, 0, ctx.weight, compute, "its layer adds the rows"), None, None
+
+
+packed_lookup = overridable(PackedLookup.apply)
 
 
 def add_rows(out: Tensor, indices: Tensor, rows: Tensor, padding_index: int) -> Tensor:

@@ -1,0 +1,94 @@
+"""Activated batch norm in the ledger: how its output is rebuilt, and what a call of it changes.
+
+Inside a region of a ledger a layer that keeps its input hands that over as any saved tensor, and makes no recipe of its
+own (`abn_recipe.py`): the ledger knows the output by this rule, and cuts chains of residual blocks as it does all
+others. Both replay the same pass, bit for bit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from leangrad import _torch
+from leangrad.ledger.changes import before_change
+from leangrad.ledger.functions import Replay, know
+from leangrad.ledger.notes import HANDLERS, Notes
+from leangrad.ledger.origins import Operand, Walk
+from leangrad.ledger.overwriting import with_out
+from leangrad.nn.abn_autograd import ABNFunction, Call, apply_abn
+from leangrad.nn.abn_recipe import behind_hooks, note_region
+from leangrad.ops import abn as ops
+
+__all__ = ["DETERMINISTIC", "can_be_rebuilt"]
+
+# Activations that the kernels do not know and that give the same bits twice.
+DETERMINISTIC = (nn.ReLU6, nn.Hardswish, nn.Hardsigmoid, nn.Hardtanh, nn.Tanh, nn.Sigmoid, nn.Mish, nn.Softplus)
+
+
+def _applies(node: Any) -> bool:
+    """Whether the layer kept its input: an inverted one keeps its output, which needs no recipe."""
+    call: Call = node.call
+    known = call.function is None or (type(call.function) in DETERMINISTIC and call.keeps_dtype)
+    return known and not call.invert
+
+
+def can_be_rebuilt(x: Tensor) -> bool:
+    """Whether x is the output of a layer that a ledger can rebuild."""
+    node = behind_hooks(x.grad_fn, x.output_nr)
+    return type(node) is _torch.node_class(ABNFunction) and _applies(node)
+
+
+def _replay(walk: Walk, node: Any) -> Replay:
+    call: Call = node.call
+    x = walk.operand(node, 0, place=1)
+    residual = None
+    if call.added:
+        edge = 1 + sum(dtype is not None for dtype in call.dtypes)  # a node has no edge for a weight that is None
+        residual = walk.operand(node, edge, place=2 if call.needs_residual else None)
+    vectors = walk.saved_in(node, 0, private=True)
+    return rebuild, (x, residual, vectors, call.activation, call.function, call.layer)
+
+
+def rebuild(
+    x: Tensor,
+    residual: Tensor | None,
+    vectors: Tensor,
+    activation: ops.Activation,
+    function: Any,
+    layer: Any,
+    out: Tensor | None = None,
+) -> Tensor:
+    """The output of a layer, from its input, its residual and its vectors; `out` may be either of the maps."""
+    out = torch.empty_like(x) if out is None else out
+    if layer is not None:
+        layer.normalize(x, vectors, residual, out)
+    elif out.numel():
+        ops.normalize(x, vectors, activation, residual=residual, out=out)
+    return out if function is None else function(out)
+
+
+def _handle(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run one layer: it changes its running statistics, and its input if it is written over that."""
+    note_region()
+    call: Call = args[-1]
+    running = call.running if call.training else None
+    if running is not None:
+        before_change(notes, running)
+    if call.in_place:
+        before_change(notes, args[0])
+        notes.book.changing = args[0]
+    try:
+        out = func(*args, **kwargs)
+    finally:
+        notes.book.changing = None
+    if running is not None and not Operand.noted.isdisjoint(map(id, running)):
+        notes.book.fence = _torch.next_sequence_nr()
+    return out
+
+
+know(ABNFunction, _replay, _applies)
+with_out(rebuild)
+HANDLERS[apply_abn] = _handle
