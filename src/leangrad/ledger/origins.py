@@ -247,7 +247,7 @@ class Walk:
         raw = node._raw_saved_tensors[place]
         if not passed_no_hook(raw):
             return self.saved(node, raw, "tensors", not private)
-        tensor = packed(raw)
+        tensor = packed_in(raw)
         if tensor is None:
             return None
         if not private:
