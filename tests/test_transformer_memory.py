@@ -48,6 +48,15 @@ def test_kept_bytes_are_the_floor(options, widths):
     assert kept == floor(plain, x, lambda y: (y * g).sum()).bytes
 
 
+@pytest.fixture
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("one_thread")  # the scratch of the attention's kernel grows with them
 def test_nothing_as_large_as_a_map_is_allocated_but_what_is_kept_or_leaves(monkeypatch):
     """After warm-up: five maps in forward, and in backward only the three of the attention's own kernel."""
     monkeypatch.setattr(norm, "_CHUNK", 1024)
