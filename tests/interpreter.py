@@ -19,9 +19,10 @@ def run_interpreted(script: str, verdict: str) -> None:
 
 def _run(script: str) -> subprocess.CompletedProcess[str]:
     """In a process of its own, since Triton reads the variable when it is imported."""
+    path = os.pathsep.join(filter(None, (str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH"))))
     return subprocess.run(
         [sys.executable, str(Path(__file__).with_name(script))],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path},
         capture_output=True,
         text=True,
         check=False,

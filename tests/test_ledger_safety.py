@@ -287,7 +287,8 @@ def complex_numbers(region):
         e = ((x * 2) * torch.tensor(1j) + 1).sin().abs()
         f = torch.view_as_complex((w * 2).view(8, 4, 2)).angle().sin()
         g = torch.fft.fft(w.exp()).abs().sin()
-    backward(a, b, c, d, e, f, g)
+        h = torch.constant_pad_nd(y * 2, (1, 1), 2.5 - 1j).abs().sin()
+    backward(a, b, c, d, e, f, g, h)
     return [w.grad]
 
 

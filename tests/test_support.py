@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -114,3 +115,10 @@ def test_a_program_passes_only_with_a_ledger_that_opens(monkeypatch: pytest.Monk
         assert_same_as_plain(small_program)
     with pytest.raises(AssertionError, match="nothing was rebuilt"):
         assert_raises_where_plain_trains(small_program, "a parameter or input")
+
+
+def test_tests_compare_by_same_bits() -> None:
+    """``torch.equal`` would let -0.0 pass for 0.0."""
+    tests = Path(__file__).parent
+    found = [path.name for path in tests.rglob("*.py") if "torch.equal" in path.read_text()]
+    assert sorted(found) == ["bits.py", "test_support.py"]

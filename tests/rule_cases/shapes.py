@@ -95,6 +95,7 @@ MOVES = {
     "ChannelShuffle0": lambda h, t: F.channel_shuffle(h, 2),
     "ConstantPadNd0": lambda h, t: F.pad(h, (1, 2, 0, 1)),
     "ConstantPadNd0 value": lambda h, t: F.pad(h, (1, 2), value=-0.5),
+    "ConstantPadNd0 negative zero": lambda h, t: F.pad(h, (1, 2), value=-0.0),
     "ConstantPadNd0 place": lambda h, t: F.pad(h, (1, 2), "constant", 3),
     "ConstantPadNd0 crop": lambda h, t: F.pad(h, (-1, 2, -1, -1)),
     "ConstantPadNd0 function": lambda h, t: torch.constant_pad_nd(h, (1, 1)),

@@ -56,7 +56,14 @@ rule("DiagEmbedBackward0", "self", torch.diag_embed, "offset", "dim1", "dim2")
 rule("PixelShuffleBackward0", "self", lambda x, factor: F.pixel_shuffle(x, factor)[...], "upscale_factor")
 rule("PixelUnshuffleBackward0", "self", lambda x, factor: F.pixel_unshuffle(x, factor)[...], "downscale_factor")
 rule("ChannelShuffleBackward0", "self", lambda x, groups: aten.channel_shuffle(x, groups)[...], "groups")
-rule("ConstantPadNdBackward0", "self", lambda x, pad, value: F.pad(x, pad, value=value), "pad", "?value")
+
+
+def _padded(x: Tensor, pad: Any, value: complex | None) -> Tensor:
+    """``F.pad`` refuses complex numbers."""
+    return torch.constant_pad_nd(x, pad, 0 if value is None else value)
+
+
+rule("ConstantPadNdBackward0", "self", _padded, "pad", "?value")
 for _d in "123":
     rule(f"ReflectionPad{_d}DBackward0", "self", getattr(aten, f"reflection_pad{_d}d").default, "padding")
     rule(f"ReplicationPad{_d}DBackward0", "self", getattr(aten, f"replication_pad{_d}d").default, "padding")
