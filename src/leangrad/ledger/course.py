@@ -12,8 +12,8 @@ call. Calls of functions that saved nothing, such as ``x.shape``, are no part of
 any length. Only what was kept for being small must stay small, and what was called without a gradient must not get one:
 frozen layers that are trained later, a dropout that did nothing in eval mode.
 
-In a segment that a checkpoint runs again there is no course: the checkpoint's hooks are in force, and an anchor cannot be
-read off a node that has saved it through them.
+In a segment that a checkpoint runs again there is no course: the checkpoint's hooks are in force, and an anchor cannot
+be read off a node that has saved it through them.
 """
 
 from __future__ import annotations
