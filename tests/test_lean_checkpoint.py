@@ -194,6 +194,73 @@ def test_together_no_higher_than_either_alone(run: str, lean: str) -> None:
     assert peak < 0.75 * alone, "the segment that was run again is not lean"
 
 
+class Copies(nn.Module):
+    """A segment that copies activations, and reads buffers that a ledger copies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        for block in self.blocks:
+            block.norm = nn.Sequential(Shift(), block.norm, Shift())
+        self.run: Run = plainly
+
+    def segment(self, x: Tensor) -> Tensor:
+        return self.blocks[1](self.blocks[0](x.sin().clone()).tanh().clone())  # type: ignore[no-any-return]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(self.segment, x)  # type: ignore[no-any-return]
+
+
+class Shift(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("shift", torch.randn(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + self.shift).clone().sigmoid()
+
+
+@pytest.mark.parametrize("lean", LEANS)
+def test_a_selective_checkpoint_counts_none_of_our_copies(lean: str) -> None:
+    assert_good_company(Copies, LEANS[lean], selective([torch.ops.aten.clone.default]))
+
+
+class Mixed(nn.Module):
+    """Cheap residual parts before a checkpointed segment, in which the peak lies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList([Users(0), Gated(), Users(0), Users(0), Users(0), Attention(0.2)])
+        self.run: Run = plainly
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks[:3]:
+            x = block(x)
+        return self.run(self.blocks[5], self.run(nn.Sequential(*self.blocks[3:5]), x))  # type: ignore[no-any-return]
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.down = nn.RMSNorm(WIDTH), nn.Linear(3 * WIDTH, WIDTH)
+        self.up, self.gate = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        return x + self.down(nn.functional.silu(self.gate(y)) * self.up(y))  # type: ignore[no-any-return]
+
+
+def test_the_plan_around_a_segment_knows_what_the_segment_holds() -> None:
+    peak, _ = assert_good_company(Mixed, lean_model, by_hooks)
+    first = Mixed()
+    first.run = by_hooks
+    lean_model(first)
+    unplanned = leangrad.measure(lambda: first(torch.randn(ROWS, WIDTH)).sum().backward(), timed_runs=0)
+    assert peak <= unplanned.peak_bytes + SLACK
+
+
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # of a CPU that has no bfloat16
 @pytest.mark.parametrize("lean", LEANS)
 def test_under_autocast(lean: str) -> None:
@@ -432,6 +499,39 @@ def test_backward_in_another_thread_than_forward() -> None:
                 thread.start()
                 thread.join()
             assert_same_bits(grads_of(net), grads_of(plain), step)
+
+
+def test_what_a_segment_closes_over_is_not_rebuilt_as_it_was_in_forward() -> None:
+    """What is run again reads what has become of it, by a change before backward that no version tells of."""
+    found = []
+    for leans in (True, False):
+        torch.manual_seed(0)
+        block, w = Block(), torch.randn(ROWS, WIDTH, requires_grad=True)
+        if leans:
+            leangrad.lean(block)
+        for _ in range(3):
+            w.grad = None
+            block.zero_grad()
+            scale = (w * 0.5).sigmoid()
+            y = by_hooks(lambda t, block=block, scale=scale: block(t.tanh(), scale=scale), w)
+            scale.data.mul_(2)
+            thread = threading.Thread(target=y.square().sum().backward)
+            thread.start()
+            thread.join()
+            found.append([w.grad, *grads_of(block)])
+    for mine, plain in zip(found[:3], found[3:], strict=True):
+        assert_same_bits(mine, plain)
+
+
+def test_a_lean_block_rebuilds_from_what_it_was_given() -> None:
+    """The input of a block is kept by its first norm, so what the norm makes of it need not be."""
+    kept = []
+    for lean in (lean_model, lean_blocks):
+        net, x = checkpointed(lean, run=plainly), torch.randn(ROWS, WIDTH)
+        for _ in range(3):
+            measured = leangrad.measure(lambda net=net, x=x: net(x).sum().backward(), timed_runs=0)
+        kept.append(measured.kept_bytes)
+    assert kept[1] <= kept[0] + 16 * 1024
 
 
 def test_threads_that_train_at_once() -> None:

@@ -52,13 +52,13 @@ class Token(Tensor):
     @staticmethod
     def __new__(cls, tensor: Tensor, packed: Packed | Slot, read: Read | None) -> Token:
         """``tensor``: the one that is rebuilt from ``packed``; ``read``: who wants to know when it is asked for."""
-        self = _torch.tensor_without_memory(cls, tensor)
+        self: Token = _torch.tensor_without_memory(cls, tensor)
         self._packed, self._read = packed, read
         return self
 
     __torch_function__ = _torch.no_override
 
-    def detach(self) -> Token:  # type: ignore[override]
+    def detach(self) -> Token:
         """Itself: it needs no gradient. This is what a checkpoint does before it stores a tensor."""
         return self
 
