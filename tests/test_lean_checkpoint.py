@@ -26,6 +26,10 @@ from leangrad.errors import ChangedError
 from leangrad.ledger.checkpoint import Recomputation, Token
 from leangrad.ledger.saved import Bare
 from leangrad.ledger.value import Value
+from tests.support import same_bits
+
+# A container that is lean, or a module of which a test calls parts, is told so.
+pytestmark = pytest.mark.filterwarnings("ignore:this \\w+ got gradients, but its forward has not run")
 
 STEPS = 6
 SLACK = 64 * 1024
@@ -130,8 +134,7 @@ def assert_same_bits(mine: list[Tensor | None], plain: list[Tensor | None], what
         if a is None or b is None:
             assert a is b, (what, n)
         else:
-            assert torch.equal(a, b), (what, n)
-            assert torch.equal(a.signbit(), b.signbit()), (what, n)
+            assert same_bits(a, b), (what, n)
 
 
 def steps_of(
@@ -626,10 +629,10 @@ def test_the_summary_tells_of_segments() -> None:
     net = checkpointed(lean_model)
     steps_of(net, 1)
     summary = leangrad.ledger_of(net).summary()
-    assert any(line.startswith("blocks.2") and "rebuilt" in line for line in summary.splitlines()), summary
+    assert any(line.startswith("blocks.*") and " rebuilt " in line for line in summary.splitlines()), summary
     net = checkpointed(lean_blocks)
     steps_of(net, 1)
-    assert "rebuilt 0.000" not in leangrad.ledger_of(net.blocks[3]).summary()
+    assert leangrad.ledger_of(net.blocks[3]).totals().rebuilt_bytes > 0
 
 
 def test_a_parameter_that_was_changed_after_its_segment_was_run_again() -> None:
@@ -673,15 +676,15 @@ def test_a_token_is_the_tensor_for_whoever_computes_with_it() -> None:
     token = Token(x.exp(), value, None)
     assert (token.shape, token.dtype, token.device) == (x.shape, x.dtype, x.device)
     assert token.detach() is token
-    assert torch.equal(token + 1, x.exp() + 1)
-    assert torch.equal(torch.cat([token, x]), torch.cat([x.exp(), x]))
+    assert same_bits(token + 1, x.exp() + 1)
+    assert same_bits(torch.cat([token, x]), torch.cat([x.exp(), x]))
     assert type(token * 1) is Tensor
     view = Value("view")
     view.set_recipe(torch.t, (kept,), {})
     made = Value("exp")
     made.set_recipe(torch.exp, (view,), {})
-    assert torch.equal(Token(x.t(), made, None).contiguous(), x.t().exp())
-    assert torch.equal(kept.tensor, x), "a replay wrote over its anchor"  # type: ignore[arg-type]
+    assert same_bits(Token(x.t(), made, None).contiguous(), x.t().exp())
+    assert same_bits(kept.tensor, x), "a replay wrote over its anchor"  # type: ignore[arg-type]
 
 
 # --------------------------------------------------------------------------------------------------------------- models

@@ -3,6 +3,8 @@
 Each program runs plain and through a ledger, three steps in a row, and must give the same bits.
 """
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
@@ -10,7 +12,19 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from leangrad import saving
-from tests.ledger_programs import WITNESS_BYTES, assert_same_as_plain, backward, grads, leaf, model, rebuilds, witness
+from leangrad.ledger.ledger import _warn_of_other_hooks
+from leangrad.ledger.record import Totals
+from tests.ledger_programs import (
+    WITNESS_BYTES,
+    assert_same,
+    assert_same_as_plain,
+    backward,
+    grads,
+    leaf,
+    model,
+    rebuilds,
+    witness,
+)
 
 PROGRAMS = []
 
@@ -158,7 +172,6 @@ def foreign_hooks_inside(region):
     return [w.grad]
 
 
-@program
 def foreign_hooks_outside(region):
     w = leaf(8, 8)
     with torch.autograd.graph.save_on_cpu():
@@ -168,6 +181,15 @@ def foreign_hooks_outside(region):
         u = (z * 2).cos()
     backward(u)
     return [w.grad]
+
+
+def test_under_hooks_of_others_a_region_is_plain():
+    ledger = saving(min_bytes=0)
+    _warn_of_other_hooks.cache_clear()
+    with pytest.warns(UserWarning, match="runs plain inside saved-tensor hooks"):
+        mine = foreign_hooks_outside(ledger)
+    assert_same(mine, foreign_hooks_outside(nullcontext()), "under other hooks")
+    assert ledger.totals() == Totals()
 
 
 class Through(TorchFunctionMode):
@@ -307,7 +329,6 @@ def attention(region):
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # a checkpoint inside a reentrant one
-@pytest.mark.filterwarnings("ignore:a lean model runs plain inside saved-tensor hooks")
 @pytest.mark.parametrize("case", PROGRAMS, ids=lambda p: p.__name__)
 def test_the_same_bits(case):
     assert_same_as_plain(case)

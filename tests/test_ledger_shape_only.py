@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from leangrad.errors import ChangedError
 from leangrad.ledger import shape_only
 from leangrad.ledger.shape_only import ENTRIES as SHAPE_ONLY
 from leangrad.ledger.shape_only import SIZES
+from tests import support
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # of a CPU that has no bfloat16
 STEPS = 4  # the first is recorded, the later ones follow it
@@ -170,14 +172,7 @@ def stands(monkeypatch: pytest.MonkeyPatch) -> Stands:
     return found
 
 
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    """The same shape, strides and bits, where NaN is NaN and -0.0 is not 0.0."""
-    if (a.shape, a.stride(), a.dtype) != (b.shape, b.stride(), b.dtype):
-        return False
-    a, b = a.detach().contiguous(), b.detach().contiguous()
-    if a.is_complex():
-        a, b = torch.view_as_real(a).contiguous(), torch.view_as_real(b).contiguous()
-    return torch.equal(a.flatten().view(torch.uint8), b.flatten().view(torch.uint8))
+same_bits = partial(support.same_bits, nans="bits", strides=True)
 
 
 def assert_same(mine: list[Tensor], plain: list[Tensor], what: object = "", *, exact: bool = True) -> None:

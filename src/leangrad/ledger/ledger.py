@@ -222,28 +222,28 @@ class Ledger:
         """
         return Totals.of(self.entries())
 
-    def entries(self) -> list[Entry]:
+    def entries(self, *, planned: bool = False) -> list[Entry]:
         """What became of each tensor, here and in the segments that checkpoints inside or around it run again.
 
-        Of the step that was recorded last, with the choices of the steps that follow it.
+        Of the step that was recorded last; ``planned``: with the choices of the steps that follow it.
         """
         recorder, own = self._recorded, list[Entry]()
         if recorder is not None:
-            own = recorder.entries if self._decisions is None else recorder.entries_under(self._cut)
-        return own + [entry for segment in self._segments.values() for entry in segment.entries()]
+            follows = planned and self._decisions is not None
+            own = recorder.entries_under(self._cut) if follows else recorder.entries
+        return own + [entry for segment in self._segments.values() for entry in segment.entries(planned=planned)]
 
-    @property
-    def _small_bytes(self) -> int:
-        """What was kept without being looked into."""
+    def small_bytes(self) -> int:
+        """What the recorded step kept without looking into it."""
         own = 0 if self._recorded is None else self._recorded.small_bytes
-        return own + sum(segment._small_bytes for segment in self._segments.values())
+        return own + sum(segment.small_bytes() for segment in self._segments.values())
 
     def summary(self) -> str:
         """What is kept, rebuilt and shared, by the module that made it, the op, and the module that reads it; and why.
 
         Of the step that was recorded last, with the choices of the steps that follow it.
         """
-        text = summarize(self.entries(), small_bytes=self._small_bytes, status=self.trace_status)
+        text = summarize(self.entries(planned=True), small_bytes=self.small_bytes(), status=self.trace_status)
         fused = sys.modules.get("leangrad.ledger.fused")  # imported by the first rebuild on a GPU
         return text if fused is None else f"{text}\n{fused.summarize()}"
 
