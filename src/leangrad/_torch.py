@@ -120,6 +120,12 @@ def saved_tensor_hooks_active() -> bool:
     return True if _top_hooks is None else _top_hooks(True) is not None
 
 
+def only_saves_on_cpu() -> bool:
+    """Whether the hooks in force are those of `torch.autograd.graph.save_on_cpu`, to which CPU tensors are all the same."""
+    pack = innermost_pack_hook()
+    return getattr(pack, "__module__", "") == torch.autograd.graph.__name__ and "save_on_cpu" in pack.__qualname__
+
+
 _forward_ad: Any = torch.autograd.forward_ad
 
 
