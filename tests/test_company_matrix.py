@@ -98,6 +98,7 @@ def _activated(width: int, special: bool) -> list[nn.Module]:
 
 def conv_chain(special: bool) -> nn.Module:
     """Convolutions with norm and LeakyReLU; special: as InPlaceABN."""
+
     def layer() -> list[nn.Module]:
         return [nn.Conv2d(24, 24, 3, padding=1, bias=False), *_activated(24, special)]
 
@@ -393,7 +394,7 @@ def alone(special: str | None, member: str | None) -> Result:
 
 
 def check(together: Result, first: Result, second: Result, extra: int = 0) -> None:
-    """Hold a pair to its bound; extra: the bytes that its members take of a plain model, whatever stands beside them."""
+    """Hold a pair to its bound; extra: the bytes that one of its members takes of any model."""
     lowest = min(max(first.peaks), max(second.peaks))
     assert len(together.peaks) == MEASURED
     assert max(together.peaks) <= RATIO * lowest + SLACK + extra, (

@@ -82,9 +82,7 @@ def kept_and_rebuilt(model: nn.Module, op: str) -> tuple[int, int]:
 
 @pytest.mark.parametrize("act", [nn.ReLU, nn.SiLU, nn.GELU, nn.Hardswish, lambda: nn.LeakyReLU(0.1)])
 @pytest.mark.parametrize("channels_last", [False, True])
-def test_outputs_of_converted_norms_are_rebuilt_bit_for_bit(
-    act: Callable[[], nn.Module], channels_last: bool
-) -> None:
+def test_outputs_of_converted_norms_are_rebuilt_bit_for_bit(act: Callable[[], nn.Module], channels_last: bool) -> None:
     x = image(requires_grad=True)
     if channels_last:
         x = x.detach().to(memory_format=torch.channels_last).requires_grad_()

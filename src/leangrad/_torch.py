@@ -121,7 +121,7 @@ def saved_tensor_hooks_active() -> bool:
 
 
 def only_saves_on_cpu() -> bool:
-    """Whether the hooks in force are those of `torch.autograd.graph.save_on_cpu`, to which CPU tensors are all the same."""
+    """Whether the hooks in force are `torch.autograd.graph.save_on_cpu`'s, which leave CPU tensors as they are."""
     pack = innermost_pack_hook()
     return getattr(pack, "__module__", "") == torch.autograd.graph.__name__ and "save_on_cpu" in pack.__qualname__
 

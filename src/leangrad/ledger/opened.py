@@ -35,9 +35,7 @@ def ledger_saves() -> bool:
     region = open_region()
     if region is None:
         return False
-    return not _torch.saved_tensor_hooks_active() or (
-        getattr(_torch.innermost_pack_hook(), "__self__", None) is region
-    )
+    return not _torch.saved_tensor_hooks_active() or (getattr(_torch.innermost_pack_hook(), "__self__", None) is region)
 
 
 @contextmanager

@@ -204,9 +204,9 @@ def rebuilding(model: nn.Module | None = None) -> Iterator[None]:
     """Inside, whatever would keep the output of an activated batch norm keeps a recipe for it instead.
 
     `model` is what is run inside; how large its weights are says how much may be held in backward. See [Note: chains].
-    Does nothing where other saved-tensor hooks are in force (checkpointing; offloading from a GPU), inside a ledger's region, which
-    rebuilds these outputs itself (`abn_rule.py`), and under torch.compile. A model of which a part is lean is run inside
-    such a region as a whole, from its second step on: a region of a part would keep what flows in and out of it.
+    Does nothing where other saved-tensor hooks are in force (checkpointing; offloading from a GPU), inside a ledger's
+    region, which rebuilds these outputs itself (`abn_rule.py`), and under torch.compile. A model of which a part is
+    lean is run inside such a region as a whole, from its second step on: a region of a part keeps what flows through.
 
     >>> from leangrad.nn.abn import ABN
     >>> abn, conv = ABN(4, activation="relu"), torch.nn.Conv2d(4, 4, 1)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from leangrad._torch import has_global_hooks, has_hooks_of_others, only_saves_on_cpu, saved_tensor_hooks_active
 from leangrad.functional import autocast_enabled, runs_plain
+from leangrad.ledger.changes import tell
 from leangrad.ledger.opened import ledger_saves
 from leangrad.nn.block import Block, Replay
 from leangrad.nn.block_steps import Heads
@@ -204,8 +205,8 @@ class ResidualBlock(nn.Module):
     def _leaves_it_to_hooks(self, x: Tensor) -> bool:
         """Whether there are saved-tensor hooks, a ledger's or a checkpoint's, with which the plain form takes less.
 
-        On a CPU torch's attention with dropout is written out in products, and keeps its weights, the mask and what both
-        make. The node has to keep what the kernel keeps; a ledger draws the mask again and multiplies again.
+        On a CPU torch's attention with dropout is written out in products, and keeps its weights, the mask and both
+        together. The node has to keep what the kernel keeps; a ledger draws the mask again and multiplies again.
         """
         drops = x.is_cpu and self.attention.dropout > 0 and self.training
         return drops and (ledger_saves() or (saved_tensor_hooks_active() and not only_saves_on_cpu()))
@@ -236,7 +237,7 @@ class ResidualBlock(nn.Module):
         return tuple(p for layer in layers for p in (layer.weight, getattr(layer, "bias", None)))
 
     def _is_as_made(self) -> bool:
-        """Whether every child is of the class that this one made, and has neither hooks of others nor a forward of its own."""
+        """Whether every child is of the class that this one made, with no forward of its own and no hooks of others."""
         attention, ffn = self.attention, self.ffn
         if type(attention) is not SelfAttention or type(ffn) is not FeedForward or has_global_hooks():
             return False
@@ -352,6 +353,7 @@ def _film(n: Tensor, scale: Tensor | None, shift: Tensor | None) -> Tensor:
 
 
 def _update(context: AttentionContext, x: Tensor, y: Tensor) -> None:
+    tell(context.context)
     context.update(x, y.view(x.shape))
 
 
