@@ -182,7 +182,7 @@ def _hook_node() -> type | None:
 
 # The class of the nodes that a module's full backward hooks put around it: each hands on all that it is given, output
 # `nr` being input `nr`. None where torch does not tell.
-HOOK_NODE = _hook_node()
+HOOK_NODE: Any = _hook_node()
 
 
 _HALF, _BYTE = torch.zeros((), dtype=torch.float16, device="cpu"), torch.zeros((), dtype=torch.int8, device="cpu")
