@@ -163,6 +163,12 @@ def saved_tensor_hooks_active() -> bool:
     return True if _top_hooks is None else _top_hooks(True) is not None
 
 
+def only_saves_on_cpu() -> bool:
+    """Whether the hooks in force are `torch.autograd.graph.save_on_cpu`'s, which leave CPU tensors as they are."""
+    pack = innermost_pack_hook()
+    return getattr(pack, "__module__", "") == torch.autograd.graph.__name__ and "save_on_cpu" in pack.__qualname__
+
+
 _forward_ad: Any = torch.autograd.forward_ad
 
 
@@ -219,7 +225,7 @@ def _hook_node() -> type | None:
 
 # The class of the nodes that a module's full backward hooks put around it: each hands on all that it is given, output
 # `nr` being input `nr`. None where torch does not tell.
-HOOK_NODE = _hook_node()
+HOOK_NODE: Any = _hook_node()
 
 
 _HALF, _BYTE = torch.zeros((), dtype=torch.float16, device="cpu"), torch.zeros((), dtype=torch.int8, device="cpu")

@@ -192,8 +192,7 @@ class Leave(Hook):
 class Arguments(tuple[Any, ...]):
     """The arguments of forward, and the guard of its region.
 
-    A full backward hook on the same module makes them anew, ``type(arguments)(*others)``: the same guard then stays with
-    those.
+    A full backward hook on the same module makes them anew, ``type(arguments)(*others)``: those then carry the guard.
     """
 
     guard: _Guard | None

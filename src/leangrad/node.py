@@ -16,7 +16,9 @@ from leangrad._torch import (
     autocast_may_be_on,
     graph_is_kept,
     has_memory,
+    only_saves_on_cpu,
     saved_tensor_hooks_active,
+    storage_holders,
     transforms_active,
     version,
 )
@@ -51,10 +53,10 @@ class Recording(Protocol):
         """Whether backward gains by a gradient that is `ours`; to find that out costs as much as a small op."""
 
     def hand_over(self) -> list[Tensor]:
-        """Give away what is kept; before backward it comes back by `take_back`, and must not be overwritten then."""
+        """Give away what is kept; before backward it comes back by `take_back`."""
 
-    def take_back(self, kept: Sequence[Tensor] | None) -> None:
-        """Hold what `hand_over` gave away, or nothing."""
+    def take_back(self, kept: Sequence[Tensor] | None, *, exclusive: bool = False) -> None:
+        """Hold what `hand_over` gave away, or nothing; unless `exclusive` others see it, and it is not overwritten."""
 
     def backward(self, grad: Tensor, tensors: Tensors, *, ours: bool, spent: bool) -> Sequence[Tensor | None]:
         """A gradient for each tensor that needs one; `grad` may be overwritten if `ours`, what is kept if `spent`."""
@@ -99,13 +101,18 @@ def run_recorded(record: Record, plain: Callable[..., Tensor], *tensors: Tensor 
     return y
 
 
+def _others_save(made: Tensor) -> bool:
+    """Whether there are hooks that want what a node keeps beside `made`, its output."""
+    return saved_tensor_hooks_active() and not ledger_saves() and not (made.is_cpu and only_saves_on_cpu())
+
+
 class _Node(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, record: Record, plain: Callable[..., Tensor], *tensors: Tensor | None) -> Tensor:
         y, recording = record(tensors, ctx.needs_input_grad[2:])
         # Whoever hooks into saving (checkpointing, offloading) gets all that is kept, and decides what becomes of it.
         # A ledger could only keep it, and then nothing of it might be overwritten in backward.
-        handed = recording.hand_over() if saved_tensor_hooks_active() and not ledger_saves() else None
+        handed = recording.hand_over() if _others_save(y) else None
         output = y if recording.reads_output else None
         if handed is None:  # autograd would hold the output to the end of our backward, which reads it at the beginning
             ctx.save_for_backward(*tensors)
@@ -133,17 +140,22 @@ class _Node(torch.autograd.Function):
             if not has_memory(grad):  # a batch of gradients at once: only torch's own ops know what to do with it
                 with torch.enable_grad():
                     return (None, None, *_differentiate(ctx.plain, tensors, needs, grad))
-            handed = ctx.handed
+            handed, exclusive = ctx.handed, True
             if handed:
                 recording.output = saved[len(needs)]
-                recording.take_back(saved[len(needs) + 1 :])
+                kept = saved[len(needs) + 1 :]
+                # What a checkpoint has computed again is nobody else's any more.
+                exclusive = all(storage_holders(t) == 1 for t in kept)
+                recording.take_back(kept, exclusive=exclusive and not again)
+                del kept
             elif ctx.output is not None:
                 recording.output = ctx.output.unpack()
                 if not again:
                     ctx.output = None
+            del saved  # what is overwritten or dropped on the way is to be free
             if isinstance(recording, Chain):
                 recording.writer = _writer_of(ctx, tensors)
-            spent = not (again or handed)
+            spent = exclusive and not again
             try:
                 if autocast_may_be_on():  # around `.backward()`; it has no say in what forward computed in other dtypes
                     with torch.autocast(grad.device.type, enabled=False):
@@ -196,19 +208,19 @@ class _TapeRecording:
     def __init__(self, tape: Tape, inputs: list[Var | None], out: Var):
         self.tape, self.inputs, self.out = tape, inputs, out
         self.reads_output = bool(out.readers) and out.fixed
-        self.handed: list[Var] = []
+        self.handed: list[tuple[Var, bool]] = []  # and whether its memory is never overwritten
         self.output: Tensor | None = None
 
     def hand_over(self) -> list[Tensor]:
-        self.handed = self.tape.held_values()
-        tensors = [var.value for var in self.handed]
-        for var in self.handed:
-            var.tensor, var.fixed = None, True
+        self.handed = [(var, var.fixed) for var in self.tape.held_values()]
+        tensors = [var.value for var, _ in self.handed]
+        for var, _ in self.handed:
+            var.tensor = None
         return tensors
 
-    def take_back(self, kept: Sequence[Tensor] | None) -> None:
-        for i, var in enumerate(self.handed):
-            var.tensor = None if kept is None else kept[i]
+    def take_back(self, kept: Sequence[Tensor] | None, *, exclusive: bool = False) -> None:
+        for i, (var, fixed) in enumerate(self.handed):
+            var.tensor, var.fixed = None if kept is None else kept[i], fixed or not exclusive
 
     def backward(self, grad: Tensor, tensors: Tensors, *, ours: bool, spent: bool) -> list[Tensor | None]:
         given = zip((*self.inputs, self.out), (*tensors, self.output), strict=True)

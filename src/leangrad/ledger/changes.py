@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, is_grad_enabled
@@ -19,6 +19,7 @@ from leangrad import _torch
 from leangrad.ledger.calls import Handler, argument, constants_of, leave_note
 from leangrad.ledger.cast import Anchor
 from leangrad.ledger.nodes import NOTE, OPAQUE, VALUES
+from leangrad.ledger.opened import open_region
 from leangrad.ledger.value import Value
 
 if TYPE_CHECKING:
@@ -46,6 +47,17 @@ def before_change(notes: Notes, target: Any) -> None:
     elif isinstance(target, list | tuple):
         for t in target:
             before_change(notes, t)
+
+
+class _Told(NamedTuple):
+    book: Any
+
+
+def tell(tensor: Tensor | None) -> None:
+    """A Function of ours is about to change ``tensor`` in place, where the function override does not see it."""
+    region = open_region()
+    if region is not None and tensor is not None:
+        before_change(_Told(region), tensor)  # type: ignore[arg-type]
 
 
 def _move(anchors: Iterable[weakref.ref[Anchor]]) -> None:

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from leangrad import _torch
 from leangrad.ledger.cast import NODE, Anchor, Cast, Packed
-from leangrad.ledger.forms import NoRecipeError, origin_of
+from leangrad.ledger.forms import origin_of
+from leangrad.ledger.functions import NoRecipeError
 from leangrad.ledger.nodes import CAST, LIVE, OPAQUE, VALUES, AccumulateGrad, enter, join
 from leangrad.ledger.origins import Walk
 from leangrad.ledger.products import Products

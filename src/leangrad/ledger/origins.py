@@ -18,7 +18,8 @@ from torch import Tensor
 from leangrad import _torch
 from leangrad._torch import passed_no_hook
 from leangrad.ledger.cast import Anchor, Cast
-from leangrad.ledger.forms import MAX_WALK, ONLY, UNSIGNED, NoRecipeError, origin_of
+from leangrad.ledger.forms import MAX_WALK, ONLY, UNSIGNED, origin_of
+from leangrad.ledger.functions import NoRecipeError
 from leangrad.ledger.nodes import LIVE, NOTE, VALUES, AccumulateGrad, Node
 from leangrad.ledger.saved import Bare
 from leangrad.ledger.seen import Seen

@@ -106,7 +106,8 @@ class ABN(nn.Module):
         if residual is not None and residual.stride() != x.stride():
             residual = torch.empty_like(x).copy_(residual)
         self._prepare(x, weight, bias, residual, call)
-        return apply_abn(x, weight, bias, residual, call)
+        z: Tensor = apply_abn(x, weight, bias, residual, call)
+        return z
 
     def _prepare(
         self, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, call: Call

@@ -22,7 +22,14 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from leangrad._torch import HOOK_NODE, forward_pre_hooks, innermost_pack_hook, saved_tensor_hooks_active, version
+from leangrad._torch import (
+    HOOK_NODE,
+    forward_pre_hooks,
+    innermost_pack_hook,
+    only_saves_on_cpu,
+    saved_tensor_hooks_active,
+    version,
+)
 from leangrad.errors import ChangedError
 from leangrad.ledger import MIN_BYTES, Ledger, Region
 from leangrad.ledger.opened import open_region
@@ -198,9 +205,9 @@ def rebuilding(model: nn.Module | None = None) -> Iterator[None]:
     """Inside, whatever would keep the output of an activated batch norm keeps a recipe for it instead.
 
     `model` is what is run inside; how large its weights are says how much may be held in backward. See [Note: chains].
-    Does nothing where other saved-tensor hooks are in force (checkpointing, offloading), inside a ledger's region, which
-    rebuilds these outputs itself (`abn_rule.py`), and under torch.compile. A model of which a part is lean is run inside
-    such a region as a whole, from its second step on: a region of a part would keep what flows in and out of it.
+    Does nothing where other saved-tensor hooks are in force (checkpointing; offloading from a GPU), inside a ledger's
+    region, which rebuilds these outputs itself (`abn_rule.py`), and under torch.compile. A model of which a part is
+    lean is run inside such a region as a whole, from its second step on: a region of a part keeps what flows through.
 
     >>> from leangrad.nn.abn import ABN
     >>> abn, conv = ABN(4, activation="relu"), torch.nn.Conv2d(4, 4, 1)
@@ -208,7 +215,7 @@ def rebuilding(model: nn.Module | None = None) -> Iterator[None]:
     ...     y = conv(abn(torch.randn(2, 4, 8, 8, requires_grad=True)))
     >>> y.sum().backward()  # the convolution's input is rebuilt here
     """
-    if torch.compiler.is_compiling() or saved_tensor_hooks_active() or disabled() or open_region() is not None:
+    if torch.compiler.is_compiling() or disabled() or open_region() is not None or _others_save(model):
         yield
         return
     if model is not None and model in _partly_lean:
@@ -226,6 +233,14 @@ def rebuilding(model: nn.Module | None = None) -> Iterator[None]:
         _sessions.innermost = outer
     if session.meets_region and model is not None:
         _partly_lean[model] = Ledger(residual_depth="auto", min_bytes=MIN_BYTES)
+
+
+def _others_save(model: nn.Module | None) -> bool:
+    """Whether there are hooks of others that want what is saved: those of `save_on_cpu` do not, if it is there."""
+    if not saved_tensor_hooks_active():
+        return False
+    parameter = None if model is None else next(model.parameters(), None)
+    return parameter is None or not parameter.is_cpu or not only_saves_on_cpu()
 
 
 _sessions = threading.local()

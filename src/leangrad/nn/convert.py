@@ -117,7 +117,7 @@ def convert_abn(model: nn.Module) -> nn.Module:
     Keeps for backward, per convolution + norm + activation: one map, the convolution's output. What comes after
     rebuilds its input from that in backward, in one elementwise pass; max pooling also finds its maxima again. The
     model does this whenever it is called as a whole and no other saved-tensor hooks are in force; a part that is called
-    alone keeps its activations too.
+    alone keeps its activations too. In a lean model, or inside `saving()`, the ledger rebuilds them, bit for bit alike.
 
     >>> model = nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3))
     >>> model = convert_abn(model)

@@ -16,8 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from leangrad._torch import has_global_hooks, has_hooks_of_others
+from leangrad._torch import has_global_hooks, has_hooks_of_others, only_saves_on_cpu, saved_tensor_hooks_active
 from leangrad.functional import autocast_enabled, runs_plain
+from leangrad.ledger.changes import tell
 from leangrad.ledger.opened import ledger_saves
 from leangrad.nn.block import Block, Replay
 from leangrad.nn.block_steps import Heads
@@ -174,7 +175,7 @@ class ResidualBlock(nn.Module):
     def _run(self, x: Tensor, mask: Tensor | None, film: Film = _NO_FILM) -> Tensor:
         """As one node where a gradient is wanted and nothing speaks against it, else plainly."""
         self._check(x)
-        if not self._is_as_made() or not self._pays(x) or not _may_be_node(x, mask) or self._leaves_it_to_ledger(x):
+        if not self._is_as_made() or not self._pays(x) or not _may_be_node(x, mask) or self._leaves_it_to_hooks(x):
             return self._run_plain(x, mask, film)
         parameters = self._own_parameters()
         if not _wants_node(x, parameters, film):
@@ -201,13 +202,14 @@ class ResidualBlock(nn.Module):
         """Whether the hidden layer of this input is large enough."""
         return x.shape[0] * x.shape[1] * self.ffn.up.out_features * x.element_size() >= _NODE_MIN_BYTES
 
-    def _leaves_it_to_ledger(self, x: Tensor) -> bool:
-        """Whether a ledger is at work that keeps less than the node would.
+    def _leaves_it_to_hooks(self, x: Tensor) -> bool:
+        """Whether there are saved-tensor hooks, a ledger's or a checkpoint's, with which the plain form takes less.
 
-        On a CPU torch's attention with dropout is written out in products, and keeps its weights, the mask and what both
-        make. The node has to keep what the kernel keeps; a ledger draws the mask again and multiplies again.
+        On a CPU torch's attention with dropout is written out in products, and keeps its weights, the mask and both
+        together. The node has to keep what the kernel keeps; a ledger draws the mask again and multiplies again.
         """
-        return x.is_cpu and self.attention.dropout > 0 and self.training and ledger_saves()
+        drops = x.is_cpu and self.attention.dropout > 0 and self.training
+        return drops and (ledger_saves() or (saved_tensor_hooks_active() and not only_saves_on_cpu()))
 
     def _rotary(self, x: Tensor, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
         theta = self.attention.theta
@@ -235,7 +237,7 @@ class ResidualBlock(nn.Module):
         return tuple(p for layer in layers for p in (layer.weight, getattr(layer, "bias", None)))
 
     def _is_as_made(self) -> bool:
-        """Whether every child is of the class that this one made, and has neither hooks of others nor a forward of its own."""
+        """Whether every child is of the class that this one made, with no forward of its own and no hooks of others."""
         attention, ffn = self.attention, self.ffn
         if type(attention) is not SelfAttention or type(ffn) is not FeedForward or has_global_hooks():
             return False
@@ -277,7 +279,7 @@ class TransformerBlock(ResidualBlock):
     (2F for swiglu): the caller's own x, and N·((H + 2K)·d + 2·width + F) elements and the logsumexp, N·H of float32;
     with dropout, 2·N·width bytes, and what the attention kernel keeps for its own. A second backward without
     `retain_graph=True` is a ConsumedError. A block whose hidden layer is below a megabyte runs plain, and so does one
-    with dropout on a CPU inside a lean model, whose ledger draws the masks again.
+    with dropout on a CPU inside a lean model, whose ledger draws the masks again, or inside a checkpoint.
 
     Args:
         width: of the model.
@@ -351,6 +353,7 @@ def _film(n: Tensor, scale: Tensor | None, shift: Tensor | None) -> Tensor:
 
 
 def _update(context: AttentionContext, x: Tensor, y: Tensor) -> None:
+    tell(context.context)
     context.update(x, y.view(x.shape))
 
 

@@ -262,8 +262,8 @@ class Chain:
         self.take_back(None)
         return list(maps.values())
 
-    def take_back(self, maps: Sequence[Tensor] | None) -> None:
-        """Hold what `hand_over` gave, as it came back, or nothing."""
+    def take_back(self, maps: Sequence[Tensor] | None, *, exclusive: bool = False) -> None:
+        """Hold what `hand_over` gave, as it came back, or nothing. `backward` is told itself what it may overwrite."""
         for row, places in zip((self.kept, self.hidden), self._places, strict=True):
             row[:] = [None if maps is None or i < 0 else maps[i] for i in places]
 

@@ -171,8 +171,8 @@ def _weight_as_it_was(ctx: Any) -> Tensor:
     version = _torch.version(weight)
     if version != ctx.version:
         raise RuntimeError(
-            "backward reads a weight in autocast's dtype, or with create_graph=True, that was changed in place after the "
-            f"forward pass (version {version}, expected {ctx.version}); run backward before the change"
+            "backward reads a weight in autocast's dtype, or with create_graph=True, that was changed in place after "
+            f"the forward pass (version {version}, expected {ctx.version}); run backward before the change"
         )
     return weight
 
