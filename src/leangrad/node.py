@@ -55,7 +55,7 @@ class Recording(Protocol):
         """Give away what is kept; before backward it comes back by `take_back`."""
 
     def take_back(self, kept: Sequence[Tensor]) -> bool:
-        """Hold what `hand_over` gave away, for one backward; whether what is kept may be `spent` as far as it is ours."""
+        """Hold what `hand_over` gave away, for one backward; whether what is kept may be `spent` in it."""
 
     def let_go(self) -> None:
         """Hold nothing of that any more."""
