@@ -155,7 +155,7 @@ def test_what_is_handed_over_comes_back(names):
         run.take_back(copies)
         same(backward(run, g, tensors, out if run.reads_output else None), expected)
     assert all(same_bits(a, b) for a, b in zip(maps, copies, strict=True))
-    run.take_back(None)
+    run.let_go()
     assert not any(t is not None for t in (*run.kept, *run.hidden))
 
 

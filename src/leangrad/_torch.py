@@ -169,6 +169,11 @@ def only_saves_on_cpu() -> bool:
     return getattr(pack, "__module__", "") == torch.autograd.graph.__name__ and "save_on_cpu" in pack.__qualname__
 
 
+def is_checkpointing() -> bool:
+    """Whether the hooks in force are those of `torch.utils.checkpoint`, in forward or as it runs again."""
+    return getattr(innermost_pack_hook(), "__module__", "") == "torch.utils.checkpoint"
+
+
 _forward_ad: Any = torch.autograd.forward_ad
 
 

@@ -18,7 +18,6 @@ from leangrad._torch import (
     has_memory,
     only_saves_on_cpu,
     saved_tensor_hooks_active,
-    storage_holders,
     transforms_active,
     version,
 )
@@ -26,7 +25,7 @@ from leangrad.ledger.functions import Replay, know
 from leangrad.ledger.opened import ledger_saves
 from leangrad.ledger.saved import Bare
 from leangrad.ledger.value import Value
-from leangrad.ops.chain import Chain, Writer
+from leangrad.ops.chain import Chain, Writer, is_exclusive
 from leangrad.overridable import overridable
 from leangrad.own import owned, take
 from leangrad.tape import Tape, Var
@@ -55,8 +54,11 @@ class Recording(Protocol):
     def hand_over(self) -> list[Tensor]:
         """Give away what is kept; before backward it comes back by `take_back`."""
 
-    def take_back(self, kept: Sequence[Tensor] | None, *, exclusive: bool = False) -> None:
-        """Hold what `hand_over` gave away, or nothing; unless `exclusive` others see it, and it is not overwritten."""
+    def take_back(self, kept: Sequence[Tensor]) -> bool:
+        """Hold what `hand_over` gave away, for one backward; whether what is kept may be `spent` in it."""
+
+    def let_go(self) -> None:
+        """Hold nothing of that any more."""
 
     def backward(self, grad: Tensor, tensors: Tensors, *, ours: bool, spent: bool) -> Sequence[Tensor | None]:
         """A gradient for each tensor that needs one; `grad` may be overwritten if `ours`, what is kept if `spent`."""
@@ -140,14 +142,10 @@ class _Node(torch.autograd.Function):
             if not has_memory(grad):  # a batch of gradients at once: only torch's own ops know what to do with it
                 with torch.enable_grad():
                     return (None, None, *_differentiate(ctx.plain, tensors, needs, grad))
-            handed, exclusive = ctx.handed, True
+            handed, spent = ctx.handed, not again
             if handed:
                 recording.output = saved[len(needs)]
-                kept = saved[len(needs) + 1 :]
-                # What a checkpoint has computed again is nobody else's any more.
-                exclusive = all(storage_holders(t) == 1 for t in kept)
-                recording.take_back(kept, exclusive=exclusive and not again)
-                del kept
+                spent = recording.take_back(saved[len(needs) + 1 :]) and spent
             elif ctx.output is not None:
                 recording.output = ctx.output.unpack()
                 if not again:
@@ -155,7 +153,6 @@ class _Node(torch.autograd.Function):
             del saved  # what is overwritten or dropped on the way is to be free
             if isinstance(recording, Chain):
                 recording.writer = _writer_of(ctx, tensors)
-            spent = exclusive and not again
             try:
                 if autocast_may_be_on():  # around `.backward()`; it has no say in what forward computed in other dtypes
                     with torch.autocast(grad.device.type, enabled=False):
@@ -167,7 +164,7 @@ class _Node(torch.autograd.Function):
                 if isinstance(recording, Chain):
                     recording.writer = None  # it knows this node, which may keep the recording
             if handed:
-                recording.take_back(None)
+                recording.let_go()
         return (None, None, *gradients)
 
 
@@ -218,9 +215,14 @@ class _TapeRecording:
             var.tensor = None
         return tensors
 
-    def take_back(self, kept: Sequence[Tensor] | None, *, exclusive: bool = False) -> None:
-        for i, (var, fixed) in enumerate(self.handed):
-            var.tensor, var.fixed = None if kept is None else kept[i], fixed or not exclusive
+    def take_back(self, kept: Sequence[Tensor]) -> bool:
+        for (var, fixed), tensor in zip(self.handed, kept, strict=True):
+            var.tensor, var.fixed = tensor, fixed or not is_exclusive(tensor)
+        return True
+
+    def let_go(self) -> None:
+        for var, _ in self.handed:
+            var.tensor = None
 
     def backward(self, grad: Tensor, tensors: Tensors, *, ours: bool, spent: bool) -> list[Tensor | None]:
         given = zip((*self.inputs, self.out), (*tensors, self.output), strict=True)

@@ -17,7 +17,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from leangrad._torch import (
     HOOK_NODE,
     forward_pre_hooks,
     innermost_pack_hook,
+    is_checkpointing,
     only_saves_on_cpu,
     saved_tensor_hooks_active,
     version,
@@ -205,9 +206,10 @@ def rebuilding(model: nn.Module | None = None) -> Iterator[None]:
     """Inside, whatever would keep the output of an activated batch norm keeps a recipe for it instead.
 
     `model` is what is run inside; how large its weights are says how much may be held in backward. See [Note: chains].
-    Does nothing where other saved-tensor hooks are in force (checkpointing; offloading from a GPU), inside a ledger's
-    region, which rebuilds these outputs itself (`abn_rule.py`), and under torch.compile. A model of which a part is
-    lean is run inside such a region as a whole, from its second step on: a region of a part keeps what flows through.
+    Does nothing where other saved-tensor hooks are in force (offloading from a GPU), inside a ledger's region, which
+    rebuilds these outputs itself (`abn_rule.py`), and under torch.compile. Inside `torch.utils.checkpoint` the model is
+    run in such a region, as a lean model is there; so is a model of which a part is lean, from its second step on: a
+    region of that part would keep what flows through.
 
     >>> from leangrad.nn.abn import ABN
     >>> abn, conv = ABN(4, activation="relu"), torch.nn.Conv2d(4, 4, 1)
@@ -215,15 +217,19 @@ def rebuilding(model: nn.Module | None = None) -> Iterator[None]:
     ...     y = conv(abn(torch.randn(2, 4, 8, 8, requires_grad=True)))
     >>> y.sum().backward()  # the convolution's input is rebuilt here
     """
-    if torch.compiler.is_compiling() or disabled() or open_region() is not None or _others_save(model):
+    if torch.compiler.is_compiling() or disabled() or open_region() is not None:
         yield
         return
-    if model is not None and model in _partly_lean:
-        region = _region_of(model)
+    others = _others_save(model)
+    if others or (model is not None and model in _partly_lean):
+        region = None if model is None else _region_of(model, others)
         if region is not None:
             with region:
                 yield
             return
+    if others:
+        yield
+        return
     session = Session(model)
     _sessions.innermost, outer = session, getattr(_sessions, "innermost", None)
     try:
@@ -232,7 +238,7 @@ def rebuilding(model: nn.Module | None = None) -> Iterator[None]:
     finally:
         _sessions.innermost = outer
     if session.meets_region and model is not None:
-        _partly_lean[model] = Ledger(residual_depth="auto", min_bytes=MIN_BYTES)
+        _partly_lean.add(model)
 
 
 def _others_save(model: nn.Module | None) -> bool:
@@ -244,7 +250,26 @@ def _others_save(model: nn.Module | None) -> bool:
 
 
 _sessions = threading.local()
-_partly_lean: WeakKeyDictionary[nn.Module, Ledger] = WeakKeyDictionary()  # and the ledger of the whole
+_partly_lean: WeakSet[nn.Module] = WeakSet()
+_ledgers: WeakKeyDictionary[nn.Module, Ledger] = WeakKeyDictionary()  # of models that run in a region as a whole
+
+
+def _region_of(model: nn.Module, others: bool) -> Region | None:
+    """The region of a model inside hooks of `others`, or of which a part is lean; None if no part is so any more."""
+    if not others and not any(isinstance(getattr(h, "ledger", None), Ledger) for h in _pre_hooks(model)):
+        _partly_lean.discard(model)
+        return None
+    if others and not is_checkpointing():
+        return None
+    ledger = _ledgers.get(model)
+    if ledger is None:
+        ledger = _ledgers[model] = Ledger(residual_depth="auto", min_bytes=MIN_BYTES)
+    return ledger.region(model)
+
+
+def _pre_hooks(model: nn.Module) -> Iterator[Any]:
+    for module in model.modules():
+        yield from forward_pre_hooks(module)
 
 
 def note_region() -> None:
@@ -252,15 +277,6 @@ def note_region() -> None:
     session: Session | None = getattr(_sessions, "innermost", None)
     if session is not None:
         session.meets_region = True
-
-
-def _region_of(model: nn.Module) -> Region | None:
-    """The region of a model of which a part is lean; None if no part is so any more."""
-    hooks = (hook for module in model.modules() for hook in forward_pre_hooks(module))
-    if not any(isinstance(getattr(hook, "ledger", None), Ledger) for hook in hooks):
-        del _partly_lean[model]
-        return None
-    return _partly_lean[model].region(model)
 
 
 def _unpack(packed: Recipe | tuple[Tensor, int]) -> Tensor:

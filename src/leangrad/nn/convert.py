@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from leangrad._torch import has_hooks
+from leangrad._torch import graph_task, has_hooks
 from leangrad.nn.abn import ABN, InPlaceABNSync
 from leangrad.nn.abn_pool import RebuiltMaxPool2d
 from leangrad.nn.abn_recipe import rebuilding
@@ -353,7 +353,7 @@ def _act_of_node(module: nn.Module, node: fx.Node, source: fx.Node) -> Act | Non
 
 @functools.cache
 def _class_of(base: type[nn.Module], source: str | None, names: _Names, outermost: bool) -> type[nn.Module]:
-    """A subclass of `base` with the forward of `source`, or its own; the outermost one rebuilds."""
+    """A subclass of `base` with the forward of `source`, or its own; the outermost one rebuilds, in backward all do."""
     scope = names.scope()
     if source is not None:
         exec(source, scope)
@@ -364,6 +364,15 @@ def _class_of(base: type[nn.Module], source: str | None, names: _Names, outermos
         @functools.wraps(inner)
         def forward(self: nn.Module, *args: Any, **named: Any) -> Any:
             with rebuilding(self):
+                return inner(self, *args, **named)
+
+    elif source is not None:
+
+        @functools.wraps(inner)
+        def forward(self: nn.Module, *args: Any, **named: Any) -> Any:
+            if graph_task() < 0:
+                return inner(self, *args, **named)
+            with rebuilding():  # a reentrant checkpoint runs a part again, in backward
                 return inner(self, *args, **named)
 
     def reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:

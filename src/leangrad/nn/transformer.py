@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from leangrad._torch import has_global_hooks, has_hooks_of_others, only_saves_on_cpu, saved_tensor_hooks_active
+from leangrad._torch import has_global_hooks, has_hooks_of_others
 from leangrad.functional import autocast_enabled, runs_plain
 from leangrad.ledger.changes import tell
 from leangrad.ledger.opened import ledger_saves
@@ -175,7 +175,7 @@ class ResidualBlock(nn.Module):
     def _run(self, x: Tensor, mask: Tensor | None, film: Film = _NO_FILM) -> Tensor:
         """As one node where a gradient is wanted and nothing speaks against it, else plainly."""
         self._check(x)
-        if not self._is_as_made() or not self._pays(x) or not _may_be_node(x, mask) or self._leaves_it_to_hooks(x):
+        if not self._is_as_made() or not self._pays(x) or not _may_be_node(x, mask) or self._leaves_it_to_ledger(x):
             return self._run_plain(x, mask, film)
         parameters = self._own_parameters()
         if not _wants_node(x, parameters, film):
@@ -202,14 +202,14 @@ class ResidualBlock(nn.Module):
         """Whether the hidden layer of this input is large enough."""
         return x.shape[0] * x.shape[1] * self.ffn.up.out_features * x.element_size() >= _NODE_MIN_BYTES
 
-    def _leaves_it_to_hooks(self, x: Tensor) -> bool:
-        """Whether there are saved-tensor hooks, a ledger's or a checkpoint's, with which the plain form takes less.
+    def _leaves_it_to_ledger(self, x: Tensor) -> bool:
+        """Whether a ledger is at work, with which the plain form takes less than the node.
 
         On a CPU torch's attention with dropout is written out in products, and keeps its weights, the mask and both
         together. The node has to keep what the kernel keeps; a ledger draws the mask again and multiplies again.
         """
         drops = x.is_cpu and self.attention.dropout > 0 and self.training
-        return drops and (ledger_saves() or (saved_tensor_hooks_active() and not only_saves_on_cpu()))
+        return drops and ledger_saves()
 
     def _rotary(self, x: Tensor, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
         theta = self.attention.theta
@@ -279,7 +279,7 @@ class TransformerBlock(ResidualBlock):
     (2F for swiglu): the caller's own x, and N·((H + 2K)·d + 2·width + F) elements and the logsumexp, N·H of float32;
     with dropout, 2·N·width bytes, and what the attention kernel keeps for its own. A second backward without
     `retain_graph=True` is a ConsumedError. A block whose hidden layer is below a megabyte runs plain, and so does one
-    with dropout on a CPU inside a lean model, whose ledger draws the masks again, or inside a checkpoint.
+    with dropout on a CPU inside a lean model, whose ledger draws the masks again.
 
     Args:
         width: of the model.

@@ -24,16 +24,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from leangrad._torch import storage_holders
 from leangrad.kernels.rebuild import rebuild_and_backward
 from leangrad.lease import return_scratch, take_scratch
 from leangrad.ops.activation import FRESH, OVER, Activation
 
-__all__ = ["Chain"]
+__all__ = ["Chain", "is_exclusive"]
 
 # Below this a map is stored, as plain PyTorch stores it: launching a kernel again costs more than the bytes are worth.
 REBUILD_MIN_BYTES = 1 << 20
 
 Tensors = Sequence[Tensor | None]  # x, W_0, b_0, W_1, b_1, ...
+
+
+def is_exclusive(tensor: Tensor) -> bool:
+    """Whether no other tensor sees this memory: what a checkpoint has computed again is its reader's alone."""
+    return storage_holders(tensor) == 1
 
 
 class Writer(Protocol):
@@ -259,13 +265,19 @@ class Chain:
         maps = {id(t): t for t in (*self.kept, *self.hidden) if t is not None}
         places = {key: i for i, key in enumerate(maps)}
         self._places = [[-1 if t is None else places[id(t)] for t in row] for row in (self.kept, self.hidden)]
-        self.take_back(None)
+        self.let_go()
         return list(maps.values())
 
-    def take_back(self, maps: Sequence[Tensor] | None, *, exclusive: bool = False) -> None:
-        """Hold what `hand_over` gave, as it came back, or nothing. `backward` is told itself what it may overwrite."""
+    def take_back(self, maps: Sequence[Tensor]) -> bool:
+        """Hold what `hand_over` gave, as it came back; whether it is nobody else's, and may be spent."""
         for row, places in zip((self.kept, self.hidden), self._places, strict=True):
-            row[:] = [None if maps is None or i < 0 else maps[i] for i in places]
+            row[:] = [None if i < 0 else maps[i] for i in places]
+        return all(map(is_exclusive, maps))
+
+    def let_go(self) -> None:
+        """Hold nothing."""
+        for row in (self.kept, self.hidden):
+            row[:] = [None] * len(row)
 
     def _rebuild(self, k: int, room: Tensor | None) -> Tensor:
         """h_k from z_k."""
