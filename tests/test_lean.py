@@ -424,7 +424,7 @@ def test_the_summary_names_module_op_and_reason():
     step(net)
     text = ledger_of(net).summary()
     assert "body.1" in text or "body.2" in text
-    # Of 4 x 16 the outputs of GELU and dropout and the noise are rebuilt; the first product and the sum, 4 x 8, are kept.
+    # Of 4 x 16 the outputs of GELU and dropout and the noise are rebuilt; the first product and the sum are kept.
     assert ledger_of(net).totals() == Totals(kept_bytes=(64 + 32) * 4, rebuilt_bytes=3 * 64 * 4, shared_bytes=0)
     assert "never computed twice" in text
 
