@@ -177,7 +177,7 @@ def test_what_the_walk_of_a_kept_tensor_would_have_found_is_decided_in_its_place
 @pytest.mark.parametrize(
     ("extra", "why"),
     [
-        (lambda y: y.exp().sin(), "torch.Tensor.exp was called, which the recorded step did not"),
+        (lambda y: y.exp().sin(), "torch.Tensor.exp was called, which the recorded step did not do"),
         (lambda y: F.gelu(y), "torch.nn.functional.gelu was called where torch.nn.functional.layer_norm was before"),
     ],
 )

@@ -90,8 +90,11 @@ class Book(NotesBook, Protocol):
     runs_again: bool  # or runs its function again
     caught: Collection[int] | None  # the calls of which a product is to be caught; None: any may be
 
+    def looks_around(self) -> None:
+        """A call is about to run, maybe inside of a checkpoint."""
+
     def finds_checkpoint(self) -> bool:
-        """Whether a checkpoint has begun since the last look."""
+        """Whether a checkpoint has begun inside the region that was not seen yet."""
 
     def finds_reentrant(self, args: Any) -> bool:
         """Whether a tensor among ``args`` was made by a reentrant checkpoint that was not seen yet."""
@@ -129,12 +132,12 @@ class Recording:
         """Run one call and note what it saved."""
         first = self._book.packs
         self._book.call = len(self.calls)
-        begins = self._book.finds_reentrant(args) | self._book.finds_checkpoint()
+        self._book.looks_around()
         try:
             out = function(*args, **kwargs) if handler is None else handler(notes, function, args, kwargs)
         except BaseException:  # a checkpoint that runs its function again has all that it needs
             unnamed = (None,) * (self._book.packs - first)
-            self.calls.append(Saved(function, handler is not None, 0, 0, None, None, first, unnamed, begins))
+            self.calls.append(Saved(function, handler is not None, 0, 0, None, None, first, unnamed, False))
             raise
         count = self._book.packs - first
         names = _names(out, self._packed[first:]) if count else ()
@@ -142,6 +145,8 @@ class Recording:
         nbytes = out.nbytes if type(out) is Tensor and out.layout is torch.strided else 0
         convolution = convolution_of(out, args) if function in CONVOLUTIONS else None
         handled, graded = handler is not None, _is_graded(out, args)
+        # Not at a call such as ``x.shape``, or all of these would be part of the course.
+        begins = graded is True and self._book.finds_reentrant(args) | self._book.finds_checkpoint()
         self.calls.append(Saved(function, handled, size, nbytes, graded, convolution, first, names, begins))
         return out
 
@@ -300,15 +305,15 @@ class Calls(Notes):
         """A call that was not recorded: it leads off the course if it saves anything."""
         book = self.book
         before, hooked = book.packs, self._hooks.set(ALL)
-        if not hooked and book.finds_checkpoint() and self.is_on_course:
-            book.differ(f"a checkpoint begins at {_name(func)}, where none did before")
         try:
             out = func(*args, **kwargs) if handler is None else handler(self, func, args, kwargs)
         finally:
             if hooked:
                 self._hooks.take_back()
-        if self.is_on_course and book.packs != before:
-            book.differ(f"{_name(func)} was called, which the recorded step did not")
+        begins = not hooked and _is_graded(out, args) is True and book.finds_checkpoint()
+        if self.is_on_course and (begins or book.packs != before):
+            what = "is the first inside a checkpoint" if begins else "was called"
+            book.differ(f"{_name(func)} {what}, which the recorded step did not do")
         return out
 
 

@@ -184,16 +184,16 @@ class Region(Choice):
             self.outer(Token(tensor, packed, None if recorder is None else recorder.read))
         return packed
 
-    def finds_checkpoint(self) -> bool:
-        """Whether a checkpoint has begun since the last look: its segment gets a region when it is run again."""
+    def looks_around(self) -> None:
+        """A call is about to run, maybe inside of a checkpoint that has begun inside the region."""
         pack = _torch.innermost_pack_hook()
-        if pack is self._frame:
-            return False
-        self._frame = None
-        if pack is None or pack is self.outer or not _torch.is_checkpoint(pack):
-            return False
-        self._frame = pack
-        frame = _torch.checkpoint_frame(pack)
+        if pack is not self._frame:
+            self._frame = None if pack is self.outer or not _torch.is_checkpoint(pack) else pack
+
+    def finds_checkpoint(self) -> bool:
+        """Whether such a checkpoint was not seen yet: its segment gets a region when it is run again."""
+        self.looks_around()
+        frame = _torch.checkpoint_frame(self._frame)
         if frame is None or isinstance(frame.recompute_fn, Recomputation):
             return False
         frame.recompute_fn = self._recomputation(frame.recompute_fn)
