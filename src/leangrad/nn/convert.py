@@ -370,7 +370,7 @@ def _class_of(base: type[nn.Module], source: str | None, names: _Names, outermos
 
         @functools.wraps(inner)
         def forward(self: nn.Module, *args: Any, **named: Any) -> Any:
-            if graph_task() < 0:
+            if torch.compiler.is_compiling() or graph_task() < 0:
                 return inner(self, *args, **named)
             with rebuilding():  # a reentrant checkpoint runs a part again, in backward
                 return inner(self, *args, **named)
