@@ -151,7 +151,7 @@ class Enter(Hook):
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> Arguments | None:
         if _torch.is_traced():
-            if self.watch is not None and not torch.compiler.is_exporting():
+            if self.watch is not None:
                 self.watch.forward_ran = True
             return None
         if self.watch is not None and torch.is_grad_enabled():

@@ -16,6 +16,7 @@ from leangrad._torch import (
     autocast_may_be_on,
     graph_is_kept,
     has_memory,
+    is_checkpointing,
     only_saves_on_cpu,
     saved_tensor_hooks_active,
     transforms_active,
@@ -54,8 +55,12 @@ class Recording(Protocol):
     def hand_over(self) -> list[Tensor]:
         """Give away what is kept; before backward it comes back by `take_back`."""
 
-    def take_back(self, kept: Sequence[Tensor]) -> bool:
-        """Hold what `hand_over` gave away, for one backward; whether what is kept may be `spent` in it."""
+    def take_back(self, kept: Sequence[Tensor], *, let_go: bool) -> bool:
+        """Hold what `hand_over` gave away, for one backward; whether what is kept may be `spent` in it.
+
+        let_go: who hands it back has let go of it, as a checkpoint does of what it computed again. Hooks of a user may
+        hold what they hand back, and read it later.
+        """
 
     def let_go(self) -> None:
         """Hold nothing of that any more."""
@@ -122,7 +127,7 @@ class _Node(torch.autograd.Function):
         else:
             ctx.save_for_backward(*tensors, output, *handed)
         ctx.recording, ctx.plain, ctx.handed, ctx.lock = recording, plain, handed is not None, threading.Lock()
-        ctx.can_overwrite = recording.can_overwrite
+        ctx.can_overwrite, ctx.let_go = recording.can_overwrite, is_checkpointing()
         return y
 
     @staticmethod
@@ -145,7 +150,7 @@ class _Node(torch.autograd.Function):
             handed, spent = ctx.handed, not again
             if handed:
                 recording.output = saved[len(needs)]
-                spent = recording.take_back(saved[len(needs) + 1 :]) and spent
+                spent = recording.take_back(saved[len(needs) + 1 :], let_go=ctx.let_go) and spent
             elif ctx.output is not None:
                 recording.output = ctx.output.unpack()
                 if not again:
@@ -215,9 +220,9 @@ class _TapeRecording:
             var.tensor = None
         return tensors
 
-    def take_back(self, kept: Sequence[Tensor]) -> bool:
+    def take_back(self, kept: Sequence[Tensor], *, let_go: bool) -> bool:
         for (var, fixed), tensor in zip(self.handed, kept, strict=True):
-            var.tensor, var.fixed = tensor, fixed or not is_exclusive(tensor)
+            var.tensor, var.fixed = tensor, fixed or not let_go or not is_exclusive(tensor)
         return True
 
     def let_go(self) -> None:

@@ -245,7 +245,7 @@ class Ledger:
         """
         text = summarize(self.entries(planned=True), small_bytes=self.small_bytes(), status=self.trace_status)
         fused = sys.modules.get("leangrad.ledger.fused")  # imported by the first rebuild on a GPU
-        return text if fused is None else f"{text}\n{fused.summarize()}"
+        return f"{text}\n{fused.summarize()}" if fused is not None and fused.report()["programs"] else text
 
 
 def _is_ours(pack: Any) -> bool:

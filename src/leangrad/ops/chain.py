@@ -38,7 +38,7 @@ Tensors = Sequence[Tensor | None]  # x, W_0, b_0, W_1, b_1, ...
 
 
 def is_exclusive(tensor: Tensor) -> bool:
-    """Whether no other tensor sees this memory: what a checkpoint has computed again is its reader's alone."""
+    """Whether no other tensor sees this memory. Who holds the tensor itself, it does not tell."""
     return storage_holders(tensor) == 1
 
 
@@ -268,11 +268,14 @@ class Chain:
         self.let_go()
         return list(maps.values())
 
-    def take_back(self, maps: Sequence[Tensor]) -> bool:
-        """Hold what `hand_over` gave, as it came back; whether it is nobody else's, and may be spent."""
+    def take_back(self, maps: Sequence[Tensor], *, let_go: bool) -> bool:
+        """Hold what `hand_over` gave, as it came back; whether it may be spent.
+
+        let_go: who hands it back has let go of it.
+        """
         for row, places in zip((self.kept, self.hidden), self._places, strict=True):
             row[:] = [None if i < 0 else maps[i] for i in places]
-        return all(map(is_exclusive, maps))
+        return let_go and all(map(is_exclusive, maps))
 
     def let_go(self) -> None:
         """Hold nothing."""
