@@ -77,11 +77,11 @@ def muted_kineto() -> Iterator[None]:
         del os.environ["KINETO_LOG_LEVEL"]
 
 
-def peak_bytes(profiler: torch.autograd.profiler.profile) -> int:
+def peak_bytes(profiler: Any) -> int:
     """The highest that the CPU memory made during a profile stood, in bytes; 0 where torch does not tell."""
     try:
         events = [e for e in profiler.kineto_results.events() if e.name() == "[memory]"]
-        changes = [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]
+        changes: list[int] = [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]
     except AttributeError:
         return 0
     return max(itertools.accumulate(changes), default=0)

@@ -56,8 +56,9 @@ def convolution_of(out: Any, args: tuple[Any, ...]) -> Convolution | None:
     if settings is None or not isinstance(images, Tensor) or images.dim() != out.dim():
         return None
     # Autocast casts the operands below this call to the dtype of the output, and leaves their strides.
-    layouts = (Layout(t.shape, t.stride()) for t in (out, images, weight))
-    return Convolution(*layouts, out.dtype, settings, tuple(n is not None for n, _ in out.grad_fn.next_functions))
+    gradient, maps, kernel = (Layout(t.shape, t.stride()) for t in (out, images, weight))
+    needed = tuple(node is not None for node, _ in out.grad_fn.next_functions)
+    return Convolution(gradient, maps, kernel, out.dtype, settings, needed)
 
 
 _known: dict[tuple[Convolution, int], int] = {}  # by the number of threads too
@@ -88,4 +89,5 @@ def _measured(convolution: Convolution) -> int:
             results = aten.convolution_backward(*operands, *settings, needed)
     except RuntimeError:  # images that overlap themselves, or were padded on their way
         return 0
-    return max(0, _torch.peak_bytes(profiler) - sum(t.nbytes for t in results if t is not None))
+    given: int = sum(t.nbytes for t in results if t is not None)
+    return max(0, _torch.peak_bytes(profiler) - given)
