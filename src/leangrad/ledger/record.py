@@ -351,6 +351,9 @@ class Recorder:
         if not self._is_reading:
             self._is_reading = True
             self.was_read = not _torch.after_backward(self._end)
+        if type(packed) is ShapeOnly:
+            self._note_scratch(packed.taken_bytes)
+            return
         value = _value_of(packed)
         if value is not None and value.recorder is self:  # autocast hands one thread the cast that another made
             self.reads.append(value.ordinal)
@@ -365,8 +368,12 @@ class Recorder:
     def runs_again(self, segment: Segment) -> None:
         """Backward has come to a checkpoint and runs its segment again: the plan takes it for a read with scratch."""
         self._segments.append((len(self.reads), segment))
+        self._note_scratch(0)
+
+    def _note_scratch(self, nbytes: int) -> None:
+        """Backward takes so much just now, for an op that reads nothing which was kept or rebuilt."""
         self.reads.append(len(self.items))
-        self.gradients.append(Reader(0))
+        self.gradients.append(Reader(nbytes))
         self.items.append(Item(0))
 
     def record(self) -> Record:

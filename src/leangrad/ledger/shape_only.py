@@ -90,6 +90,11 @@ class ShapeOnly(NamedTuple):
     dtype: torch.dtype
     device: torch.device
 
+    @property
+    def taken_bytes(self) -> int:
+        """What backward takes at its reader: a gradient of this shape, and the stand-in if that has a layout."""
+        return self.sizes.numel() * self.dtype.itemsize * (1 if self.strides is None else 2)
+
     def unpack(self) -> Tensor:
         """Autograd wants its tensor back: a stand-in, whose values nobody reads."""
         return stand_in(self.sizes, self.strides, self.dtype, self.device)
