@@ -126,32 +126,31 @@ def _node_of(tensor: Tensor) -> Any:
 class Opener(Protocol):
     """What opens the region of a segment: the segment's ledger."""
 
-    def peak_bytes(self) -> int:
-        """What backward holds at most of the tensors of the segment."""
-
     def region_inside(self, module: nn.Module | None) -> Any:
         """A region under the hooks of the checkpoint that runs its function again; None where there can be none."""
+
+
+class Around(Protocol):
+    """The ledger of the region in which a checkpoint began."""
+
+    def runs_again(self, segment: Any) -> None:
+        """Backward runs a segment again: the plans that are to be made have to know."""
 
 
 class Recomputation:
     """The function of a checkpoint, which runs inside a region when backward runs it again."""
 
     def __init__(
-        self,
-        function: Callable[..., Any],
-        ledger: Opener,
-        module: weakref.ref[nn.Module] | None,
-        runs_again: Callable[[Opener], None] | None,
+        self, function: Callable[..., Any], around: Around, ledger: Opener, module: weakref.ref[nn.Module] | None
     ) -> None:
-        """``runs_again``: who wants to know of it, because the step is recorded."""
-        self._function, self._ledger, self._module, self._runs_again = function, ledger, module, runs_again
+        """``ledger``: that of the segment; ``module``: whose region it began in."""
+        self._function, self._around, self._ledger, self._module = function, around, ledger, module
 
     def __call__(self, *args: Any) -> Any:
         """Run the function again."""
         if regions_are_forbidden():
             return self._function(*args)
-        if self._runs_again is not None:
-            self._runs_again(self._ledger)
+        self._around.runs_again(self._ledger)
         with aside():
             region = self._ledger.region_inside(None if self._module is None else self._module())
             if region is None:

@@ -59,6 +59,7 @@ class Ledger:
         self.ways: Sequence[Way] = ()  # for every saved tensor in order: what most likely becomes of it
         self.course: Course | None = None  # the calls of the recorded step
         self._peak_bytes = 0  # of backward, by the plan
+        self._is_planning = False
         self._segments: dict[Hashable, Ledger] = {}
         self._local = threading.local()
 
@@ -149,12 +150,34 @@ class Ledger:
         recorder = self._recorder
         if recorder is None or not recorder.was_read:
             return False
-        record = recorder.record()
+        if self._is_planning:  # two segments that were run again, each while the other was alive
+            return False
+        self._is_planning = True
+        try:
+            record = recorder.record()
+        finally:
+            self._is_planning = False
         cut = best_cut(record) if self.residual_depth == "auto" else None
         self._peak_bytes = play(record, cut or frozenset()).peak_bytes
         self.ways, self.course = recorder.ways(cut), recorder.course(cut)
         self._decisions, self._cut = recorder.decisions(cut), cut
         return True
+
+    def runs_again(self, segment: Ledger) -> None:
+        """Backward runs a segment again: the plans that are to be made have to know.
+
+        Not only this region's, but also that of a segment which the other lies in. A segment that is over already does
+        not mind: nothing of it is alive by then, whatever its plan.
+        """
+        for ledger in (self, *self._segments.values()):
+            recorder = ledger.last_recorder
+            if recorder is not None and ledger is not segment and ledger.decisions is None:
+                recorder.runs_again(segment)
+
+    @property
+    def last_recorder(self) -> Recorder | None:
+        """Of the step that is being learned from."""
+        return self._recorder
 
     def peak_bytes(self) -> int:
         """What backward holds at most of the tensors of this region, by its plan; 0 where there is none."""

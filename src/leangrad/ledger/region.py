@@ -58,6 +58,9 @@ class Knowledge(Protocol):
     def segment(self, key: Hashable) -> Opener:
         """What opens a region in a checkpointed segment of this one, when backward runs it again."""
 
+    def runs_again(self, segment: Any) -> None:
+        """Backward runs a segment again: the plans that are to be made have to know."""
+
 
 class Region(Choice):
     """One forward region: the hooks and the function override while it runs, and what it decided."""
@@ -210,9 +213,9 @@ class Region(Choice):
         return type(args) in (tuple, list) and True in [self.finds_reentrant(a) for a in args]
 
     def _recomputation(self, function: Callable[..., Any]) -> Recomputation:
-        segment, recorder = self._ledger.segment(self._segments), self.recorder
+        segment = self._ledger.segment(self._segments)
         self._segments += 1
-        return Recomputation(function, segment, self._module, None if recorder is None else recorder.runs_again)
+        return Recomputation(function, self._ledger, segment, self._module)
 
     @property
     def is_dropped(self) -> bool:
