@@ -37,7 +37,7 @@ from leangrad.measure import measure
 from tests.support import same_bits
 
 RATIO, SLACK = 1.02, 64 * 1024
-MEASURED = 3  # steps, from the third on
+MEASURED = 2  # steps, from the third on
 
 
 # --------------------------------------------------------------------------------------------------------- the models
@@ -87,7 +87,7 @@ def residual_net(special: bool = False) -> nn.Module:
     stem = nn.Sequential(
         nn.Conv2d(3, 16, 7, 2, 3, bias=False), nn.BatchNorm2d(16), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1)
     )
-    blocks: list[nn.Module] = [Bottleneck(16, 16), Bottleneck(64, 16), Bottleneck(64, 32, 2), Bottleneck(128, 32)]
+    blocks: list[nn.Module] = [Bottleneck(16, 16), Bottleneck(64, 16), Bottleneck(64, 32, 2)]
     net = Net(stem, blocks, nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, 10)))
     return lnn.convert_abn(net) if special else net
 
@@ -102,11 +102,11 @@ def conv_chain(special: bool) -> nn.Module:
     """Convolutions with norm and LeakyReLU; special: as InPlaceABN."""
 
     def layer() -> list[nn.Module]:
-        return [nn.Conv2d(24, 24, 3, padding=1, bias=False), *_activated(24, special)]
+        return [nn.Conv2d(16, 16, 3, padding=1, bias=False), *_activated(16, special)]
 
     blocks: list[nn.Module] = [nn.Sequential(*layer(), *layer()) for _ in range(3)]
-    stem = nn.Sequential(nn.Conv2d(3, 24, 3, 2, 1, bias=False), *_activated(24, special))
-    return Net(stem, blocks, nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(24, 10)))
+    stem = nn.Sequential(nn.Conv2d(3, 16, 3, 2, 1, bias=False), *_activated(16, special))
+    return Net(stem, blocks, nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10)))
 
 
 class Swiglu(nn.Module):
@@ -137,10 +137,9 @@ def mlp_net(activation: str, special: bool) -> nn.Module:
 
     def part() -> nn.Module:
         if special:
-            return lnn.MLP([64, 256, 256, 64], activation)
+            return lnn.MLP([64, 256, 64], activation)
         act = ACTIVATIONS[activation]
-        hidden = [nn.Linear(64, wider * 256), act(), nn.Linear(256, wider * 256), act()]
-        return nn.Sequential(*hidden, nn.Linear(256, 64))
+        return nn.Sequential(nn.Linear(64, wider * 256), act(), nn.Linear(256, 64))
 
     return Net(nn.Identity(), [Residual(part()), Residual(part())], nn.Linear(64, 8))
 
@@ -172,7 +171,7 @@ class Conditioned(nn.Module):
 
     def __init__(self, special: bool) -> None:
         super().__init__()
-        block = lnn.DiffusionBlock(64, 4, condition_width=16)
+        block = lnn.DiffusionBlock(64, 4, hidden=512, condition_width=16)
         nn.init.normal_(block.film.weight, std=0.1)
         self.block = block if special else Plainly(block)
 
@@ -183,7 +182,7 @@ class Conditioned(nn.Module):
 
 def transformer_net(special: bool) -> nn.Module:
     """TransformerBlocks with dropout; plain: by their plain form."""
-    blocks = [lnn.TransformerBlock(64, 4, dropout=0.1) for _ in range(2)]
+    blocks = [lnn.TransformerBlock(64, 4, hidden=512, dropout=0.1) for _ in range(2)]
     return Net(nn.Identity(), [b if special else Plainly(b) for b in blocks], nn.Linear(64, 8))
 
 
@@ -308,10 +307,10 @@ SPECIAL: dict[str, Special] = {
     "InPlaceABN": Special(conv_chain, IMAGES),
     **{f"Dense({a})": Special(functools.partial(dense_net, a), (1024, 64)) for a in ACTIVATIONS},
     **{f"MLP({a})": Special(functools.partial(mlp_net, a), (1024, 64)) for a in ACTIVATIONS},
-    "TransformerBlock": Special(transformer_net, (16, 64, 64)),
-    "DiffusionBlock": Special(diffusion_net, (16, 64, 64)),
-    "MambaBlock": Special(functools.partial(scan_net, lnn.MambaBlock), (4, 64, 64), has_plain=False),
-    "RGLRUBlock": Special(functools.partial(scan_net, lnn.RGLRUBlock), (4, 64, 64), has_plain=False),
+    "TransformerBlock": Special(transformer_net, (8, 64, 64)),
+    "DiffusionBlock": Special(diffusion_net, (8, 64, 64)),
+    "MambaBlock": Special(functools.partial(scan_net, lnn.MambaBlock), (2, 64, 64), has_plain=False),
+    "RGLRUBlock": Special(functools.partial(scan_net, lnn.RGLRUBlock), (2, 64, 64), has_plain=False),
     "AttentionContext": Special(context_net, (8, 64, 64), has_plain=False),
 }
 
@@ -442,7 +441,7 @@ def _one_thread() -> Iterator[None]:
 def refused(error: Exception, *members: str) -> None:
     """A refusal, by an error or a warning, is for the few that may refuse, and says what to do."""
     assert any(m.startswith(MAY_REFUSE) for m in members) or is_context_in_checkpoint(*members), error
-    assert any(word in str(error) for word in ("leave", "use", "call", "pass", "put", "set")), error
+    assert any(word in str(error) for word in ("leave", "use", "call", "Choose")), error
 
 
 def is_context_in_checkpoint(*members: str) -> bool:
@@ -483,7 +482,7 @@ def test_convert_abn_with_in_place_abn() -> None:
         torch.manual_seed(0)
         model = conv_chain(False)
         for block in model.blocks if by_hand else ():  # type: ignore[union-attr]
-            block[1], block[2] = lnn.InPlaceABN(24), nn.Identity()
+            block[1], block[2] = lnn.InPlaceABN(16), nn.Identity()
         return lnn.convert_abn(model) if converted else model
 
     hand, converted = run(build(True, False), IMAGES, ()), run(build(False, True), IMAGES, ())
