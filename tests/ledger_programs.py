@@ -2,6 +2,9 @@
 
 A program takes a region (a ledger, or nothing) to put its forward into, and returns the tensors that must come out the
 same: gradients, mostly. It makes its leaves from a seed, so every call starts from the same numbers.
+
+Every program must have something rebuilt, or a ledger that does nothing at all would pass: where all that a program
+makes is rightly kept, it has a ``witness`` beside it, and ``rebuilds`` says that nothing else is rebuilt.
 """
 
 from __future__ import annotations
@@ -16,6 +19,8 @@ from torch import Tensor, nn
 
 from leangrad.errors import ChangedError
 from leangrad.lean import saving
+from leangrad.ledger import Ledger
+from tests.support import assert_same_bits
 
 Region = AbstractContextManager[Any]
 Program = Callable[[Region], list[Tensor | None]]
@@ -45,6 +50,25 @@ def backward(*outputs: Tensor, **options: Any) -> None:
     torch.autograd.backward(outputs, seeds, **options)
 
 
+WITNESS_BYTES = 8 * 8 * 4
+
+
+def witness() -> tuple[Tensor, Tensor]:
+    """A leaf and what is made of it, to be called in a region: ``WITNESS_BYTES`` that every open region rebuilds."""
+    w = leaf(8, 8, seed=99)
+    return w, (w * 2).sin()
+
+
+def rebuilds(nbytes: int) -> Callable[[Program], Program]:
+    """Say how many bytes the recorded step of a program rebuilds; of others it is only known that there are some."""
+
+    def mark(program: Program) -> Program:
+        program.rebuilt_bytes = nbytes  # type: ignore[attr-defined]
+        return program
+
+    return mark
+
+
 def run(program: Program, region: Region, steps: int = STEPS) -> list[list[Tensor | None]]:
     results = []
     for step in range(steps):
@@ -55,27 +79,42 @@ def run(program: Program, region: Region, steps: int = STEPS) -> list[list[Tenso
 
 def assert_same(mine: list[Tensor | None], plain: list[Tensor | None], what: object) -> None:
     for n, (a, b) in enumerate(zip(mine, plain, strict=True)):
-        if a is None or b is None:
-            assert a is b, (what, n)
-        else:
-            assert a.dtype == b.dtype, (what, n)
-            assert torch.equal(a, b), (what, n)
+        assert_same_bits(a, b, (what, n), strides=True)
 
 
-def assert_same_as_plain(program: Program, *, depths: tuple[Any, ...] = DEPTHS, or_changed: bool = False) -> None:
-    """The same bits as plain in every step, at every depth; ``or_changed`` allows a ChangedError instead."""
+def assert_rebuilt(program: Program, ledger: Ledger, what: object) -> None:
+    """The last recorded step rebuilt something, and as many bytes as the program says, if it does."""
+    rebuilt = ledger.totals().rebuilt_bytes
+    assert rebuilt > 0, (what, "nothing was rebuilt")
+    assert rebuilt == getattr(program, "rebuilt_bytes", rebuilt), what
+
+
+def assert_same_as_plain(program: Program, *, depths: tuple[Any, ...] = DEPTHS) -> None:
+    """The same bits as plain in every step, at every depth, with something rebuilt."""
     plain = run(program, nullcontext())
     assert any(t is not None and t.count_nonzero() for t in plain[0]), "the program computes nothing"
     assert all(t is None or t.isfinite().all() for t in plain[0]), "the program computes no numbers"
     for depth in depths:
-        try:
-            mine = run(program, saving(residual_depth=depth, min_bytes=0))
-        except ChangedError:
-            if not or_changed:
-                raise
-            continue
+        ledger = saving(residual_depth=depth, min_bytes=0)
+        mine = run(program, ledger)
         for step, (a, b) in enumerate(zip(mine, plain, strict=True)):
             assert_same(a, b, (depth, step))
+        assert_rebuilt(program, ledger, depth)
+
+
+def assert_raises_where_plain_trains(program: Callable[[Region, bool], list[Tensor | None]], names: str) -> None:
+    """A change that nobody can see in time is refused in every step, by an error that has ``names`` in it.
+
+    ``program`` takes a region and whether to make the change; without it lean trains as plain does.
+    """
+    assert_same_as_plain(lambda region: program(region, False))
+    run(lambda region: program(region, True), nullcontext())
+    for depth in DEPTHS:
+        ledger = saving(residual_depth=depth, min_bytes=0)
+        for _ in range(STEPS):
+            with pytest.raises(ChangedError, match="modified by an inplace operation") as caught:
+                program(ledger, True)
+            assert names in str(caught.value), caught.value
 
 
 def assert_raises_like_plain(program: Program, names: str) -> None:

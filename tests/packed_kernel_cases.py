@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from leangrad.kernels import flat as kernels
 from leangrad.kernels import serves
 from leangrad.packed import pack_gradients
+from tests.support import same_bits
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SIZES = {
@@ -48,7 +49,7 @@ def check_scale(sizes: tuple[int, ...], dtype: torch.dtype, out_dtype: torch.dty
     kernels.scale(flats, factor, outs)
     for out, truth in zip(outs, expected, strict=True):
         if device == "cuda" or out_dtype != torch.bfloat16:
-            assert torch.equal(out, truth)
+            assert same_bits(out, truth)
         else:
             torch.testing.assert_close(out, truth, rtol=2**-7, atol=0)
 

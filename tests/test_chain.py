@@ -16,6 +16,7 @@ from leangrad.nn import MLP
 from leangrad.ops import chain
 from leangrad.ops.activation import ACTIVATIONS
 from leangrad.ops.chain import Chain
+from tests.support import same_bits
 from tests.test_activation import PLAIN
 
 MIXED = ("gelu", None, "swiglu", "relu", "softmax", "tanh")
@@ -74,7 +75,7 @@ def backward(run, *arguments, **options):
 
 def check(run, tensors, needs, y, g, expected, **options):
     out = run.forward(tensors)
-    assert torch.equal(out, y)
+    assert same_bits(out, y)
     found = backward(run, g, tensors, out if run.reads_output else None, **options)
     same(found, expected)
     return found
@@ -83,7 +84,7 @@ def check(run, tensors, needs, y, g, expected, **options):
 def same(found, expected):
     for one, other in zip(found, expected, strict=True):
         assert (one is None) == (other is None)
-        assert one is None or torch.equal(one, other)
+        assert one is None or same_bits(one, other)
 
 
 @pytest.mark.usefixtures("_way")
@@ -98,14 +99,14 @@ def test_gradients_are_autograds(names, ours, spent):
         run, given = Chain(records(names), needs), g.clone()
         out = run.forward(tensors)
         result = out.clone()
-        assert torch.equal(out, y)
+        assert same_bits(out, y)
         held = out if run.reads_output else None
         for _ in range(1 if spent else 2):  # what is not spent can run again
             given.copy_(g)
             same(backward(run, given, tensors, held, ours=ours, spent=spent), expected)
-            assert ours or torch.equal(given, g)
-        assert torch.equal(out, result)
-        assert all(torch.equal(now, then) for now, then in zip(tensors, before, strict=True))
+            assert ours or same_bits(given, g)
+        assert same_bits(out, result)
+        assert all(same_bits(now, then) for now, then in zip(tensors, before, strict=True))
 
 
 def wanted_gradients(count):
@@ -153,7 +154,7 @@ def test_what_is_handed_over_comes_back(names):
     for _ in range(2):
         run.take_back(copies)
         same(backward(run, g, tensors, out if run.reads_output else None), expected)
-    assert all(torch.equal(a, b) for a, b in zip(maps, copies, strict=True))
+    assert all(same_bits(a, b) for a, b in zip(maps, copies, strict=True))
     run.take_back(None)
     assert not any(t is not None for t in (*run.kept, *run.hidden))
 
@@ -184,7 +185,7 @@ def test_one_pass_for_rebuilding_and_backward(names, spent, monkeypatch):
         y, g, expected = expect(names, tensors, needs, None)
         before = g.clone()
         check(Chain(records(names), needs), tensors, needs, y, g, expected, spent=spent)
-        assert torch.equal(g, before)
+        assert same_bits(g, before)
         if all(needs) and names == ("gelu",) * 6:
             assert (len(asked), len(used)) == ((1, 5) if rebuilt else (0, 0))
         if all(needs) and names == MIXED:
@@ -275,13 +276,13 @@ def test_the_kernel_for_one_pass_has_torchs_bits(activation, dtype):
     assert one_pass is not None
     dz, h = g.clone(), z.clone()
     one_pass(dz, h)
-    assert torch.equal(h, record.forward(z, record.parameter, None))
-    assert torch.equal(dz, record.backward(g, z, record.parameter, torch.empty_like(g)))
+    assert same_bits(h, record.forward(z, record.parameter, None))
+    assert same_bits(dz, record.backward(g, z, record.parameter, torch.empty_like(g)))
     for shift in (1, 8):  # elements: not aligned, and aligned with a rest
         dz, h = (torch.cat([t.new_zeros(shift), t.flatten()])[shift:] for t in (g, z))
         one_pass(dz, h)
-        assert torch.equal(h.view_as(z), record.forward(z, record.parameter, None))
-        assert torch.equal(dz.view_as(g), record.backward(g, z, record.parameter, torch.empty_like(g)))
+        assert same_bits(h.view_as(z), record.forward(z, record.parameter, None))
+        assert same_bits(dz.view_as(g), record.backward(g, z, record.parameter, torch.empty_like(g)))
     one_pass(g[:0], z[:0])  # nothing to do is not an error
     assert rebuild_and_backward(record, z.float()) is None
 

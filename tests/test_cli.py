@@ -1,7 +1,9 @@
 """The command line: the demo's models and figures, verify on a user's own file, and the doctor."""
 
 import re
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from leangrad import _torch, demo, doctor
 from leangrad.cli import app
 from leangrad.demo import Case, Comparison, compare, gpt, residual_net, swiglu
 from leangrad.measure import Measurement
+from tests.support import same_bits
 
 TINY = (
     residual_net(2, width=4, side=8, blocks=1, classes=3),
@@ -71,13 +74,13 @@ def test_models_learn(case: Case) -> None:
 def test_data_is_the_same_for_the_same_seed_and_labels_vary() -> None:
     for case in demo.CASES:
         first, second = (case.make_batch(torch.Generator().manual_seed(7)) for _ in range(2))
-        assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+        assert all(same_bits(a, b) for a, b in zip(first, second, strict=True))
         assert len(first[1].unique()) > 1
 
 
 def test_tokens_follow_each_other_nine_times_in_ten() -> None:
     tokens, followers = demo.case.chained_tokens(64, 64, 50, torch.Generator().manual_seed(0))
-    assert torch.equal(tokens[:, 1:], followers[:, :-1])
+    assert same_bits(tokens[:, 1:], followers[:, :-1])
     assert ((tokens + 7) % 50 == followers).float().mean().item() == pytest.approx(0.902, abs=0.02)
 
 
@@ -85,7 +88,7 @@ def test_compare_leaves_the_random_state_and_calls_back_after_each_step() -> Non
     before = torch.get_rng_state()
     calls: list[None] = []
     compare(TINY[1], 3, on_step=lambda: calls.append(None))
-    assert torch.equal(torch.get_rng_state(), before)
+    assert same_bits(torch.get_rng_state(), before)
     assert len(calls) == 3
     with pytest.raises(ValueError, match="at least one step, got 0"):
         compare(TINY[1], 0)
@@ -207,13 +210,14 @@ constant = 1
 
 
 @pytest.fixture
-def factories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def factories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A file of the user's. What loading it leaves in `sys` is put back."""
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr("sys.modules", dict(__import__("sys").modules))
     path = tmp_path / "my_factories.py"
     path.write_text(FACTORIES)
-    return path
+    yield path
+    for name in ("my_factories", "broken"):
+        sys.modules.pop(name, None)
 
 
 @pytest.mark.parametrize("name", ["pair", "triple"])
@@ -265,12 +269,88 @@ def test_verify_says_what_it_expected(factories: Path, target: str, message: str
     assert message in words(result)
 
 
-def test_verify_passes_errors_of_the_users_code_on(factories: Path) -> None:
-    (factories.parent / "broken.py").write_text("import no_such_package_at_all")
-    assert isinstance(invoke("verify", "broken:pair").exception, ModuleNotFoundError)
-    error = invoke("verify", f"{factories}:frozen").exception
-    assert isinstance(error, ValueError)
-    assert "requires a gradient" in str(error)
+BROKEN = """
+import torch
+from torch import nn
+
+class Broken(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Sequential(nn.Linear(4, 4)), Sizes())
+
+    def forward(self, x):
+        return self.inner(x)
+
+class Sizes(nn.Module):
+    def forward(self, x):
+        try:
+            return x @ torch.ones(3, 3)
+        except RuntimeError as error:
+            raise ValueError("my own message") from error
+
+def broken():
+    return Broken(), torch.randn(2, 4)
+
+def raises():
+    raise KeyError("nothing here")
+"""
+
+
+def test_an_error_of_the_users_code_is_2_and_shows_their_frames_only(factories: Path) -> None:
+    path = factories.parent / "broken.py"
+    path.write_text(BROKEN)
+    result = invoke("verify", f"{path}:broken")
+    assert result.exit_code == 2
+    files = re.findall(r'File "(.*?)", line \d+, in (\w+)', result.output)
+    assert files == [(str(path), "forward"), (str(path), "forward"), (str(path), "forward")]
+    assert "ValueError: my own message" in result.output
+    assert "mat1 and mat2" in result.output  # its cause
+    assert "leangrad.verify called Broken with the batch float32[2, 4]" in result.output
+    assert re.search(r"\(\d+ frames of torch and leangrad are left out; --traceback prints all\)", result.output)
+    result = invoke("verify", f"{path}:raises")
+    assert (result.exit_code, re.findall(r"in (\w+)", result.output)) == (2, ["raises"])
+    everything = invoke("verify", f"{path}:broken", "--traceback")
+    assert isinstance(everything.exception, ValueError)
+
+
+def test_an_error_that_is_nobodys_frame_is_a_sentence(factories: Path) -> None:
+    result = invoke("verify", f"{factories}:frozen")
+    assert result.exit_code == 2
+    assert result.output.startswith("ValueError: expected a model with a parameter that requires a gradient")
+
+
+def test_an_import_that_fails_in_the_users_file(factories: Path) -> None:
+    path = factories.parent / "broken.py"
+    path.write_text("import no_such_package_at_all")
+    for target in ("broken:pair", f"{path}:pair"):
+        result = invoke("verify", target)
+        assert result.exit_code == 2
+        assert re.findall(r'File "(.*?)"', result.output) == [str(path)]
+        assert "ModuleNotFoundError: No module named 'no_such_package_at_all'" in result.output
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("bf16", torch.bfloat16), ("bfloat16", torch.bfloat16), ("fp16", torch.float16), ("float16", torch.float16)],
+)
+def test_autocast_has_short_names(
+    factories: Path, monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype
+) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(leangrad, "verify", lambda *args, **named: seen.append(named["autocast"]) or Verified())
+    assert invoke("verify", f"{factories}:pair", "--autocast", name).exit_code == 0
+    assert seen == [dtype]
+
+
+class Verified:
+    passed = True
+
+
+@pytest.mark.parametrize(("against", "words"), [("offload", "equal, bit for bit"), ("itself", "not compared with")])
+def test_verify_against_something_else(factories: Path, against: str, words: str) -> None:
+    result = invoke("verify", f"{factories}:pair", "--against", against)
+    assert result.exit_code == 0, result.output
+    assert words in result.output
 
 
 # doctor
@@ -334,3 +414,11 @@ def test_version_and_help() -> None:
     for command in ("demo", "verify", "doctor"):
         assert command in help_text
     assert "Usage" in invoke().output
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["doctor"]])
+def test_python_m_leangrad(arguments: list[str]) -> None:
+    command = [sys.executable, "-m", "leangrad", *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert leangrad.__version__ in result.stdout or "Usage: python -m leangrad" in result.stdout

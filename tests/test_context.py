@@ -12,6 +12,7 @@ from leangrad import workspace
 from leangrad.nn.context import AttentionContext, apply_context, update_context
 from leangrad.ops import context as ops
 from tests.fuzz import fuzz_settings
+from tests.support import same_bits
 
 # How far from the plain form, relative to the largest value.
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
@@ -90,7 +91,7 @@ def test_only_the_sampled_rows_are_read(rows):
     for row in range(rows):
         other = x.clone()
         other[row] += torch.randn(3)
-        assert torch.equal(update_context(other, y, 1.0), expected) == (row not in sampled)
+        assert same_bits(update_context(other, y, 1.0), expected) == (row not in sampled)
 
 
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
@@ -100,7 +101,7 @@ def test_what_is_not_finite_counts_as_zero(bad):
     found = update_context(x, y, 1.0)
     assert found.isfinite().all()
     zeroed = [torch.where(t.isfinite(), t, 0.0) for t in (x, y)]
-    assert torch.equal(found, update_context(*zeroed, 1.0))
+    assert same_bits(found, update_context(*zeroed, 1.0))
     assert update_context(torch.full((40, 4), bad), y, 1.0).eq(0).all()
 
 
@@ -144,7 +145,7 @@ def test_a_fitting_context_is_overwritten_and_any_other_left_alone():
     for other in (torch.ones(3, 3), torch.ones(4, 5), torch.ones(4), torch.ones(1, 4, 4)):
         found = update_context(x, y, 0.5, other)
         assert found.shape == (4, 4)
-        assert torch.equal(found, update_context(x, y, 0.5))
+        assert same_bits(found, update_context(x, y, 0.5))
         assert other.eq(1).all()
 
 
@@ -152,7 +153,7 @@ def test_no_rows_leave_the_context_as_it_is():
     x, context = torch.randn(0, 4), torch.randn(4, 4)
     before = context.clone()
     assert update_context(x, x, 0.5, context) is context
-    assert torch.equal(context, before)
+    assert same_bits(context, before)
     assert update_context(x, x, 0.5).eq(0).all()
 
 
@@ -171,7 +172,7 @@ def test_an_update_is_no_part_of_a_graph():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         context = update_context(x, x * 2, 0.5)
     assert not context.requires_grad
-    assert torch.equal(context, update_context(x.detach(), x.detach() * 2, 0.5))
+    assert same_bits(context, update_context(x.detach(), x.detach() * 2, 0.5))
 
 
 def test_an_update_with_stale_scratch_and_no_new_memory():
@@ -182,7 +183,7 @@ def test_an_update_with_stale_scratch_and_no_new_memory():
         with workspace.default.borrow(name, (128, 128)) as borrowed:
             borrowed.tensor.fill_(NAN)
     allocations = workspace.default.allocations
-    assert torch.equal(update_context(x, y, 0.5, context), expected)
+    assert same_bits(update_context(x, y, 0.5, context), expected)
     assert workspace.default.allocations == allocations
 
 
@@ -239,9 +240,9 @@ def test_at_strength_zero_the_output_is_the_input_and_the_strength_still_learns(
     x, context, s = inputs(strength=0.0)
     grad = torch.randn_like(x)
     y = apply_context(x, context, s)
-    assert torch.equal(y, x)
+    assert same_bits(y, x)
     dx, ds = torch.autograd.grad(y, (x, s), grad)
-    assert torch.equal(dx, grad)
+    assert same_bits(dx, grad)
     expected = (grad * (x @ context)).sum() / x.shape[1]
     assert (ds - expected).abs().max() < 1e-12
     assert ds.abs().max() > 0.1
@@ -347,8 +348,8 @@ def test_retain_graph_and_hooks():
     first = torch.autograd.grad(loss, (x, s), retain_graph=True)
     copied = held[0].clone()
     second = torch.autograd.grad(loss, (x, s))
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-    assert torch.equal(held[0], copied)
+    assert all(same_bits(a, b) for a, b in zip(first, second, strict=True))
+    assert same_bits(held[0], copied)
 
 
 def test_batched_gradients():
@@ -420,7 +421,7 @@ def test_stale_scratch_does_not_leak():
     for buffer in list(workspace.default._buffers()):
         buffer.memory.fill_(NAN)
     for one, other in zip(run(), first, strict=True):
-        assert torch.equal(one, other)
+        assert same_bits(one, other)
 
 
 @pytest.mark.fuzz
@@ -447,7 +448,7 @@ def test_random_shapes_and_layouts(batch, width, transposed, strided, seed):
     pairs = zip(*(torch.autograd.grad(y, (x, s), grad) for y in (found, expected)), strict=True)
     for one, other in pairs:
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-11)
-    assert torch.equal(grad, before)
+    assert same_bits(grad, before)
 
 
 # The ops on buffers
@@ -462,14 +463,14 @@ def test_ops_write_into_what_they_are_given():
     dx, ds = ops.apply_context_backward(g, x, context, s)
     into = torch.full_like(x, NAN)
     assert ops.apply_context_backward(g, x, context, s, into=into)[0] is into
-    assert torch.equal(into, dx)
+    assert same_bits(into, dx)
     none, again = ops.apply_context_backward(g, x, context, s, needs_input=False)
     assert none is None
-    assert torch.equal(ds, again)
+    assert same_bits(ds, again)
     assert ds.dtype == torch.float64
     over, _ = ops.apply_context_backward(g, None, context, s, into=g)
     assert over is g
-    assert torch.equal(g, dx)
+    assert same_bits(g, dx)
 
 
 # Bad input

@@ -16,6 +16,7 @@ from leangrad.nn.abn import ABN, InPlaceABNSync
 from leangrad.nn.abn_pool import RebuiltMaxPool2d
 from leangrad.nn.abn_recipe import MAX_DEPTH, Recipe, Session
 from leangrad.nn.convert import convert_abn
+from tests.support import same_bits
 
 
 class Bottleneck(nn.Module):
@@ -187,7 +188,7 @@ def test_copies_and_pickles() -> None:
     torch.save(lean, file)
     file.seek(0)
     for again in (copy.deepcopy(lean), torch.load(file, weights_only=False)):
-        assert torch.equal(again(x), lean(x))
+        assert same_bits(again(x), lean(x))
         assert again.abn_conversions == lean.abn_conversions
         assert again.layer1[0].bn1.weight is not lean.layer1[0].bn1.weight
 
@@ -197,7 +198,7 @@ def test_converting_twice_changes_nothing() -> None:
     x = torch.randn(2, 3, 32, 32)
     before = lean.eval()(x)
     assert convert_abn(lean).abn_conversions == ()
-    assert torch.equal(lean(x), before)
+    assert same_bits(lean(x), before)
     lean.train()(x).sum().backward()
 
 
@@ -238,7 +239,7 @@ def test_pooling_finds_its_maxima_again() -> None:
         out = lean(x)
         dy = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view_as(out)
         gradients.append(torch.autograd.grad(out, w, dy)[0])
-    assert torch.equal(*gradients)
+    assert same_bits(*gradients)
     lean.maxpool.__class__ = RebuiltMaxPool2d
     (first,) = torch.autograd.grad(lean(x).square().sum(), w, create_graph=True)
     with pytest.raises(LeangradError, match="differentiated twice"):
@@ -416,7 +417,8 @@ class AddsToOther(Base):
     ],
 )
 def test_code_that_a_trace_does_not_see_is_left_alone(kind: type[Base], reason: str) -> None:
-    model = convert_abn(kind())
+    with pytest.warns(UserWarning, match=rf"converted none of the 1 batch norms of this {kind.__name__}"):
+        model = convert_abn(kind())
     assert type(model) is kind
     assert type(model.bn) is nn.BatchNorm2d
     (conversion,) = model.abn_conversions
@@ -444,3 +446,37 @@ def test_hooks_and_shared_norms_are_left_alone() -> None:
     assert "has hooks" in reasons["3"]
     assert reasons["5"] == "5: norm + identity"
     assert model[6] is watched
+
+
+# ---- what the user is told
+
+
+def test_conversions_read_as_a_table() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.ReLU(), Twice(), nn.BatchNorm2d(3))
+    assert str(convert_abn(model).abn_conversions).splitlines() == [
+        "convert_abn converted 2 of 3 batch norms",
+        "  1     norm + relu",
+        "  4     norm + identity",
+        "  3.bn  not converted, its parent's forward calls it 2 times",
+    ]
+
+
+def test_what_was_left_alone_is_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="leangrad"):
+        convert_abn(nn.Sequential(nn.BatchNorm2d(3), nn.ReLU(), Twice()))
+        convert_abn(nn.Sequential(nn.BatchNorm2d(3), nn.ReLU()))
+    partly, fully = caplog.records
+    assert (partly.levelname, fully.levelname) == ("WARNING", "INFO")
+    assert "left 1 of 2 batch norms as they were (2.bn: its parent's forward calls it 2 times)" in partly.getMessage()
+    assert "print(model.abn_conversions)" in partly.getMessage()
+    assert "converted 1 batch norms" in fully.getMessage()
+
+
+def test_a_model_without_batch_norms_is_warned_of() -> None:
+    with pytest.warns(UserWarning, match=r"found no batch norm in this Sequential: nothing was converted"):
+        convert_abn(nn.Sequential(nn.Linear(2, 2)))
+
+
+def test_what_is_no_module_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"convert_abn\(\) expects an nn\.Module .*, got NoneType"):
+        convert_abn(None)  # type: ignore[arg-type]

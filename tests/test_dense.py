@@ -17,6 +17,7 @@ from leangrad.measure import measure
 from leangrad.nn import MLP, Activate, Dense
 from leangrad.ops import chain
 from leangrad.ops.activation import ACTIVATIONS, resolve
+from tests.support import same_bits
 from tests.test_activation import PLAIN
 
 
@@ -80,7 +81,7 @@ def grads_of(model, x, g):
 
 def same(found, expected):
     for one, other in zip(found, expected, strict=True):
-        assert torch.equal(one, other)
+        assert same_bits(one, other)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
@@ -93,7 +94,7 @@ def test_mlp_is_sequential_bit_for_bit(activation, needs_dx, bias, dtype):
     g = torch.randn(9, 3, dtype=dtype)
     before = g.clone()
     same(grads_of(mlp, x, g), grads_of(plain, x, g))
-    assert torch.equal(g, before)
+    assert same_bits(g, before)
 
 
 @pytest.mark.parametrize("activation", [None, *ACTIVATIONS])
@@ -301,7 +302,7 @@ def test_an_optimizer_inside_backward_never_changes_dx():
         p.register_post_accumulate_grad_hook(step)
     mlp(x).backward(g)
     assert len(stepped) == 6
-    assert torch.equal(x.grad, expected)
+    assert same_bits(x.grad, expected)
 
 
 # What it keeps
@@ -349,7 +350,7 @@ def test_state_dict_copies_and_pickles():
     torch.save(mlp, file)
     file.seek(0)
     for other in (copy.deepcopy(mlp), torch.load(file, weights_only=False)):
-        assert torch.equal(other(x), mlp(x))
+        assert same_bits(other(x), mlp(x))
         assert repr(other) == repr(mlp)
     assert "activation=gelu" in repr(Dense(2, 2, activation="gelu"))
 
@@ -360,10 +361,10 @@ def test_without_grad(activation):
     x = torch.randn(4, 5)
     before = x.clone()
     with torch.no_grad():
-        assert torch.equal(mlp(x), plain(x))
+        assert same_bits(mlp(x), plain(x))
     with torch.inference_mode():
-        assert torch.equal(mlp.eval()(x), plain(x))
-    assert torch.equal(x, before)
+        assert same_bits(mlp.eval()(x), plain(x))
+    assert same_bits(x, before)
     mlp.requires_grad_(False)
     assert not mlp(x).requires_grad
     mlp.requires_grad_(True)
@@ -405,12 +406,12 @@ def test_hooks_and_replaced_children_run_plain():
     x = torch.randn(4, 5)
     seen = []
     handle = mlp[2].register_forward_hook(lambda module, args, out: seen.append(out.shape))
-    assert torch.equal(mlp(x), plain(x))
+    assert same_bits(mlp(x), plain(x))
     assert seen == [(4, 7)]
     handle.remove()
     mlp[1] = nn.Tanh()
     plain[1] = nn.Tanh()
-    assert torch.equal(mlp(x), plain(x))
+    assert same_bits(mlp(x), plain(x))
     torch.nn.utils.parametrizations.weight_norm(mlp[0])
     assert mlp(x).requires_grad
 
@@ -473,7 +474,7 @@ def test_threads_over_one_kept_graph():
     def work():
         for _ in range(5):
             found = torch.autograd.grad(y, list(mlp.parameters()), g, retain_graph=True)
-            wrong.extend(1 for one, other in zip(found, expected, strict=True) if not torch.equal(one, other))
+            wrong.extend(1 for one, other in zip(found, expected, strict=True) if not same_bits(one, other))
 
     threads = [threading.Thread(target=work) for _ in range(4)]
     for thread in threads:
@@ -519,7 +520,7 @@ def test_saved_tensor_hooks_see_all_that_is_kept(activation):
     for keep in (True, False):
         same(torch.autograd.grad(y, [x, *mlp.parameters()], g, retain_graph=keep), expected[1:])
     assert sum(shape[0] == 4 for shape in packed) >= 3  # x and one map for each hidden layer
-    assert all(torch.equal(now, then) for now, then in unpacked)
+    assert all(same_bits(now, then) for now, then in unpacked)
     same(grads_of(lambda_module(mlp), x, g), expected)
 
 
@@ -644,7 +645,7 @@ def test_on_a_gpu(activation, dtype):
         with torch.autocast("cuda", dtype=torch.bfloat16):
             y, z = mlp(x.float()), plain(x.float())
         assert y.dtype == z.dtype
-        assert torch.equal(y, z)
+        assert same_bits(y, z)
 
 
 def test_a_batch_of_gradients_at_once() -> None:

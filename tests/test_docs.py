@@ -48,10 +48,33 @@ from leangrad.measure import Measurement  # by path, before anything else
 import leangrad.verify
 import leangrad.lean
 import leangrad
+assert "leangrad.nn" not in sys.modules  # it takes as long as all the rest
 assert all(callable(name) for name in (leangrad.measure, leangrad.verify, leangrad.lean))
 heavy = {"triton", "transformers", "rich", "typer", "torch._dynamo", "torch._inductor"} & set(sys.modules)
 assert not heavy, heavy
 """
+
+
+REACHED = """
+import leangrad
+assert {"functional", "nn", "norm_cache", "tape", "workspace"} <= set(dir(leangrad))
+assert leangrad.nn.convert_abn and leangrad.functional.activate and leangrad.workspace.Workspace
+assert leangrad.norm_cache.cached_norm and leangrad.tape.Tape
+try:
+    leangrad.no_such_name
+except AttributeError as error:
+    assert str(error) == "module 'leangrad' has no attribute 'no_such_name'"
+else:
+    raise AssertionError
+from torch import nn
+from leangrad import *
+assert nn.__name__ == "torch.nn"
+"""
+
+
+def test_modules_are_reached_from_the_package() -> None:
+    result = subprocess.run([sys.executable, "-W", "error", "-c", REACHED], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
 
 
 def test_importing_is_light_and_its_order_does_not_matter() -> None:
@@ -141,9 +164,12 @@ def test_readme_code_runs(capsys: pytest.CaptureFixture[str]) -> None:
         exec(compile(block, "README.md", "exec"), names)
     printed = capsys.readouterr().out
     assert "equal, bit for bit" in printed
-    assert "rebuilt" in printed
+    assert leangrad.ledger_of(model).totals().rebuilt_bytes > 0
     assert all(parameter.grad is not None for parameter in model.parameters())
-    assert leangrad.verify(*names["factory"]()).equal
+    found = leangrad.verify(*names["factory"]())
+    assert found.equal
+    assert found.lean.kept_bytes < 0.4 * found.plain.kept_bytes
+    assert found.lean.peak_bytes < 0.7 * found.plain.peak_bytes
 
 
 def test_commands_in_the_papers_exist() -> None:

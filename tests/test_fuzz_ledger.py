@@ -26,6 +26,7 @@ from leangrad.lean import saving
 from leangrad.ledger import Ledger
 from tests.fuzz import fuzz_settings
 from tests.fuzz_steps import RECORDED, UNRECORDED, Run
+from tests.support import assert_same_bits
 
 pytestmark = pytest.mark.fuzz
 
@@ -112,19 +113,6 @@ def may_refuse(program: Program, error: Exception, turn: int) -> bool:
     return program.edits or isinstance(result(program, None, turn, outputs=99), Exception)
 
 
-def same_bits(a: Tensor | None, b: Tensor | None) -> bool:
-    if a is None or b is None:
-        return a is b
-    nan = a.isnan()
-    return (
-        a.dtype == b.dtype
-        and a.shape == b.shape
-        and torch.equal(nan, b.isnan())
-        and torch.equal(a[~nan], b[~nan])
-        and torch.equal(a[~nan].signbit(), b[~nan].signbit())
-    )
-
-
 def check(program: Program, depth: Any) -> Counter[str]:
     """Compare plain with lean; count what happened."""
     seen: Counter[str] = Counter()
@@ -141,8 +129,8 @@ def check(program: Program, depth: Any) -> Counter[str]:
         else:
             seen["same"] += 1
             for n, (a, b) in enumerate(zip(plain, lean, strict=True)):
-                assert same_bits(a, b), f"turn {turn}: tensor {n} differs"
-    seen["rebuilt"] += "rebuilt" in ledger.summary().split("\n\n")[0]
+                assert_same_bits(a, b, f"turn {turn}, tensor {n}", nans="any", strides=True)
+    seen["rebuilt"] += ledger.totals().rebuilt_bytes > 0
     return seen
 
 

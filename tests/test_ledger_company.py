@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from leangrad import saving
-from tests.ledger_programs import assert_same_as_plain, backward, grads, leaf, model
+from tests.ledger_programs import WITNESS_BYTES, assert_same_as_plain, backward, grads, leaf, model, rebuilds, witness
 
 PROGRAMS = []
 
@@ -76,21 +76,25 @@ def subclass_as_activation(region):
 
 
 @program
+@rebuilds(WITNESS_BYTES)
 def subclass_of_two_outputs(region):
     w = leaf(8, 8)
     with region:
+        own, seen = witness()
         z = nn.functional.logsigmoid((w * 2).as_subclass(Tagged)) * w
-    backward(z.as_subclass(torch.Tensor))
-    return [w.grad]
+    backward(z.as_subclass(torch.Tensor), seen)
+    return [w.grad, own.grad]
 
 
 @program
+@rebuilds(WITNESS_BYTES)
 def subclass_as_parameter(region):
     w = nn.Parameter(leaf(8, 8).detach().as_subclass(Tagged))
     with region:
+        own, seen = witness()
         z = ((w * 2) + 1).sin().exp()
-    backward(z.as_subclass(torch.Tensor))
-    return [w.grad.as_subclass(torch.Tensor)]
+    backward(z.as_subclass(torch.Tensor), seen)
+    return [w.grad.as_subclass(torch.Tensor), own.grad]
 
 
 def checkpoint_programs(reentrant):
@@ -179,12 +183,13 @@ def left_after_the_region(guest):
     def program(region):
         w, mine = leaf(8, 8), guest()
         with region:
+            own, seen = witness()
             mine.__enter__()
             y = (w.exp() + 1).sin()
         z = (y * 2).cos() * y
         mine.__exit__(None, None, None)
-        backward((z + 1).tanh())
-        return [w.grad]
+        backward((z + 1).tanh(), seen)
+        return [w.grad, own.grad]
 
     PROGRAMS.append(program)
     program.__name__ = f"left_after_the_region_{guest.__name__}"

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.ledger_programs import assert_same_as_plain, backward, leaf
+from tests.ledger_programs import WITNESS_BYTES, assert_same_as_plain, backward, leaf, rebuilds, witness
 
 SAME = []  # programs that must give plain's bits
 
@@ -19,22 +19,30 @@ def same(program):
 # ------------------------------------------------------------------------------------------------- of activations
 
 
-def hidden(change):
+def hidden(change, rebuilt_bytes=WITNESS_BYTES):
     """A program that changes an activation which nobody has saved yet, and then builds on it."""
 
     def program(region):
         w = leaf(8, 8)
         with region:
+            own, seen = witness()
             y = w * 3
             change(y)
             a = (y + 1).sin()
             b = y.exp()
-        backward(a, b)
-        return [w.grad]
+        backward(a, b, seen)
+        return [w.grad, own.grad]
 
     program.__name__ = change.__name__
-    SAME.append(program)
+    SAME.append(rebuilds(rebuilt_bytes)(program))
     return change
+
+
+def left_as_it_is(y):
+    """Nothing: then both tensors that are built on it are rebuilt."""
+
+
+hidden(left_as_it_is, rebuilt_bytes=3 * WITNESS_BYTES)
 
 
 @hidden
@@ -174,57 +182,66 @@ def through_init(y):
 
 
 @same
+@rebuilds(WITNESS_BYTES)
 def new_data_after_it_was_kept(region):
     w = leaf(8, 8)
     with region:
+        own, seen = witness()
         y = w @ w
         y.sin()
         y.data = torch.full((8, 8), 0.25)
         z = y.cos()
-    backward(z)
-    return [w.grad]
+    backward(z, seen)
+    return [w.grad, own.grad]
 
 
 @same
+@rebuilds(WITNESS_BYTES)
 def kept_then_changed_and_read_again(region):
     """The first reader of the old value takes no part in backward, so plain does not mind the change."""
     w = leaf(8, 8)
     with region:
+        own, seen = witness()
         y = w @ w
         y.sin()
         with torch.no_grad():
             y.mul_(2)
         z = (y + 1).cos()
-    backward(z)
-    return [w.grad]
+    backward(z, seen)
+    return [w.grad, own.grad]
 
 
 @same
+@rebuilds(WITNESS_BYTES)
 def leaf_changed_after_use(region):
     w, b = leaf(8, 8), leaf(8, seed=1)
     with region:
+        own, seen = witness()
         y = w * 2
         s = w + b
         with torch.no_grad():
             w.add_(1)
             b.mul_(2)
         z, u = y.sin(), s.cos()
-    backward(z, u)
-    return [w.grad, b.grad]
+    backward(z, u, seen)
+    return [w.grad, b.grad, own.grad]
 
 
 @same
+@rebuilds(WITNESS_BYTES)
 def leaf_given_new_data_after_use(region):
     w, b = leaf(8, 8), leaf(8, seed=1)
     with region:
+        own, seen = witness()
         y = w + b
         b.data = torch.zeros(8)
         z = y.sin()
-    backward(z)
-    return [w.grad, b.grad]
+    backward(z, seen)
+    return [w.grad, b.grad, own.grad]
 
 
 @same
+@rebuilds(WITNESS_BYTES)
 def changed_before_the_region(region):
     """Nobody watched the nodes that are older than the region."""
     w, v = leaf(8, 8), leaf(8, 8, seed=1)
@@ -233,13 +250,15 @@ def changed_before_the_region(region):
         w.add_(1)
     t.detach().mul_(0.5)
     with region:
+        own, seen = witness()
         a, b, c = y.sin(), (s * 1).sin(), t.cos()
-    backward(a, c)
+    backward(a, c, seen)
     del b
-    return [w.grad, v.grad]
+    return [w.grad, v.grad, own.grad]
 
 
 @same
+@rebuilds(WITNESS_BYTES)
 def changed_between_two_regions(region):
     w = leaf(8, 8)
     with region:
@@ -247,8 +266,9 @@ def changed_between_two_regions(region):
         a = y.sin()
     y.data.mul_(0.5)
     with region:
+        own, seen = witness()
         b = (y + 1).cos()
-    g = torch.autograd.grad(b.square().sum(), w, retain_graph=True)
+    g = torch.autograd.grad(b.square().sum() + seen.sum(), (w, own), retain_graph=True)
     del a
     return [*g]
 

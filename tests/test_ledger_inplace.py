@@ -8,7 +8,15 @@ import torch.nn.functional as F
 from torch import nn
 
 from leangrad.lean import saving
-from tests.ledger_programs import assert_raises_like_plain, assert_same_as_plain, backward, leaf
+from tests.ledger_programs import (
+    WITNESS_BYTES,
+    assert_raises_like_plain,
+    assert_same_as_plain,
+    backward,
+    leaf,
+    rebuilds,
+    witness,
+)
 
 SAME = []  # programs that must give plain's bits
 
@@ -74,28 +82,32 @@ def in_place_keeps_the_dtype(region):
 
 
 @same
+@rebuilds(WITNESS_BYTES)
 def in_place_over_its_own_memory(region):
     """The first row changes first, and the others add what it has become: no replay out of place gives that."""
     w = leaf(8, 8)
     with region:
+        own, seen = witness()
         y = w * 2
         y.add_(y[:1].expand(8, 8), alpha=0.5)
         z = y.sigmoid_().cos()
-    backward(z)
-    return [w.grad]
+    backward(z, seen)
+    return [w.grad, own.grad]
 
 
 @same
+@rebuilds(WITNESS_BYTES)
 def shape_in_place(region):
     w = leaf(8, 8)
     with region:
+        own, seen = witness()
         y = w * 3
         y.unsqueeze_(0)
         a = (y + 1).sin()
         y.squeeze_(0).t_()
         b = (y * 2).exp()
-    backward(a, b)
-    return [w.grad]
+    backward(a, b, seen)
+    return [w.grad, own.grad]
 
 
 @same
@@ -156,13 +168,15 @@ def caught_then_dirty(region):
 
 
 @same
-def dirty_then_rebuilt(region):
+@rebuilds(WITNESS_BYTES)
+def dirty_is_never_run_twice(region):
     w = leaf(8, 8)
     with region:
+        own, seen = witness()
         y = Double.apply(w * 3)
         z = (y + 1).sin()
-    backward(z)
-    return [w.grad]
+    backward(z, seen)
+    return [w.grad, own.grad]
 
 
 @pytest.mark.parametrize("program", SAME, ids=lambda p: p.__name__)
@@ -287,6 +301,7 @@ def test_views_get_their_nodes_when_plain_makes_them(change):
     def order(region):
         w = leaf(4, 4)
         with region:
+            witness()
             x = w * 2
             v, u = x.view(-1), x[1:]
             change[1](x, v)
@@ -296,4 +311,6 @@ def test_views_get_their_nodes_when_plain_makes_them(change):
             nodes = {name: tensor.grad_fn for name, tensor in named.items()}
         return sorted(nodes, key=lambda name: nodes[name]._sequence_nr())
 
-    assert order(saving(min_bytes=0)) == order(contextlib.nullcontext())
+    ledger = saving(min_bytes=0)
+    assert order(ledger) == order(contextlib.nullcontext())
+    assert ledger.totals().rebuilt_bytes == WITNESS_BYTES

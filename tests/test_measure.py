@@ -123,18 +123,28 @@ def test_first_optimizer_step_to_the_byte(optimizer_name: str) -> None:
     assert {block.phase for block in left} == {"backward", "other"}
 
 
-def test_memory_of_before_that_the_step_releases_lowers_the_peak() -> None:
-    mlp = TwoLayers(32, 8, 16, 4, torch.float32)
+@pytest.mark.parametrize("where", ["first", "before backward", "last"])
+def test_peak_and_kept_are_the_same_wherever_zero_grad_stands(where: str) -> None:
+    """Old gradients of more bytes than the step keeps: counted against it, kept would be above the peak."""
+    mlp = TwoLayers(4, 8, 16, 4, torch.float32)
+    assert mlp.parameter_bytes > mlp.hidden_bytes + mlp.loss_bytes
 
     def step() -> None:
-        mlp.model.zero_grad()
-        mlp.loss().backward()
+        if where == "first":
+            mlp.model.zero_grad()
+        loss = mlp.loss()
+        if where == "before backward":
+            mlp.model.zero_grad()
+        loss.backward()
+        if where == "last":
+            mlp.model.zero_grad()
 
-    with_old_gradients = measure(step, timed_runs=2)
-    assert with_old_gradients.timeline[0].live_bytes < 0
-    assert with_old_gradients.peak_bytes == mlp.peak_bytes() - mlp.parameter_bytes
-    assert with_old_gradients.kept_bytes == mlp.hidden_bytes + mlp.loss_bytes
-    assert with_old_gradients.live_bytes_after("other") == 0
+    result = measure(step, timed_runs=2)
+    assert (min(event.live_bytes for event in result.timeline) < 0) == (where != "last")
+    assert result.kept_bytes == mlp.hidden_bytes + mlp.loss_bytes
+    assert result.peak_bytes == mlp.peak_bytes() >= result.kept_bytes
+    assert sum(block.bytes for block in result.alive_at_peak()) == result.peak_bytes
+    assert result.live_bytes_after("other") == 0
 
 
 def test_gradients_of_before_are_not_counted() -> None:
@@ -156,7 +166,7 @@ def test_a_released_block_of_before_is_counted_once_for_all_its_views() -> None:
     result = measure(step, timed_runs=0)
     assert [event.live_bytes for event in result.timeline] == [-400, -200, -400]
     assert [event.block for event in result.timeline] == [-1, 0, 0]
-    assert result.peak_bytes == 0
+    assert result.peak_bytes == 200
 
 
 def test_scratch_inside_an_op_counts() -> None:
@@ -513,6 +523,17 @@ def test_a_trace_without_memory_is_refused(tmp_path: os.PathLike[str]) -> None:
         read_trace(path)
 
 
+def test_a_module_is_no_step() -> None:
+    with pytest.raises(TypeError, match=r"got a module, Linear; pass its step, such as `lambda: .*backward\(\)`"):
+        measure(nn.Linear(2, 2))
+
+    class Whole(nn.Module):  # a module that needs no arguments can be one
+        def forward(self) -> torch.Tensor:
+            return torch.ones(8)
+
+    assert measure(Whole(), timed_runs=0).peak_bytes == 32
+
+
 @pytest.mark.gpu
 def test_cuda_counts_in_blocks_and_names_backward() -> None:
     model = nn.Sequential(nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 512)).cuda()
@@ -535,3 +556,6 @@ def test_cuda_counts_in_blocks_and_names_backward() -> None:
     }
     assert gradients == {"Sequential.0", "Sequential.2"}
     assert result.live_bytes_after("other") == size_of(*model.parameters())
+    again = measure(step, timed_runs=0)  # which releases the gradients that the step before has left
+    assert again.timeline[0].live_bytes < 0
+    assert (again.kept_bytes, again.peak_bytes) == (result.kept_bytes, result.peak_bytes)

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from leangrad import _torch
 from leangrad.errors import ChangedError, LeangradError
 from leangrad.packed import PackedGradients, pack_gradients
+from tests.support import same_bits
 
 
 class Tied(nn.Module):
@@ -151,7 +152,7 @@ def test_a_gradient_that_is_kept_beyond_zero_grad_stays_as_it_is(way: str) -> No
     assert_packed(mine, packed)
     assert packed.report()["0.weight"].counts["written"] == 2
     for a, b in zip(kept, expected, strict=True):
-        assert torch.equal(a, b)
+        assert same_bits(a, b)
 
 
 @pytest.mark.parametrize("way", KEPT)
@@ -169,7 +170,7 @@ def test_a_gradient_that_is_kept_while_others_stand(name: str, way: str) -> None
     for model in (plain, mine):
         loss_of(model, 1).backward()
     assert_same_gradients(mine, plain)
-    assert torch.equal(kept, expected)
+    assert same_bits(kept, expected)
     assert packed.report()[name].how == "plain"
     assert "still held" in packed.report()[name].why
     with pytest.raises(LeangradError, match=r"stands outside the buffer.*still held"):
@@ -243,11 +244,11 @@ def test_autograd_grad_touches_nothing_and_is_right() -> None:
     expected = torch.autograd.grad(loss_of(plain), list(plain.parameters()))
     got = torch.autograd.grad(loss_of(mine), list(mine.parameters()))
     for a, b in zip(got, expected, strict=True):
-        assert torch.equal(a, b)
+        assert same_bits(a, b)
     some = torch.autograd.grad(loss_of(mine), [mine[3].weight])
-    assert torch.equal(some[0], expected[4])
+    assert same_bits(some[0], expected[4])
     for parameter, old in zip(mine.parameters(), before, strict=True):
-        assert torch.equal(parameter.grad, old)
+        assert same_bits(parameter.grad, old)
     assert_packed(mine, packed)
 
 
@@ -280,7 +281,7 @@ def test_second_order_through_autograd_grad() -> None:
         (g,) = torch.autograd.grad(loss_of(model), [model[0].weight], create_graph=True)
         g.square().sum().backward()
         results.append(g)
-    assert torch.equal(*results)
+    assert same_bits(*results)
     assert_same_gradients(mine, plain)
 
 
@@ -342,7 +343,7 @@ def test_optimizer_step_inside_backward(order: str) -> None:
         for model in (plain, mine):
             loss_of(model, seed).backward()
     for a, b in zip(mine.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(a, b)
+        assert same_bits(a, b)
         assert a.grad is None
     assert packed.report().standing_bytes == 0
 
@@ -462,7 +463,7 @@ def test_function_transforms_are_plain() -> None:
             {n: p.detach() for n, p in m.named_parameters()}
         )["0.weight"],
     ):
-        assert torch.equal(transform(mine), transform(plain))
+        assert same_bits(transform(mine), transform(plain))
     assert all(p.grad is None for p in mine.parameters())
 
 
@@ -514,7 +515,7 @@ def test_copies_and_saved_models_are_plain() -> None:
         assert_same_gradients(other, plain, exact=True)
         assert "PackedProduct" not in repr(other[0](torch.ones(2, 6, dtype=torch.float64)).grad_fn)
     for parameter, old in zip(mine.parameters(), before, strict=True):
-        assert torch.equal(parameter.grad, old)
+        assert same_bits(parameter.grad, old)
     assert_packed(mine, packed)
 
 
@@ -616,6 +617,10 @@ def test_the_packed_object_may_be_dropped() -> None:
 
 
 def test_bad_input() -> None:
+    with pytest.raises(TypeError, match=r"pack_gradients\(\) expects an nn.Module, .*, got NoneType; pass the model"):
+        pack_gradients(None)
+    with pytest.raises(TypeError, match=r"dtype must be a torch.dtype such as torch.float32, or None, got str"):
+        pack_gradients(nn.Linear(2, 2), "float32")
     with pytest.raises(ValueError, match="no trainable parameter"):
         pack_gradients(nn.ReLU())
     with pytest.raises(ValueError, match="no trainable parameter"):

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from leangrad import _torch
 from leangrad.packed import PackedGradients, pack_gradients, ranges
+from tests.support import same_bits
 
 
 def odd() -> nn.Module:
@@ -88,7 +89,7 @@ def test_scale(as_tensor: bool) -> None:
     before = [g.clone() for g in gradients(model)]
     packed.scale_(torch.tensor(0.25) if as_tensor else 0.25)
     for a, b in zip(gradients(model), before, strict=True):
-        assert torch.equal(a, b * 0.25)
+        assert same_bits(a, b * 0.25)
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
@@ -124,7 +125,7 @@ def test_many_vectors_in_one_call_or_one_by_one(has_foreach: bool, monkeypatch: 
         torch.testing.assert_close(_torch.norms(vectors, order, torch.float32), expected)
     expected = [v * 0.5 for v in vectors]
     _torch.scale_(vectors, torch.tensor(0.5).bfloat16())
-    assert all(torch.equal(a, b) for a, b in zip(vectors, expected, strict=True))
+    assert all(same_bits(a, b) for a, b in zip(vectors, expected, strict=True))
 
 
 def test_another_threads_backward_is_seen() -> None:
@@ -223,13 +224,13 @@ def test_cast_then_any_optimizer_then_on() -> None:
         packed.cast_()
         for a, b in zip(gradients(mine), gradients(plain), strict=True):
             assert a.dtype == torch.bfloat16
-            assert torch.equal(a, b)
+            assert same_bits(a, b)
         assert packed.report().standing_bytes == 0
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
     for a, b in zip(mine.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(a, b)
+        assert same_bits(a, b)
 
 
 @pytest.mark.usefixtures("_grad_dtype")
@@ -242,10 +243,10 @@ def test_clip_and_cast_in_one_pass(max_norm: float) -> None:
         filled(two[0], seed)
     norm = one[1].clip_norm_(max_norm)
     clipped = [g.bfloat16() for g in gradients(one[0])]
-    assert torch.equal(two[1].clip_norm_(max_norm, cast=True), norm)
+    assert same_bits(two[1].clip_norm_(max_norm, cast=True), norm)
     for a, b in zip(gradients(two[0]), clipped, strict=True):
         assert a.dtype == torch.bfloat16
-        assert torch.equal(a, b)
+        assert same_bits(a, b)
     assert two[1].report().standing_bytes == 0
 
 
@@ -288,7 +289,7 @@ def test_a_wide_gradient_that_is_kept_stays_as_it_is(all_go: bool) -> None:
         parameter.grad = None
     filled(mine, 1)
     for a, b in zip(kept, expected, strict=True):
-        assert torch.equal(a, b)
+        assert same_bits(a, b)
     assert packed.report()["0.weight"].how == ("written" if all_go else "plain")
     del kept
     mine.zero_grad()
@@ -313,7 +314,7 @@ def test_float32_masters_step_on_the_wide_gradients() -> None:
     with torch.no_grad():
         for master, parameter in zip(masters, mine.parameters(), strict=True):
             parameter.copy_(master)
-    assert all(not torch.equal(a, b) for a, b in zip(mine.parameters(), before, strict=True))
+    assert all(not same_bits(a, b) for a, b in zip(mine.parameters(), before, strict=True))
 
 
 @pytest.mark.usefixtures("_grad_dtype")

@@ -1,5 +1,8 @@
 """Where a residual chain is cut: the plan alone, on records made by hand and at random."""
 
+import random
+
+import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given
@@ -8,6 +11,7 @@ from hypothesis import strategies as st
 import leangrad
 from leangrad.ledger.plan import MAX_DEPTH, NEAR, Item, Record, best_cut, constant_cut, growing_cut, play
 from tests.fuzz import fuzz_settings
+from tests.support.plan_oracle import every_cut, simulate
 
 
 def chain(links: int, map_bytes: int = 100) -> Record:
@@ -127,5 +131,71 @@ def test_readers_of_a_recorded_step_are_known_by_their_products() -> None:
     y.backward()
     recorder = ledger._recorded
     assert recorder is not None
-    given = [g for r, g in zip(recorder.reads, recorder.gradients, strict=True) if recorder.items[r].sources]
+    given = [g for r, g in zip(recorder.reads, recorder.record().gradients, strict=True) if recorder.items[r].sources]
     assert given == [8 * 2 * 4, 8 * 4 * 4]
+
+
+# ------------------------------------------------------------------------------------------ beside a second simulation
+
+
+def outcome(record: Record, cut: frozenset[int]) -> tuple[int, int, int]:
+    played = play(record, cut)
+    return played.peak_bytes, played.kept_bytes, played.rebuilt_bytes
+
+
+@fuzz_settings(100, 3000)
+@given(records(), st.data())
+def test_play_agrees_with_a_plain_simulation(record: Record, data: st.DataObject) -> None:
+    """Under any cut, links that are no choice included, and with gradients of any size."""
+    nbytes = st.integers(0, 99)
+    gradients = data.draw(st.one_of(st.just(()), st.tuples(*(nbytes for _ in record.reads))))
+    record = Record(record.items, record.reads, gradients)
+    for cut in data.draw(st.lists(st.frozensets(st.integers(0, len(record.items) - 1)), min_size=1, max_size=4)):
+        assert outcome(record, cut) == simulate(record, cut)
+
+
+def random_chain(choose: random.Random) -> Record:
+    """A residual net: maps of several sizes, a few of which nobody reads."""
+    items, reads, last = [Item(100)], [0], 0
+    for _ in range(choose.randint(1, 8)):
+        nbytes = choose.choice((50, 100, 100, 200))
+        items += [Item(nbytes), Item(nbytes, sources=(last, len(items)), choice=True)]
+        last = len(items) - 1
+        reads += [last - 1, last] if choose.random() < 0.9 else [last - 1]
+    return Record(tuple(items), tuple(reversed(reads)))
+
+
+def random_graph(choose: random.Random) -> Record:
+    items: list[Item] = []
+    for n in range(choose.randint(1, 10)):
+        sources = tuple(sorted(choose.sample(range(n), min(n, choose.randint(0, 3)))))
+        items.append(Item(choose.randint(1, 50), sources, choice=bool(sources) and choose.random() < 0.6))
+    return Record(tuple(items), tuple(choose.randrange(len(items)) for _ in range(choose.randint(1, 16))))
+
+
+@pytest.mark.parametrize(("make", "share", "worst"), [(random_chain, 0.85, 1.12), (random_graph, 0.95, 1.2)])
+def test_best_cut_beside_every_cut(make, share: float, worst: float) -> None:
+    """The candidates are a few of all cuts: most often the lowest peak is among them, and else one near it.
+
+    ``share`` and ``worst`` are what the candidates reach over these seeds, rounded down and up.
+    """
+    ratios = []
+    for seed in range(300):
+        record = make(random.Random(seed))
+        lowest = min(simulate(record, cut)[0] for cut in every_cut(record))
+        ratios.append(simulate(record, best_cut(record))[0] / lowest)
+    assert max(ratios) <= worst
+    assert sum(ratio <= NEAR for ratio in ratios) >= share * len(ratios)
+
+
+def test_a_plan_that_cuts_badly_is_found() -> None:
+    """The measure itself: neither keeping everything nor rebuilding everything passes for the best cut."""
+    ratios: dict[str, list[float]] = {"all": [], "none": []}
+    for seed in range(100):
+        record = random_chain(random.Random(seed))
+        lowest = min(simulate(record, cut)[0] for cut in every_cut(record))
+        ratios["all"].append(simulate(record, constant_cut(record, 0))[0] / lowest)
+        ratios["none"].append(simulate(record, frozenset())[0] / lowest)
+    for found in ratios.values():
+        assert max(found) > 1.12
+        assert sum(ratio <= NEAR for ratio in found) < 0.85 * len(found)

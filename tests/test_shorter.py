@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import leangrad
 from leangrad.ledger.rules import reductions, shorter
-from tests.rule_cases.case import same_bits
+from tests.support import same_bits
 
 FLOATS = (torch.float32, torch.float64)
 LAST = torch.channels_last
@@ -70,8 +70,8 @@ def test_batch_norm_of_what_is_not_finite() -> None:
     y, mean, inverse = reductions.whole_batch_norm(x, w, w, 0.0)
     found = shorter.batch_norm(x, w, w, mean, inverse)
     assert found is not None
-    assert torch.equal(found.isnan(), y.isnan())
-    assert torch.equal(found.nan_to_num(7.0), y.nan_to_num(7.0))
+    assert same_bits(found.isnan(), y.isnan())
+    assert same_bits(found.nan_to_num(7.0), y.nan_to_num(7.0))
 
 
 def test_batch_norm_reads_no_statistics_of_the_batch_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +130,7 @@ def test_max_pooling_turned(
         found = shorter.max_pool2d(which)(x, *settings)
         assert found.dtype == expected[which].dtype
         assert found.stride() == expected[which].stride()
-        assert same_bits(found, expected[which])
+        assert same_bits(found, expected[which], nans="bits")
 
 
 def test_max_pooling_that_would_gain_nothing_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,7 +152,7 @@ def test_a_release_in_which_pooling_differs_goes_the_long_way(monkeypatch: pytes
     monkeypatch.setattr(shorter, "_pool_turned", lambda x, which, settings: turned(x, which, settings) + which)
     shorter._pool_is_exact.cache_clear()
     try:
-        assert torch.equal(shorter.max_pool2d(1)(x, *SETTINGS["stem"]), expected[1])
+        assert same_bits(shorter.max_pool2d(1)(x, *SETTINGS["stem"]), expected[1])
     finally:
         shorter._pool_is_exact.cache_clear()
 
@@ -218,7 +218,7 @@ def test_no_generator_is_drawn_from() -> None:
     before = torch.get_rng_state()
     assert shorter._batch_norm_is_exact(torch.float32, torch.float32)
     assert shorter._pool_is_exact(torch.float32)
-    assert torch.equal(before, torch.get_rng_state())
+    assert same_bits(before, torch.get_rng_state())
 
 
 def test_maps_of_one_position_that_lie_channels_last() -> None:

@@ -14,6 +14,7 @@ from leangrad.nn.causal_conv import CausalConv
 from leangrad.nn.gate import HeadLinear, gated
 from leangrad.nn.ssm import RGLRU, MambaBlock, RGLRUBlock
 from leangrad.ops.scan import chunk_length
+from tests.support import same_bits
 
 WIDTH = 6
 BLOCKS = {
@@ -185,8 +186,8 @@ def test_saving_and_loading(make):
     file.seek(0)
     other.load_state_dict(torch.load(file, weights_only=True))
     x = torch.randn(2, 5, WIDTH)
-    assert torch.equal(block(x), other(x))
-    assert torch.equal(block(x), copy.deepcopy(block)(x))
+    assert same_bits(block(x), other(x))
+    assert same_bits(block(x), copy.deepcopy(block)(x))
 
 
 def test_dtype_and_device(make):
@@ -210,7 +211,7 @@ def test_begins_as_published():
     assert dt.max() <= 0.1 * (1 + 1e-4)
     torch.testing.assert_close(block.A_log.exp(), torch.tensor([1.0, 2.0, 3.0, 4.0]).expand(128, 4))
     block.reset_parameters()
-    assert not torch.equal(dt, F.softplus(block.dt_proj.bias))
+    assert not same_bits(dt, F.softplus(block.dt_proj.bias))
 
 
 def test_in_sequential_with_lean_and_packed_gradients(make):
@@ -225,7 +226,7 @@ def test_in_sequential_with_lean_and_packed_gradients(make):
     F.mse_loss(model(x), y).backward()
     assert "copied" not in str(packed.report())
     for p, g in zip(model.parameters(), expected, strict=True):
-        assert torch.equal(p.grad, g)
+        assert same_bits(p.grad, g)
 
 
 def test_under_autocast(make):
@@ -271,7 +272,7 @@ def test_checkpointed(make):
     x, g = torch.randn(2, 9, WIDTH, requires_grad=True), torch.randn(2, 9, WIDTH)
     again = lambda x: torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)  # noqa: E731
     found, expected = (outputs_and_grads(run, block, x, g) for run in (again, block))
-    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert all(same_bits(one, other) for one, other in zip(found, expected, strict=True))
 
 
 def test_learns_to_remember():
@@ -324,7 +325,7 @@ def test_gated(activation, needs):
     x, gate = (torch.randn(4, 3, dtype=torch.float64, requires_grad=need) for need in needs)
     wanted = [t for t in (x, gate) if t.requires_grad]
     y, expected = gated(x, gate, activation), x * getattr(F, activation)(gate)
-    assert torch.equal(y, expected)
+    assert same_bits(y, expected)
     g = torch.randn_like(y)
     for one, other in zip(torch.autograd.grad(y, wanted, g), torch.autograd.grad(expected, wanted, g), strict=True):
         torch.testing.assert_close(one, other)

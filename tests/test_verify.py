@@ -4,12 +4,14 @@ import contextlib
 import gc
 import importlib
 import itertools
+import pickle
 import random
 from collections import Counter, UserDict, namedtuple
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -21,6 +23,7 @@ from leangrad.ledger.region import Region
 from leangrad.verify import Verification, verify
 from leangrad.verify.comparison import difference
 from leangrad.verify.memory import Memory
+from tests.support import same_bits
 
 verify_module = importlib.import_module("leangrad.verify")
 
@@ -285,7 +288,7 @@ def state(model: Stateful, x: Tensor) -> dict[str, Any]:
 
 def assert_same(before: Any, after: Any) -> None:
     if isinstance(before, Tensor):
-        assert torch.equal(before, after)
+        assert same_bits(before, after)
     elif isinstance(before, dict):
         assert before.keys() == after.keys()
         for key in before:
@@ -339,7 +342,7 @@ def test_gradients_and_graphs_of_the_caller_are_left_alone(lean: Lean) -> None:
     assert verify(model, leaf).equal
     assert verify(model, root * 2).equal
     assert leaf.grad is kept
-    assert torch.equal(kept, kept_values)
+    assert same_bits(kept, kept_values)
     assert root.grad is None
     assert all(parameter.grad is None for parameter in model.parameters())
     pending.backward()  # no parameter was written to, so the older graph is still good
@@ -458,7 +461,7 @@ def test_bad_arguments(lean: Lean, change: dict[str, Any], error: type[Exception
     random_state = torch.get_rng_state()
     with pytest.raises(error, match=message):
         verify(arguments.pop("model"), arguments.pop("batch"), **arguments)
-    assert torch.equal(random_state, torch.get_rng_state())
+    assert same_bits(random_state, torch.get_rng_state())
 
 
 def test_inference_mode_is_refused(lean: Lean) -> None:
@@ -529,7 +532,7 @@ def test_memory_writes_only_what_changed() -> None:
     model[2].weight.data.add_(1)  # no version counter sees this
     memory.restore()
     assert model[0].weight.shape == (8, 4)
-    assert torch.equal(model[2].weight, value)
+    assert same_bits(model[2].weight, value)
 
 
 @pytest.mark.parametrize(("make", "shape"), [(conv_net, (2, 3, 4, 4)), (mlp, (3, 4))])
@@ -560,6 +563,160 @@ def test_cuda_random_state_and_gradients(lean: Lean) -> None:
     assert isinstance(result, Verification)
     assert result.plain.device == "cuda:0"
     assert result.within_noise
-    assert torch.equal(random_state, torch.cuda.get_rng_state())
+    assert same_bits(random_state, torch.cuda.get_rng_state())
     lean(scaled(1.001, only=Tensor.is_floating_point))  # not the mask of a dropout
     assert not verify(model, x).within_noise
+
+
+# Random states, noise, and other references
+
+
+class Drawing(nn.Module):
+    """Masks its input by numbers of NumPy's and Python's, as wav2vec2 does."""
+
+    def __init__(self, generator: Any = None) -> None:
+        super().__init__()
+        self.linear, self.generator = nn.Linear(4, 4), generator
+
+    def forward(self, x: Tensor) -> Tensor:
+        draw = np.random.random_sample if self.generator is None else self.generator.random
+        return self.linear(x * draw() * random.random())
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: None, lambda: np.random.default_rng(0), lambda: np.random.RandomState(0), lambda: random.Random(0)],
+    ids=["global", "Generator", "RandomState", "Random"],
+)
+def test_generators_of_numpy_and_python_are_put_back(make: Callable[[], Any]) -> None:
+    model = Drawing(make())
+    before = pickle.dumps((np.random.get_state(), random.getstate()))
+    x = torch.randn(3, 4)
+    result = verify(model, x)
+    assert result.equal
+    assert result.noise == 0
+    assert result.conclusive
+    assert pickle.dumps((np.random.get_state(), random.getstate())) == before
+    assert verify(model, x).equal
+
+
+def test_other_draws_from_numpy_are_a_difference(lean: Lean) -> None:
+    def draws(model: nn.Module) -> Any:
+        np.random.random_sample()
+        return contextlib.nullcontext()
+
+    lean(draws)
+    result = verify(nn.Linear(4, 2), torch.randn(3, 4))
+    assert [(entry.kind, entry.name) for entry in result.differences] == [("random state", "numpy")]
+
+
+def test_large_noise_is_said_in_words_and_proves_nothing() -> None:
+    outside = np.random.default_rng()
+
+    class Noisy(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * float(outside.random())
+
+    result = verify(Noisy(4, 2), torch.randn(3, 4))
+    assert result.noise > 0.01
+    assert not result.conclusive
+    assert not result.passed
+    assert "plain is that far from itself by more than rounding, so this shows nothing" in str(result)
+
+
+class Slightly(torch.autograd.Function):
+    """Identity whose gradient is off by some rounding that differs from call to call."""
+
+    calls = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        Slightly.calls += 1
+        return grad * (1 + 1e-6 * (Slightly.calls % 3))
+
+
+def test_noise_of_rounding_is_conclusive() -> None:
+    model = nn.Linear(4, 2)
+    model.register_forward_hook(lambda m, a, out: Slightly.apply(out))
+    result = verify(model, torch.randn(3, 4))
+    assert 0 < result.noise < 1e-4
+    assert result.conclusive
+    assert "shows nothing" not in str(result)
+
+
+def block() -> nn.Module:
+    return nn.Sequential(nn.Linear(64, 256), nn.LayerNorm(256), nn.GELU(), nn.Dropout(0.1), nn.Linear(256, 64))
+
+
+def test_against_offload_compares_with_plain_numbers(request: pytest.FixtureRequest) -> None:
+    class Expanded(nn.Module):
+        """Saves an expanded tensor, a transposed one, a conjugate and an empty one."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4, 1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = (self.weight.expand(4, 5) * x).t().exp() @ x[:, :0].exp().sum(1, keepdim=True)
+            z = torch.complex(self.weight, self.weight).conj() * 2j
+            return y.sum() + (z * z).abs().sum()
+
+    for model, x in ((block(), torch.randn(128, 64)), (Expanded(), torch.randn(4, 5))):
+        result = verify(model, x, against="offload")
+        assert result.equal
+        assert result.passed
+        assert result.plain is not None
+        assert "offloaded" in str(result).splitlines()[0]
+        assert "lean / plain" not in str(result)
+    request.getfixturevalue("lean")(scaled(1.001))
+    wrong = verify(mlp(), torch.randn(3, 4), against="offload")
+    assert not wrong.passed
+    assert "MORE than plain differs from itself" in str(wrong)
+
+
+def test_against_itself_runs_no_plain_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, regions = block(), []
+    entered = verify_module.no_regions
+    monkeypatch.setattr(verify_module, "no_regions", lambda: regions.append(1) or entered())
+    result = verify(model, torch.randn(128, 64), against="itself")
+    assert not regions
+    assert result.plain is None
+    assert result.equal
+    assert result.passed
+    assert result.lean.peak_bytes >= result.lean.kept_bytes > 0
+    assert "lean's own runs: the same, bit for bit; not compared with plain" in str(result)
+    assert str(result).splitlines()[0].split() == ["lean"]
+
+
+def test_against_itself_gradients_are_finite() -> None:
+    result = verify(nn.Linear(2, 1), torch.ones(3, 2), lambda out: (out * 0).sqrt().sum(), against="itself")
+    assert set(result.not_finite) == {"weight", "bias"}
+    assert not result.passed
+    assert "not finite in lean's gradients: weight, bias" in str(result)
+
+
+def test_against_itself_sees_runs_that_differ(lean: Lean) -> None:
+    factors = iter((1.0, 1.001, 1.0))
+    lean(lambda model: scaled(next(factors))(model))
+    result = verify(mlp(), torch.randn(3, 4), against="itself")
+    assert not result.equal
+    assert "lean's own runs: apart by up to" in str(result)
+
+
+def test_against_is_checked() -> None:
+    with pytest.raises(ValueError, match=r"expected against to be one of \('plain', 'offload', 'itself'\), got 'cpu'"):
+        verify(nn.Linear(2, 2), torch.ones(1, 2), against="cpu")
+
+
+@pytest.mark.gpu
+def test_against_offload_takes_less_of_a_gpu_than_plain() -> None:
+    model, x = nn.Sequential(*(block() for _ in range(4))).cuda(), torch.randn(4096, 64, device="cuda")
+    plain, offload = verify(model, x), verify(model, x, against="offload")
+    assert plain.equal
+    assert offload.equal
+    assert offload.plain.kept_bytes < 0.3 * plain.plain.kept_bytes
+    assert offload.plain.peak_bytes < 0.5 * plain.plain.peak_bytes

@@ -18,18 +18,22 @@ import ast
 import contextlib
 import functools
 import inspect
+import itertools
 import math
+import os
 import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from operator import attrgetter
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from leangrad.switch import disabled
 
 
 def reference_counts(tensor: Tensor) -> tuple[int, ...] | None:
@@ -55,9 +59,48 @@ def reference_counts(tensor: Tensor) -> tuple[int, ...] | None:
 
 
 def is_profiling() -> bool:
-    """Whether torch's profiler is on in this thread. A second one would end the first without a word."""
+    """Whether torch's profiler is on, in this thread or another. A second one would end the first without a word."""
     ask = getattr(torch.autograd, "_profiler_enabled", None)
-    return False if ask is None else bool(ask())
+    return getattr(torch.autograd.profiler, "_is_profiler_enabled", False) or (ask is not None and bool(ask()))
+
+
+@contextlib.contextmanager
+def muted_kineto() -> Iterator[None]:
+    """Keep torch 2.13's Kineto from writing two log lines per profile to stderr; it reads its level only once."""
+    if "KINETO_LOG_LEVEL" in os.environ:
+        yield
+        return
+    os.environ["KINETO_LOG_LEVEL"] = "99"  # above all of its levels
+    try:
+        yield
+    finally:
+        del os.environ["KINETO_LOG_LEVEL"]
+
+
+def peak_bytes(profiler: torch.autograd.profiler.profile) -> int:
+    """The highest that the CPU memory made during a profile stood, in bytes; 0 where torch does not tell."""
+    try:
+        events = [e for e in profiler.kineto_results.events() if e.name() == "[memory]"]
+        changes = [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]
+    except AttributeError:
+        return 0
+    return max(itertools.accumulate(changes), default=0)
+
+
+_CONVOLUTION = ("bias_sym_sizes_opt", "stride", "padding", "dilation", "transposed", "output_padding", "groups")
+
+
+def convolution_settings(node: Any) -> tuple[Any, ...] | None:
+    """What the node of a convolution knows beside its operands, in the order of `aten.convolution_backward`.
+
+    None for any other node, and where torch calls them otherwise.
+    """
+    if node.name() != "ConvolutionBackward0":
+        return None
+    try:
+        return tuple(getattr(node, "_saved_" + name) for name in _CONVOLUTION)
+    except AttributeError:
+        return None
 
 
 _keeps_graph: Callable[[], bool] | None = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
@@ -526,8 +569,13 @@ _is_tracing: Callable[[], bool] = getattr(torch._C, "_is_tracing", torch.jit.is_
 
 
 def is_watched() -> bool:
-    """Whether somebody must see torch's own ops: a compiler, a tracer, a `torch.func` transform, forward mode."""
-    return torch.compiler.is_compiling() or _is_tracing() or transforms_active() or forward_mode_active()
+    """Whether somebody must see torch's own ops: a compiler, a tracer, a `torch.func` transform, forward mode, a user.
+
+    A user says so by `LEANGRAD_DISABLE=1`.
+    """
+    if torch.compiler.is_compiling() or _is_tracing() or transforms_active() or forward_mode_active():
+        return True
+    return disabled()
 
 
 def norm_tensors(norm: torch.nn.Module) -> tuple[Tensor | None, ...]:

@@ -1,11 +1,13 @@
-"""The command line: `leangrad demo`, `leangrad verify`, `leangrad doctor`."""
+"""The command line: `leangrad demo`, `leangrad verify`, `leangrad doctor`; also as `python -m leangrad`."""
 
 import importlib
 import importlib.util
+import os
 import sys
 from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
+from traceback import StackSummary, TracebackException
 from types import ModuleType
 from typing import Annotated, Any
 
@@ -112,10 +114,24 @@ def _megabytes(count: int) -> str:
 
 
 class Autocast(StrEnum):
-    """The dtypes that autocast takes."""
+    """The dtypes that autocast takes, by their long and their short names."""
 
+    bf16 = "bf16"
     bfloat16 = "bfloat16"
+    fp16 = "fp16"
     float16 = "float16"
+
+    def dtype(self) -> torch.dtype:
+        """The dtype itself."""
+        return torch.bfloat16 if self in (Autocast.bf16, Autocast.bfloat16) else torch.float16
+
+
+class Against(StrEnum):
+    """What lean is compared with: see `leangrad.verify`."""
+
+    plain = "plain"
+    offload = "offload"
+    itself = "itself"
 
 
 @app.command()
@@ -128,17 +144,59 @@ def verify(
             "(model, batch, loss).",
         ),
     ],
-    autocast: Annotated[Autocast | None, typer.Option(help="Run forward and loss under autocast.")] = None,
+    autocast: Annotated[
+        Autocast | None, typer.Option(metavar="bf16|fp16", help="Run forward and loss under autocast.")
+    ] = None,
+    against: Annotated[
+        Against,
+        typer.Option(
+            help="What lean is compared with, if the model does not fit plain: 'offload', plain with its saved tensors "
+            "in the host's memory; or 'itself', lean's own runs with one another, which shows less."
+        ),
+    ] = Against.plain,
+    traceback: Annotated[
+        bool, typer.Option("--traceback", help="For an error in your code, print all frames, also torch's and ours.")
+    ] = False,
 ) -> None:
     """Train one step of your own model, plain and lean, and compare every number.
 
-    The exit code is 1 if lean is further from plain than plain is from itself.
+    The exit code is 1 if lean is further from plain than plain is from itself, or if nothing is shown.
+
+    It is 2 if your code or the arguments raise an error.
     """
-    model, batch, loss = _subject(target)
-    dtype = None if autocast is None else getattr(torch, autocast.value)
-    verification = leangrad.verify(model, batch, loss, autocast=dtype)
+    dtype = None if autocast is None else autocast.dtype()
+    try:
+        model, batch, loss = _subject(target)
+        verification = leangrad.verify(model, batch, loss, autocast=dtype, against=against.value)
+    except typer.BadParameter:
+        raise
+    except Exception as error:
+        if traceback:
+            raise
+        typer.echo(_own_frames(error), err=True, nl=False)
+        raise typer.Exit(2) from None
     typer.echo(str(verification))
-    raise typer.Exit(0 if verification.within_noise else 1)
+    raise typer.Exit(0 if verification.passed else 1)
+
+
+def _own_frames(error: BaseException) -> str:
+    """The traceback of an error without the frames of leangrad, of torch, and of what Python does to import a file."""
+    trace = TracebackException.from_exception(error)
+    packages = [package.__file__ for package in (leangrad, torch, importlib)]
+    hidden = tuple(str(Path(file).parent) + os.sep for file in packages if file is not None)
+    left_out = 0
+    waiting: list[TracebackException | None] = [trace]
+    while waiting:
+        part = waiting.pop()
+        if part is None:
+            continue
+        own = [f for f in part.stack if not f.filename.startswith((*hidden, "<frozen "))]
+        left_out += len(part.stack) - len(own)
+        part.stack = StackSummary.from_list(own)
+        waiting += [part.__cause__, part.__context__]
+    text = "".join(trace.format())
+    note = f"({left_out} frames of torch and leangrad are left out; --traceback prints all)\n"
+    return text + (note if left_out else "")
 
 
 def _subject(target: str) -> tuple[Any, Any, Any]:

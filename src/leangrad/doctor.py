@@ -13,6 +13,7 @@ from torch import Tensor
 import leangrad
 from leangrad import _torch
 from leangrad.own import owned
+from leangrad.switch import NAME, disabled
 
 __all__ = ["Finding", "examine"]
 
@@ -35,6 +36,7 @@ def examine() -> list[Finding]:
     """
     return [
         Finding("leangrad", leangrad.__version__),
+        *_switch(),
         _torch_version(),
         Finding("Python", f"{platform.python_version()} ({platform.system()} {platform.machine()})"),
         Finding("Triton", _version("triton")),
@@ -44,6 +46,13 @@ def examine() -> list[Finding]:
         _ownership(),
         *_allocator(),
     ]
+
+
+def _switch() -> list[Finding]:
+    if not disabled():
+        return []
+    hint = f"take {NAME} out of the environment, or set it to 0, to let leangrad work again"
+    return [Finding("switch", f"{NAME}={os.environ[NAME]}: everything runs plain", False, hint)]
 
 
 def _torch_version() -> Finding:

@@ -17,9 +17,11 @@ from __future__ import annotations
 import threading
 from typing import Any, Literal, TypeVar
 
+import torch
 from torch import nn
 
 from leangrad import _torch
+from leangrad.inert import Watch
 from leangrad.ledger import MIN_BYTES, Ledger, Region
 from leangrad.ledger.rest import Rest
 
@@ -39,19 +41,18 @@ def lean(model: ModuleT, *, residual_depth: int | Literal["auto"] = "auto", min_
     min_bytes: smaller tensors are kept without looking into them.
 
     A model that is lean already is given the new settings and starts to learn anew. Under ``torch.compile``,
-    ``torch.func``, ``no_grad`` and inference mode the model runs plain.
+    ``torch.func``, ``no_grad``, inference mode and ``LEANGRAD_DISABLE=1`` the model runs plain. Only ``forward`` is
+    lean: a model that is trained by other methods, such as a ``training_step`` that calls its submodules, is warned of
+    after its first backward; use ``saving`` there.
 
     >>> import torch, leangrad
     >>> model = leangrad.lean(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()))
     >>> model(torch.ones(2, 8)).sum().backward()
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"lean() expects an nn.Module, got {type(model).__name__}; for code that is no module use `with saving():`"
-        )
+    _check_module("lean", model, "; for code that is no module use `with saving():`")
     ledger = Ledger(residual_depth=residual_depth, min_bytes=min_bytes)
     plain(model)
-    model.register_forward_pre_hook(Enter(ledger))
+    model.register_forward_pre_hook(Enter(ledger, Watch(model)))
     model.register_forward_hook(Leave(ledger), prepend=True, always_call=True)
     return model
 
@@ -64,8 +65,10 @@ def plain(model: ModuleT) -> ModuleT:
     >>> leangrad.is_lean(leangrad.plain(model))
     False
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"plain() expects an nn.Module, got {type(model).__name__}")
+    _check_module("plain", model)
+    for hook in _torch.forward_pre_hooks(model):
+        if isinstance(hook, Enter):
+            hook.end_watch()
     _torch.remove_forward_hooks(model, (Enter, Leave))
     return model
 
@@ -92,6 +95,7 @@ def is_lean(model: nn.Module) -> bool:
     >>> leangrad.is_lean(torch.nn.Linear(2, 2))
     False
     """
+    _check_module("is_lean", model)
     return any(isinstance(hook, Enter) for hook in _torch.forward_pre_hooks(model))
 
 
@@ -101,13 +105,31 @@ def ledger_of(model: nn.Module) -> Ledger:
     >>> import torch, leangrad
     >>> ledger = leangrad.ledger_of(leangrad.lean(torch.nn.Linear(2, 2)))
     """
+    _check_module("ledger_of", model)
     for hook in _torch.forward_pre_hooks(model):
         if isinstance(hook, Enter):
             return hook.ledger
     raise ValueError(f"this {type(model).__name__} is not lean; call leangrad.lean(model) first")
 
 
-class Enter:
+def _check_module(function: str, model: object, mend: str = "") -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{function}() expects an nn.Module, got {type(model).__name__}{mend}")
+
+
+class Hook:
+    """What the two hooks of a lean module have in common."""
+
+    @property
+    def __name__(self) -> str:
+        """What torch.jit.script, and nobody else, asks of a hook: it compiles hooks by their names."""
+        raise AttributeError(
+            "torch.jit.script cannot compile a lean model, whose hooks are Python; script it after "
+            "leangrad.plain(model), or record it with torch.jit.trace(model, inputs), which takes a lean model"
+        )
+
+
+class Enter(Hook):
     """The forward pre-hook of a lean module: its region begins.
 
     Hooks are told which module really runs, so copies and replicas of a lean module are lean themselves. torch calls a
@@ -115,12 +137,21 @@ class Enter:
     handed on carry a guard that closes the region when forward's frame is gone.
     """
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: Ledger, watch: Watch | None = None) -> None:
         self.ledger = ledger
+        self.watch = watch  # until forward has run
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy watches nothing: the hooks of parameters are not copied with them."""
+        return Enter, (self.ledger,)
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> Arguments | None:
         if _torch.is_traced():
+            if self.watch is not None and not torch.compiler.is_exporting():
+                self.watch.forward_ran = True
             return None
+        if self.watch is not None and torch.is_grad_enabled():
+            self.end_watch()
         region = self.ledger.region(module)
         if region is not None:
             region.__enter__()
@@ -130,8 +161,14 @@ class Enter:
         arguments.guard = _Guard(call)
         return arguments
 
+    def end_watch(self) -> None:
+        """Its forward runs, or it is lean no more."""
+        if self.watch is not None:
+            self.watch.end()
+            self.watch = None
 
-class Leave:
+
+class Leave(Hook):
     """The forward hook of a lean module, called also after an exception: its region ends."""
 
     def __init__(self, ledger: Ledger) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 import leangrad
 from leangrad.ledger.seen import Seen
 from leangrad.ledger.value import Value
+from tests.support import same_bits
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16)
 WIDE = (torch.float32, torch.float64)  # for ops that have no bfloat16, and for complex numbers
@@ -154,22 +155,13 @@ def nodes_of(value: Any) -> set[str]:
     return found
 
 
-def same_bits(a: Tensor | None, b: Tensor | None) -> bool:
-    """Whether two tensors are equal in every bit, not a number and negative zero included."""
-    if a is None or b is None:
-        return a is b
-    if a.dtype != b.dtype or a.shape != b.shape:
-        return False
-    return torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
-
-
 def check(case: Case, dtype: torch.dtype) -> None:
     """Gradients and random state are plain's, and what the function made is rebuilt by the rule."""
     plain = step(case, dtype, lean=False)
     lean = step(case, dtype, lean=True)
     for a, b in zip(plain.outputs + plain.gradients, lean.outputs + lean.gradients, strict=True):
-        assert same_bits(a, b)
-    assert torch.equal(plain.random_state, lean.random_state)
+        assert same_bits(a, b, nans="bits")
+    assert same_bits(plain.random_state, lean.random_state)
     for n, value in enumerate(lean.saved):
         if type(value) is Seen:  # a view needs no rule; what it is a view of is another case, or made by this rule
             assert value.owner.tensor is None or value.owner.op != case.node, f"the base of tensor {n} is kept"

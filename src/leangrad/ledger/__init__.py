@@ -2,10 +2,10 @@
 
 Read in this order: ``value`` (what backward may ask for, with ``memos``), ``rules`` (how each op replays), ``origins``
 (where tensors come from), ``notes`` (what nodes forget, with ``calls``, ``draws`` and ``changes``), ``region`` (the
-decision, with ``hooks``, ``cast``, ``seen``, ``waiting``, ``opened`` and ``rest``), ``plan`` (where to cut a residual
-chain), ``record`` and ``course`` (what one step shows, and how later ones follow it), ``ledger`` (what is learned from
-step to step). How a chain is replayed as one kernel: ``fused``, ``pattern``, ``chain``, ``assembly``, ``builder``,
-``lowering``, ``exact``.
+decision, with ``hooks``, ``cast``, ``seen``, ``waiting``, ``opened`` and ``rest``), ``shape_only`` (what backward reads
+only the shape of), ``plan`` (where to cut a residual chain), ``record`` and ``course`` (what one step shows, and how
+later ones follow it), ``ledger`` (what is learned from step to step). How a chain is replayed as one kernel: ``fused``,
+``pattern``, ``chain``, ``assembly``, ``builder``, ``lowering``, ``exact``.
 """
 
 from leangrad.ledger.ledger import MIN_BYTES, Ledger

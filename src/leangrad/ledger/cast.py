@@ -9,6 +9,7 @@ from torch import Tensor
 
 from leangrad.ledger.saved import Bare, Saved
 from leangrad.ledger.seen import Seen, see, sight_of
+from leangrad.ledger.shape_only import ShapeOnly
 from leangrad.ledger.value import Value, leaf_value
 
 NODE = "ToCopyBackward0"
@@ -44,4 +45,4 @@ class Cast(Saved):
 
 
 Anchor = Value | Cast  # what holds a tensor that recipes read
-Packed = Value | Bare | Cast | Seen  # what becomes of a saved tensor
+Packed = Value | Bare | Cast | Seen | ShapeOnly  # what becomes of a saved tensor

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -12,12 +12,13 @@ from torch import Tensor
 
 from leangrad import _torch
 from leangrad.ledger.cast import NODE, Anchor, Cast, Packed
-from leangrad.ledger.forms import NoRecipeError
-from leangrad.ledger.nodes import CAST, OPAQUE, VALUES, AccumulateGrad, enter, join
+from leangrad.ledger.forms import NoRecipeError, origin_of
+from leangrad.ledger.nodes import CAST, LIVE, OPAQUE, VALUES, AccumulateGrad, enter, join
 from leangrad.ledger.origins import Walk
 from leangrad.ledger.products import Products
 from leangrad.ledger.saved import Bare
 from leangrad.ledger.seen import Seen
+from leangrad.ledger.shape_only import INDEXED, SIZES, Claim, ShapeOnly, Slot, packed_in
 from leangrad.ledger.value import Value
 from leangrad.ledger.waiting import wait
 
@@ -51,6 +52,7 @@ class Choice:
     products: Products
     walk: Walk
     recorder: Recorder | None
+    slots: list[Slot] | None = None  # of the tensors saved in the call that runs, if they are decided when it has ended
 
     def differ(self, why: str) -> None:
         """This step is not like the one that was recorded, because of ``why``: what was learned serves it no more."""
@@ -233,7 +235,7 @@ class Choice:
                     del value
                     value = walk.start(node, tensor.output_nr, metadata, tensor)
                 if walk.operand_bytes >= nbytes:
-                    raise NoRecipeError("its recipe would hold as many bytes of operands")
+                    raise NoRecipeError("rebuilding it would take as many bytes of other inputs")
             else:
                 value = waiting
             if value.function is None:
@@ -249,7 +251,7 @@ class Choice:
                 if value.depth > cap or value.blocked:
                     why = self._keep_all_the_same(value, tensor, cap)
         if self.recorder is not None:
-            self.recorder.decided(value, type(node).__name__, why)
+            self.recorder.decided(value, type(node).__name__, why, node._sequence_nr())
             self.recorder.on_accelerator |= tensor.is_cuda
         return value
 
@@ -259,18 +261,107 @@ class Choice:
             value.keep(tensor)
             if self.recorder is None:
                 value.forget_recipe()
-            return f"its recipe joins more than {cap} lineages in a row"
+            return f"it lies more than {cap} residual sums after the last kept tensor"
         if self.products.catch(value):
             return ""
         value.keep(tensor)
         wait(value)
         self.waiting.append(weakref.ref(value))
-        return "it is made from " + ", ".join(b.op for b in value.blocked) + ", which is not kept"
+        return "it is made from the output of " + ", ".join(b.op for b in value.blocked) + ", which nothing keeps"
+
+    # ---------------------------------------------------------------- see [Note: decided when the call has ended]
+
+    def defer(self, tensor: Tensor, *, expected: bool = False) -> Slot:
+        """Autograd wants to keep ``tensor`` in a call that may make a node of ``SHAPE_ONLY``: decide later.
+
+        expected: a stand-in served in the recorded step.
+        """
+        assert self.slots is not None
+        slot = Slot(tensor, self.packs - 1, expected)
+        self.slots.append(slot)
+        return slot
+
+    def resolve(self, slots: Sequence[Slot], claimed: Mapping[int, Claim]) -> None:
+        """The call has ended: decide what becomes of the tensors that it saved.
+
+        claimed: of the slots whose tensors are on the list, by their id, who reads them.
+        """
+        saved = self.packs
+        with torch.no_grad():  # as in a hook
+            for slot in slots:
+                tensor, claim = slot.tensor, claimed.get(id(slot))
+                self.packs = slot.number + 1
+                assert tensor is not None
+                if claim is not None and self.is_shape_only(tensor, claim, expected=slot.expected):
+                    strides = None if claim.kind == SIZES else tensor.stride()
+                    slot.packed = ShapeOnly(tensor.shape, strides, tensor.dtype, tensor.device)
+                    if self.recorder is not None:
+                        node: Any = tensor.grad_fn
+                        self.recorder.shape_only(type(node).__name__, tensor.nbytes, node._sequence_nr())
+                elif tensor._version != slot.version:  # the call itself has changed it
+                    slot.keep()
+                else:
+                    slot.packed = self.decide(tensor)
+                slot.tensor = None
+                if self.recorder is not None:
+                    assert slot.packed is not None
+                    self.recorder.packed(slot.packed)
+        self.packs = saved
+
+    def is_shape_only(self, tensor: Tensor, claim: Claim, *, expected: bool = False) -> bool:
+        """Whether a stand-in serves a reader that reads only the shape of ``tensor``, and takes less memory.
+
+        expected: it did in the recorded step.
+        """
+        if (
+            type(tensor) not in PLAIN_TYPES
+            or tensor.is_leaf
+            or tensor.layout is not torch.strided
+            or tensor.nbytes < self.min_bytes
+            or tensor.is_conj()
+            or tensor.is_neg()
+        ):
+            return False
+        if claim.kind != SIZES:
+            span = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+            if span > tensor.numel():  # it lies in more memory than its own, which the stand-in would take too
+                return False
+        return expected or self._stand_in_pays(tensor, claim)
+
+    def _stand_in_pays(self, tensor: Tensor, claim: Claim) -> bool:
+        """Whether less is kept if ``tensor`` is not kept for the node of ``claim``.
+
+        What the op gives could be rebuilt from ``tensor``, were that kept. So if the op gives more bytes, as a padding
+        does, ``tensor`` must be known to be at hand all the same: kept or rebuilt for another reader, or a product
+        that can be caught. A max pooling also gives indices, which could be rebuilt too.
+
+        The stand-in for a layout takes as much as the tensor while its node runs. So a tensor that is kept for an
+        earlier op is handed out itself: backward comes to that op later, so this reader does not prolong its life.
+        """
+        base = tensor._base
+        owner = tensor if base is None or base.grad_fn is None else base
+        node: Any = owner.grad_fn
+        known = node.metadata.get(VALUES[owner.output_nr])
+        value = known() if known is not None else None
+        is_caught = LIVE in node.metadata
+        gives = _torch.output_nbytes(claim.node, 0)
+        if gives > tensor.nbytes and value is None and not is_caught:
+            return False
+        if claim.kind == SIZES:
+            return True
+        if type(value) is Value and value.tensor is not None and value.readers:
+            return False
+        if claim.kind != INDEXED:
+            return True
+        indices = gives // tensor.itemsize * torch.int64.itemsize
+        return (is_caught or origin_of(node, owner.output_nr) is None) and gives + indices < tensor.nbytes
+
+    # ---------------------------------------------------------------- second outputs
 
     def settle(self, node: Any, nr: int, name: str) -> None:
         """Output ``nr`` of ``node``, kept as its saved ``name`` because it has no node of its own, gets its recipe."""
         raw = getattr(node, "_raw_saved_" + name, None)  # the last node of a tensor subclass is that of an alias
-        value = None if raw is None else _torch.packed(raw)
+        value = None if raw is None else packed_in(raw)
         if type(value) is not Value or value.tensor is None or node._sequence_nr() < self.fence:
             return
         try:

@@ -33,6 +33,9 @@ from leangrad.ledger.changes import write_out
 from leangrad.ledger.hooks import TAKEN_BACK, Hooks
 from leangrad.ledger.notes import HANDLERS, Notes, handler_of
 from leangrad.ledger.notes import Book as NotesBook
+from leangrad.ledger.scratch import FUNCTIONS as CONVOLUTIONS
+from leangrad.ledger.scratch import Convolution, convolution_of
+from leangrad.ledger.shape_only import packed_in
 
 ALL = ANY_SIZE = sys.maxsize
 
@@ -95,7 +98,7 @@ class Saved(NamedTuple):
     size: int  # elements of its output
     nbytes: int
     graded: bool | None  # whether autograd had a part in it; None: it gave no tensor
-    shapes: tuple[torch.Size, ...]  # of its arguments, as far as they are tensors
+    convolution: Convolution | None  # its backward, if it is one on a CPU
     first: int
     names: tuple[str | None, ...]
 
@@ -117,9 +120,9 @@ class Recording:
         names = _names(out, self._packed[first:]) if count else ()
         size = out.numel() if type(out) is Tensor else 0
         nbytes = out.nbytes if type(out) is Tensor and out.layout is torch.strided else 0
-        shapes = tuple(a.shape for a in args if isinstance(a, Tensor))
+        convolution = convolution_of(out, args) if function in CONVOLUTIONS else None
         handled, graded = handler is not None, _is_graded(out, args)
-        self.calls.append(Saved(function, handled, size, nbytes, graded, shapes, first, names))
+        self.calls.append(Saved(function, handled, size, nbytes, graded, convolution, first, names))
         return out
 
 
@@ -275,7 +278,7 @@ def _names(out: Any, saved: Sequence[Packed]) -> tuple[str | None, ...]:
     for name in names:
         raw = getattr(node, "_raw_saved_" + name)
         if raw is not None and type(raw) is not tuple:
-            held.append((name, _torch.packed(raw)))
+            held.append((name, packed_in(raw)))
     found: list[str | None] = []
     for packed in saved:
         at = next((i for i, (_, p) in enumerate(held) if p is packed), None)

@@ -102,8 +102,8 @@ def _compile(rule: Rule, node: Node) -> Origin:
         **KNOWN,
         "FUNCTION": rule.function,
         "OP": rule.node,
-        "CHANGED": f"the output of {rule.node} was changed behind autograd's back",
-        "FAR": f"more than {MAX_WALK} ops between the tensor and its anchors",
+        "CHANGED": f"the output of {rule.node} was changed under no_grad or through .data",
+        "FAR": f"more than {MAX_WALK} ops lie between it and the nearest kept tensors",
     }
     exec(compiled(source(rule, node), f"rule for {rule.node}"), scope)
     return scope["origin"]  # type: ignore[no-any-return]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 
 from leangrad import _torch
 from leangrad._torch import graph_task, saved_tensor_hooks_active
 from leangrad.ledger.cast import Packed
+from leangrad.ledger.shape_only import Slot
 
 TAKEN_BACK = -1
 
@@ -16,7 +18,7 @@ TAKEN_BACK = -1
 class Hooks:
     """The saved-tensor hooks of one region: set for all of it, or call by call up to a known saved tensor."""
 
-    def __init__(self, pack: Callable[[Tensor], Packed], unpack: Callable[[Packed], Tensor]) -> None:
+    def __init__(self, pack: Callable[[Tensor], Packed | Slot], unpack: Callable[[Any], Tensor]) -> None:
         # Set them until they are taken back; whatever was set inside has been taken back by then by whoever set it.
         self.set_all, self.take_back_all = _torch.saved_tensor_hooks(pack, unpack)
         self.last = TAKEN_BACK  # the saved tensor after which they are taken back

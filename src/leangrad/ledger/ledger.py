@@ -16,11 +16,12 @@ from leangrad.ledger.choice import DEEPEST, Decision
 from leangrad.ledger.course import Course
 from leangrad.ledger.opened import region_is_open
 from leangrad.ledger.plan import best_cut
-from leangrad.ledger.record import Recorder
+from leangrad.ledger.record import Recorder, Totals
 from leangrad.ledger.region import Region
 from leangrad.ledger.rest import Rest
 from leangrad.ledger.summary import summarize
 from leangrad.ledger.ways import Way
+from leangrad.switch import NAME, disabled
 
 MIN_BYTES = 16 * 1024  # below this a tensor costs more to look into than to keep
 LONGEST_PAUSE = 10  # lessons; a model whose steps differ again and again is learned from ever more seldom
@@ -52,6 +53,7 @@ class Ledger:
         self._decisions: list[Decision | None] | None = None
         self.differences = 0  # steps that were not like the recorded one
         self._difference = ""  # why the last of them was not
+        self._cut: frozenset[int] | None = None  # what was chosen to be kept, of the step that was learned from
         self.ways: Sequence[Way] = ()  # for every saved tensor in order: what most likely becomes of it
         self.course: Course | None = None  # the calls of the recorded step
         self._local = threading.local()
@@ -66,6 +68,7 @@ class Ledger:
             _torch.is_traced()
             or not torch.is_grad_enabled()
             or region_is_open()
+            or disabled()
             or not _torch.saved_tensor_hooks_allowed()
             or not _torch.ledger_names_present()
         ):
@@ -102,7 +105,7 @@ class Ledger:
         recorder = self._recorder
         if recorder is not None and recorder.was_read:
             cut = best_cut(recorder.record()) if self.residual_depth == "auto" else None
-            self._decisions, self.ways = recorder.decisions(cut), recorder.ways(cut)
+            self._decisions, self.ways, self._cut = recorder.decisions(cut), recorder.ways(cut), cut
             self.course = recorder.course(cut)
             return None
         if self._pause > 0:
@@ -142,19 +145,41 @@ class Ledger:
     @property
     def trace_status(self) -> str:
         """Whether steps follow the trace of the recorded one; if not, what differed."""
+        if disabled():
+            return f"{NAME} is set: everything runs plain"
         if self._recorded is None:
-            return "no step was recorded yet"
+            return ""
         if self.course is not None:
             return "steps follow the trace of the recorded one"
         if self._decisions is not None:
             return "steps follow no trace: the recorded one saved tensors outside of all calls of torch"
         if self._difference:
             return f"steps follow no trace: {self._difference}"
-        return "the next step will follow the trace of the recorded one, if its backward has run"
+        return "no step has followed this one yet"
+
+    def totals(self) -> Totals:
+        """The bytes that the last recorded step kept, rebuilt and shared; zeros if no step has been recorded.
+
+        >>> import torch, leangrad
+        >>> x = torch.ones(64, 64, requires_grad=True)
+        >>> with leangrad.saving() as ledger:
+        ...     y = torch.nn.functional.gelu(x @ x).sin()  # keeps the product; sin asks for its GELU, which is rebuilt
+        >>> ledger.totals()
+        Totals(kept_bytes=16384, rebuilt_bytes=16384, shared_bytes=0)
+        """
+        return Totals() if self._recorded is None else self._recorded.totals()
 
     def summary(self) -> str:
-        """What the recorded step kept, shared and rebuilt, by module and op, and why what was kept was not rebuilt."""
-        text = summarize(self._recorded.entries if self._recorded is not None else [])
+        """What is kept, rebuilt and shared, by the module that made it, the op, and the module that reads it; and why.
+
+        Of the step that was recorded last, with the choices of the steps that follow it.
+        """
+        recorder = self._recorded
+        if recorder is None:
+            text = summarize([], status=self.trace_status)
+        else:
+            entries = recorder.entries if self._decisions is None else recorder.entries_under(self._cut)
+            text = summarize(entries, small_bytes=recorder.small_bytes, status=self.trace_status)
         fused = sys.modules.get("leangrad.ledger.fused")  # imported by the first rebuild on a GPU
         return text if fused is None else f"{text}\n{fused.summarize()}"
 

@@ -1,19 +1,21 @@
 """What nodes forget, noted while the functions run.
 
-A function override sees every call of torch from Python, above autocast and above composite functions. It does four
+A function override sees every call of torch from Python, above autocast and above composite functions. It does five
 things, and only for the calls in its tables; every other call passes through:
 
 noted     constants that the node forgets (the 1 of ``x + 1``, the eps of a layer norm) go into the node's metadata.
 sources   the outputs of matrix products, convolutions and attention are remembered weakly, and the last few strongly:
           a tensor that nobody saves may be a better anchor than the one that is saved.
 random    the generator's state before a dropout, so that its mask is drawn again instead of kept: ``draws.py``.
+deferred  the tensors that a call saves are decided when it has ended, if backward may read the shape of one alone:
+          ``shape_only.py``.
 mutated   a change in place that autograd did not record ends every recipe through that tensor: ``changes.py``.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -29,6 +31,7 @@ from leangrad.ledger.draws import dropout, dropout_inside
 from leangrad.ledger.nodes import NOTE, OPAQUE
 from leangrad.ledger.origins import Operand
 from leangrad.ledger.products import Products
+from leangrad.ledger.shape_only import Claim, Slot, deferring
 from leangrad.ledger.value import Value
 
 
@@ -47,6 +50,10 @@ class Book(Protocol):
     anchors: list[weakref.ref[Value]]  # those that plain has kept too
     rewritten: dict[int, int]  # memory that was changed unseen, and the number of the first node after that
     products: Products
+    slots: list[Slot] | None  # of the tensors saved in the call that runs, if they are decided when it has ended
+
+    def resolve(self, slots: Sequence[Slot], claimed: Mapping[int, Claim]) -> None:
+        """Decide what becomes of the tensors that a call has saved."""
 
     def settle(self, node: Any, nr: int, name: str) -> None:
         """Give the recipe of output ``nr`` of ``node`` to the value that was kept as its saved ``name``."""
@@ -329,7 +336,29 @@ def _fill_tables() -> None:
     _enter(_instance_norm, F.instance_norm)
     for d in "123":
         for name in (f"max_pool{d}d", f"adaptive_max_pool{d}d"):
-            _enter(_pooled, getattr(F, name), getattr(F, name + "_with_indices"))
+            _enter(deferring(_pooled), getattr(F, name), getattr(F, name + "_with_indices"))
+    _defer()
+
+
+# Functions and methods of torch that may make a node of ``SHAPE_ONLY``. Max poolings are entered above.
+DEFERRED = "gather take_along_dim take masked_select put index_add index_copy cummax cummin complex stft"
+DEFERRED_IN_PLACE = "put_ index_add_ index_copy_"
+
+
+def _defer() -> None:
+    functions = [getattr(home, name) for home in (Tensor, torch) for name in DEFERRED.split() if hasattr(home, name)]
+    functions += [getattr(torch.fft, name) for name in ("fft", "fft2", "fftn", "rfft", "rfft2", "rfftn", "ihfft")]
+    functions += [F.pad, F.interpolate]
+    for d in "123":
+        functions += [getattr(F, f"avg_pool{d}d"), getattr(F, f"adaptive_avg_pool{d}d")]
+    for d in "23":
+        functions += [getattr(F, f"fractional_max_pool{d}d"), getattr(F, f"fractional_max_pool{d}d_with_indices")]
+    functions += [torch.avg_pool1d, torch.adaptive_avg_pool1d]
+    for function in functions:
+        HANDLERS[function] = deferring(HANDLERS.get(function))
+    for name in DEFERRED_IN_PLACE.split():
+        function = getattr(Tensor, name)
+        HANDLERS[function] = deferring(HANDLERS[function], inplace=True)
 
 
 _fill_tables()

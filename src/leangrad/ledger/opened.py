@@ -7,6 +7,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 opened = threading.local()
+_entered = [0]
+
+
+def regions_entered() -> int:
+    """How many regions have been entered in this process, in any thread."""
+    return _entered[0]
+
+
+def enter(region: object) -> None:
+    """``region`` is now the one that is open in this thread."""
+    opened.region = region
+    _entered[0] += 1
 
 
 def region_is_open() -> bool:

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from leangrad import _torch
-from leangrad._torch import packed, passed_no_hook
+from leangrad._torch import passed_no_hook
 from leangrad.ledger.cast import Anchor, Cast
 from leangrad.ledger.forms import ONLY, UNSIGNED, NoRecipeError, origin_of
 from leangrad.ledger.nodes import LIVE, NOTE, VALUES, AccumulateGrad, Node
 from leangrad.ledger.saved import Bare
 from leangrad.ledger.seen import Seen
+from leangrad.ledger.shape_only import packed_in
 from leangrad.ledger.value import Value, is_there, leaf_value
 from leangrad.ledger.waiting import wait
 
@@ -49,7 +50,7 @@ class Operand:
         """The operand as an anchor, if it is alive and unchanged."""
         tensor = self.ref() if self.copy is None else self.copy
         if tensor is None or self.version < 0 or (self.copy is None and tensor._version != self.version):
-            raise NoRecipeError("an operand that needs no gradient is gone")
+            raise NoRecipeError("an input of it that needs no gradient is gone by then")
         value = Value("operand")
         value.keep(tensor)
         value.free = True
@@ -117,7 +118,7 @@ class Walk:
                     if node._sequence_nr() >= self._book.fence:
                         return value  # type: ignore[no-any-return]
                 elif value.before is not None and node._sequence_nr() < self._book.fence:
-                    raise NoRecipeError(f"the output of {value.op} was changed behind autograd's back")
+                    raise NoRecipeError(f"the output of {value.op} was changed under no_grad or through .data")
                 elif value.tensor._version == value.version:
                     if value.growth and not value.readers:
                         self.early.append(value)
@@ -125,7 +126,9 @@ class Walk:
                 else:
                     raise NoRecipeError(f"the output of {value.op} was changed in place")
         if node._sequence_nr() < self._book.fence:
-            raise NoRecipeError(f"the output of {kind.__name__} may have been changed unseen")
+            raise NoRecipeError(
+                f"the output of {kind.__name__} was made before the lean region, or left torch by numpy() or data_ptr()"
+            )
         origin = ONLY[kind] if nr == 0 and kind in ONLY else origin_of(node, nr)
         if origin is None or (metadata and LIVE in metadata):
             value = Value(kind.__name__)
@@ -187,13 +190,13 @@ class Walk:
         if note is None or name not in note:
             if name in DEFAULTS:
                 return DEFAULTS[name]
-            raise NoRecipeError(f"{type(node).__name__} does not remember its {name}")
+            raise NoRecipeError(f"{type(node).__name__} does not record its {name}")
         found = note[name]
         return found if type(found) in UNSIGNED else self._noted(found, name)
 
     def _noted(self, constant: Any, name: str) -> Any:
         if constant is NOTE:
-            raise NoRecipeError(f"an operand of {name} was not noted")
+            raise NoRecipeError(f"an input of {name} was not seen")
         if type(constant) is not Operand:
             return constant
         value = constant.value()
@@ -207,13 +210,13 @@ class Walk:
             return tuple([None if r is None else self.saved(node, r, name, parameter) for r in raw])
         if passed_no_hook(raw):
             return self._unhooked(node, raw, name, parameter)
-        found = packed(raw)
+        found = packed_in(raw)
         if type(found) is Value or found is None:
             return found
         if type(found) is Cast or type(found) is Seen:
             return found.value()
         if type(found) is not Bare:
-            raise NoRecipeError(f"{name} was packed by other hooks")
+            raise NoRecipeError(f"{name} is held by other saved-tensor hooks")
         if parameter and self._book.sharded:
             raise NoRecipeError("a tensor that may be a sharded parameter")
         return self._anchor(node, found.tensor, found.version)
@@ -232,7 +235,7 @@ class Walk:
         """A tensor that autograd saved itself: see [Note: hooks only where they are needed]."""
         tensor = _unchanged(node, name)
         if type(tensor) is tuple:  # of several tensors, and the one at hand
-            tensor = packed(raw)
+            tensor = packed_in(raw)
         if tensor is None or (not tensor.dim() and _torch.is_number(tensor)):
             return tensor
         if parameter and self._book.sharded:
@@ -244,7 +247,7 @@ class Walk:
         rewritten = self._book.rewritten
         memory = tensor.untyped_storage().data_ptr() if rewritten and tensor.layout is torch.strided else 0
         if memory in rewritten and node._sequence_nr() < rewritten[memory]:
-            raise NoRecipeError("an operand was changed behind autograd's back")
+            raise NoRecipeError("an input of it was changed under no_grad or through .data")
         return self._enter(tensor, version)
 
     def _enter(self, tensor: Tensor, version: int) -> Value:

@@ -2,33 +2,60 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+import bisect
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from leangrad import _torch
-from leangrad.ledger import ways
+from leangrad.ledger import scratch, ways
 from leangrad.ledger.cast import NODE, Packed
 from leangrad.ledger.choice import Decision
 from leangrad.ledger.course import ANY_SIZE, Call, Course, Recording, Saved
 from leangrad.ledger.plan import Item, Record
 from leangrad.ledger.saved import unpack
+from leangrad.ledger.scratch import Convolution
 from leangrad.ledger.seen import Seen
+from leangrad.ledger.shape_only import ShapeOnly, Slot
 from leangrad.ledger.value import Value
+
+# Reasons, as the summary shows them.
+SHARED = "kept or rebuilt once for all that read it"
+EXTRA = "larger tensors are rebuilt from it"
+LOWER_PEAK = "rebuilding it would raise the peak"
+TOO_MUCH_WORK = "too small for the work of rebuilding it"
 
 
 @dataclass(frozen=True)
 class Entry:
     """One saved tensor in the summary."""
 
-    module: str
-    op: str
-    outcome: str  # "kept", "rebuilt" or "shared"
+    module: str  # the module whose forward saved it: its derivative reads it
+    op: str  # what made it
+    outcome: str  # "kept", "rebuilt", "shared" or "shape only"
     nbytes: int
     why: str
+    made_by: str = ""  # the module whose forward made it
+    is_extra: bool = False  # kept for recipes to start from: plain PyTorch would not keep it
+
+
+class Reader(NamedTuple):
+    """An op whose backward reads a saved tensor."""
+
+    given: int  # the bytes of the gradient that it is given
+    convolution: Convolution | None = None  # whose scratch counts too
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Bytes of the tensors that autograd wanted to keep in one recorded step, by what became of them."""
+
+    kept_bytes: int = 0
+    rebuilt_bytes: int = 0
+    shared_bytes: int = 0  # asked for again, and kept or rebuilt once for all readers
 
 
 class Recorder:
@@ -39,22 +66,28 @@ class Recorder:
         self.entries: list[Entry] = []
         self.items: list[Item] = []
         self.reads: list[int] = []
-        self.gradients: list[int] = []  # of each read: the bytes that the op which reads was given, and its scratch
-        self._readers: dict[int, list[int]] = {}  # of each item: the same for those that will read it, in order
+        self.gradients: list[Reader] = []  # of each read: what the op which reads was given, and the scratch it takes
+        self._readers: dict[int, list[Reader]] = {}  # of each item: the same for those that will read it, in order
+        self._scratch: dict[Convolution, int] = {}  # what they take, in bytes
         self.caught: set[int] = set()  # the calls of which a tensor was kept although autograd did not ask for it
         self._ops: list[str] = []  # of every decision, in order
         self._decided: list[tuple[Value, str, str]] = []  # value, module, why it was kept
+        self._made_by: dict[int, str] = {}  # of each value: the module whose forward made it
+        self._changes: list[tuple[int, str]] = []  # the number of the next node, whenever another module began to run
+        self.small_bytes = 0  # of what was kept unseen for having so few
         self._decisions: list[int] = []  # the item of every decision
         self._kept: list[bool] = []  # what became of it
         self.saved: list[Packed] = []  # what every saved tensor in order became
+        self._saved_in: list[str] = []  # the module that ran
         self.recording: Recording | None = None
         self._has_node: list[bool] = []
         self._small: list[int] = []  # of each: its bytes, if it was kept unseen for having so few; else -1
         self._casts: list[bool] = []  # of each: whether it is a parameter in autocast's dtype, or seen in that
-        self._fates: list[int] = []  # of each saved tensor: the item that it is, KEPT or REBUILT
+        self._fates: list[int] = []  # of each saved tensor: the item that it is, KEPT, REBUILT or SHAPE
         self._found: list[tuple[str, int] | None] = []  # of each: its op and bytes; None: no value stands for it
         self._bare: list[bool] = []  # of each: whether it is kept and no recipe reads it
         self._dear: set[int] = set()  # the values that will be kept because rebuilding them is too much work
+        self._first_decision = 0  # the entry of the first decision; the others follow it
         self.on_accelerator = False
         self.was_read = self._is_reading = False
         self._root = root
@@ -67,7 +100,7 @@ class Recorder:
     def start(self) -> None:
         """Follow which module runs. Hooks of compiled modules are left alone: a change of them compiles anew."""
         for name, module in self._modules():
-            self._handles.append(module.register_forward_pre_hook(lambda m, a, name=name: self._stack.append(name)))
+            self._handles.append(module.register_forward_pre_hook(lambda m, a, name=name: self._enter(name)))
             self._handles.append(module.register_forward_hook(lambda m, a, o: self._leave(), always_call=True))
 
     def _modules(self) -> list[tuple[str, nn.Module]]:
@@ -83,9 +116,19 @@ class Recorder:
             and not any(name.startswith(c) for c in compiled)
         ]
 
+    def _enter(self, name: str) -> None:
+        self._stack.append(name)
+        self._changes.append((_torch.next_sequence_nr(), self.module()))
+
     def _leave(self) -> None:
         if self._stack:
             self._stack.pop()
+        self._changes.append((_torch.next_sequence_nr(), self.module()))
+
+    def _maker(self, number: int) -> str:
+        """The module that ran when the node of this number was made."""
+        at = bisect.bisect_right(self._changes, number, key=lambda change: change[0])
+        return self._changes[at - 1][1] if at else self._root_name
 
     def module(self) -> str:
         """The path of the module that runs now."""
@@ -94,18 +137,23 @@ class Recorder:
     def packed(self, packed: Packed) -> None:
         """A tensor was saved."""
         self.saved.append(packed)
+        self._saved_in.append(self.module())
 
-    def decided(self, value: Value, op: str, why: str) -> None:
-        """The ledger chose: ``value`` is kept because of ``why``, or rebuilt."""
+    def decided(self, value: Value, op: str, why: str, number: int) -> None:
+        """The ledger chose: ``value``, made by the node of this ``number``, is kept because of ``why``, or rebuilt."""
+        self._made_by[id(value)] = self._maker(number)
         self._ops.append(op)
         self._decided.append((value, self.module(), why))
 
     def shared(self, value: Value, nbytes: int) -> None:
         """A tensor was asked for again."""
         if nbytes >= self.min_bytes:
-            self.entries.append(
-                Entry(self.module(), value.op, "shared", nbytes, "kept or rebuilt once for all readers")
-            )
+            made_by = self._made_by.get(id(value), "")
+            self.entries.append(Entry(self.module(), value.op, "shared", nbytes, SHARED, made_by))
+
+    def shape_only(self, op: str, nbytes: int, number: int) -> None:
+        """Backward reads only the shape of a tensor, made by the node of this ``number``, so it is not kept."""
+        self.entries.append(Entry(self.module(), op, "shape only", nbytes, "", self._maker(number)))
 
     def stop(self) -> None:
         """The region ends: number the values, and turn what was decided into plain data."""
@@ -120,8 +168,11 @@ class Recorder:
             self._decisions.append(value.ordinal)
             self._kept.append(value.tensor is not None or id(value) in self._dear)
             outcome = "kept" if value.tensor is not None else "rebuilt"
-            self.entries.append(Entry(module, value.op, outcome, value.nbytes, why if outcome == "kept" else ""))
+            why = why if outcome == "kept" else ""
+            self.entries.append(Entry(module, value.op, outcome, value.nbytes, why, self._made_by[id(value)]))
+        self._first_decision = len(self.entries) - len(self._decided)
         needed = self._needed()
+        self._note_undecided()
         self._bare = [self._is_bare(p, needed) for p in self.saved]
         self._fates = [self._fate(p) for p in self.saved]
         ops = {id(value): op for op, (value, _, _) in zip(self._ops, self._decided, strict=True)}
@@ -130,16 +181,42 @@ class Recorder:
         self._casts = [_is_cast(p) for p in self.saved]
         self._note_readers()
         self._has_node = [type(p) is Seen or (type(p) is Value and p.op != "input") for p in self.saved]
-        self._small = [
-            p.nbytes if type(p) is Value and p.free and p.nbytes < self.min_bytes else -1 for p in self.saved
-        ]
+        self._small = [self._bytes_if_small(p) for p in self.saved]
+        once = {id(p): nbytes for p, nbytes in zip(self.saved, self._small, strict=True)}
+        self.small_bytes = sum(nbytes for nbytes in once.values() if nbytes > 0)
         for value, _, _ in self._decided:
             value.forget_recipe()
-        self._decided, self._root, self._dear = [], None, set()
+        self._decided, self._made_by, self._changes, self._root, self._dear = [], {}, [], None, set()
         self.saved.clear()
+        self._saved_in.clear()
+
+    def _bytes_if_small(self, packed: Packed) -> int:
+        """The bytes of a saved tensor that was kept unseen for having so few; else -1."""
+        return packed.nbytes if type(packed) is Value and packed.free and packed.nbytes < self.min_bytes else -1
+
+    def _note_undecided(self) -> None:
+        """Enter what no decision was made for: the noise of a dropout, which is drawn again, and what recipes start
+        from although autograd has not asked for it."""
+        known = {id(v) for v, _, _ in self._decided}
+        for packed, module in zip(self.saved, self._saved_in, strict=True):
+            value = _value_of(packed)
+            if value is not None and id(value) not in known:
+                known.add(id(value))
+                if value.tensor is None and value.function is not None and value.nbytes >= self.min_bytes:
+                    self.entries.append(Entry(module, value.op, "rebuilt", value.nbytes, "", module))
+        stack = [v for v, _, _ in self._decided if v.tensor is None]
+        while stack:
+            for v in stack.pop().inputs:
+                if id(v) in known:
+                    continue
+                known.add(id(v))
+                if v.tensor is None:
+                    stack.append(v)
+                elif not v.free:
+                    self.entries.append(Entry("", v.op, "kept", v.nbytes, EXTRA, "", is_extra=True))
 
     def _note_readers(self) -> None:
-        """Of each reader: the bytes of the gradient that it will be given, and of the scratch that it will take.
+        """Of each reader: the bytes of the gradient that it will be given, and whose scratch it will take.
 
         The gradient of a product has the size of its output, all others' about that of what they ask for.
         """
@@ -148,8 +225,8 @@ class Recorder:
             for item in self._fates[call.first : call.first + len(call.names)]:
                 if item >= 0:
                     given = call.nbytes if call.function in PRODUCTS else 0
-                    scratch = 0 if self.on_accelerator else int(_scratch(call) * self.items[item].nbytes)
-                    self._readers.setdefault(item, []).append((given or self.items[item].nbytes) + scratch)
+                    reader = Reader(given or self.items[item].nbytes, call.convolution)
+                    self._readers.setdefault(item, []).append(reader)
 
     def _spare(self) -> None:
         """Keep the smallest of what would be rebuilt: a recipe costs the host the same however little it saves."""
@@ -174,7 +251,9 @@ class Recorder:
         return needed
 
     def _fate(self, packed: Packed) -> int:
-        """The item that a saved tensor is, or a view of; KEPT or REBUILT where it is none."""
+        """The item that a saved tensor is, or a view of; KEPT, REBUILT or SHAPE where it is none."""
+        if type(packed) is ShapeOnly:
+            return SHAPE
         value = _value_of(packed)
         if value is None:
             return KEPT
@@ -184,6 +263,8 @@ class Recorder:
         return value.tensor is not None or id(value) in self._dear
 
     def _is_bare(self, packed: Packed, needed: set[int]) -> bool:
+        if type(packed) is ShapeOnly:
+            return False
         value = _value_of(packed)
         return value is None or (id(value) not in needed and self._is_kept(value))
 
@@ -212,12 +293,12 @@ class Recorder:
 
     # ---------------------------------------------------------------- in backward
 
-    def unpack(self, packed: Packed) -> Tensor:
+    def unpack(self, packed: Packed | Slot) -> Tensor:
         """Backward asks for what was saved: note it, and hand it out."""
-        self.read(packed)
+        self.read(packed.packed if type(packed) is Slot else packed)
         return unpack(packed)
 
-    def read(self, packed: Packed) -> None:
+    def read(self, packed: Packed | None) -> None:
         """Backward asked for what was saved. A step is learned from only if its backward came to its end."""
         if not self._is_reading:
             self._is_reading = True
@@ -226,14 +307,34 @@ class Recorder:
         if value is not None and value.recorder is self:  # autocast hands one thread the cast that another made
             self.reads.append(value.ordinal)
             readers = self._readers.get(value.ordinal)  # backward comes to the last of them first
-            self.gradients.append(readers.pop() if readers else self.items[value.ordinal].nbytes)
+            self.gradients.append(readers.pop() if readers else Reader(self.items[value.ordinal].nbytes))
 
     def _end(self) -> None:
         self.was_read = True
+        if any(item.choice for item in self.items):  # else there is nothing to plan
+            self._scratch = scratch.measure(r.convolution for r in self.gradients if r.convolution is not None)
+
+    def totals(self) -> Totals:
+        """Sum the entries of the step by what became of each tensor."""
+        bytes_of = dict.fromkeys(("kept", "rebuilt", "shared"), 0)
+        for entry in self.entries:
+            bytes_of[entry.outcome] += entry.nbytes
+        return Totals(bytes_of["kept"], bytes_of["rebuilt"], bytes_of["shared"])
 
     def record(self) -> Record:
         """The step as data, for the plan."""
-        return Record(tuple(self.items), tuple(self.reads), tuple(self.gradients))
+        given = [r.given + (self._scratch.get(r.convolution, 0) if r.convolution else 0) for r in self.gradients]
+        return Record(tuple(self.items), tuple(self.reads), tuple(given))
+
+    def entries_under(self, cut: frozenset[int] | None) -> list[Entry]:
+        """The entries as later steps make them, which follow ``cut``."""
+        entries = list(self.entries)
+        for n, (item, kept) in enumerate(zip(self._decisions, self._kept, strict=True), self._first_decision):
+            entry, stays = entries[n], self._stays(item, kept, cut)
+            if stays != (entry.outcome == "kept"):
+                why = "" if not stays else LOWER_PEAK if self.items[item].choice else TOO_MUCH_WORK
+                entries[n] = replace(entry, outcome="kept" if stays else "rebuilt", why=why)
+        return entries
 
     def decisions(self, cut: frozenset[int] | None) -> list[Decision | None]:
         """For every saved tensor in order: its op, whether it is simply kept, and its bytes; None: it has no value.
@@ -250,7 +351,13 @@ class Recorder:
         """For every saved tensor in order: what most likely becomes of it again."""
         kept = self._staying(cut)
         return [
-            ways.keep if bare else ways.decide if fate in kept or cast else ways.rebuild
+            ways.keep
+            if bare
+            else ways.shape
+            if fate == SHAPE
+            else ways.decide
+            if fate in kept or cast
+            else ways.rebuild
             for bare, fate, cast in zip(self._bare, self._fates, self._casts, strict=True)
         ]
 
@@ -299,7 +406,7 @@ class Recorder:
         return max(call.size, (call.size * self.min_bytes - 1) // nbytes)
 
 
-def _value_of(packed: Packed) -> Value | None:
+def _value_of(packed: Packed | None) -> Value | None:
     """The value of a saved tensor, or of what it is a view of; None: it is kept with no value around it."""
     return packed if type(packed) is Value else packed.owner if type(packed) is Seen else None
 
@@ -309,27 +416,10 @@ def _is_cast(packed: Packed) -> bool:
     return value is not None and value.op == NODE and bool(value.inputs) and value.inputs[0].op == "leaf"
 
 
-KEPT, REBUILT = -1, -2
-# Whose gradients have the size of what they gave, and which take no scratch: not all that ``notes`` calls sources.
+KEPT, REBUILT, SHAPE = -1, -2, -3
+# Whose gradients have the size of what they gave, which may be other than that of what they read.
 PRODUCTS = {F.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm, torch.addmm, Tensor.addmm}
-
-
-CONVOLUTIONS = {getattr(torch, f"conv{kind}{d}d") for kind in ("", "_transpose") for d in "123"}
-
-
-def _scratch(call: Saved) -> float:
-    """What backward of ``call`` takes on a CPU beside its operands and gradients, in bytes of the map that it reads.
-
-    A convolution unrolls its windows one image at a time, as measured on ARM; one of a single channel or element does
-    not. What a GPU's takes nobody tells us.
-    """
-    if call.function not in CONVOLUTIONS or len(call.shapes) < 2:
-        return 0.0
-    images, weight = call.shapes[:2]
-    window = weight[2:].numel()
-    is_unrolled = window > 1 and weight[1] > 1 and len(images) == len(weight) and images[0] > 0
-    return window / images[0] if is_unrolled else 0.0
-
+PRODUCTS |= scratch.FUNCTIONS
 
 # Of the kept bytes, on an accelerator: the casts of a ResNet's weights are half of its recipes and 1% of it; those of
 # the attention of a ViT-L a quarter of its recipes and 3%.

@@ -15,12 +15,13 @@ from leangrad.ledger.cast import Anchor, Packed
 from leangrad.ledger.choice import Choice, Decision
 from leangrad.ledger.course import Calls, Course, Recording
 from leangrad.ledger.hooks import Hooks
-from leangrad.ledger.opened import opened
+from leangrad.ledger.opened import enter, opened
 from leangrad.ledger.origins import Operand, Walk
 from leangrad.ledger.products import Products
 from leangrad.ledger.record import Recorder
 from leangrad.ledger.saved import unpack
 from leangrad.ledger.seen import Seen
+from leangrad.ledger.shape_only import Slot
 from leangrad.ledger.value import Value
 
 ENDED = -1
@@ -100,7 +101,7 @@ class Region(Choice):
         self._calls.__enter__()
         if not self._follows:
             self.hooks.set_all()
-        opened.region = self
+        enter(self)
         if self.recorder is not None:
             self.recorder.start()
         return self
@@ -122,7 +123,7 @@ class Region(Choice):
 
     # ---------------------------------------------------------------- pack
 
-    def pack(self, tensor: Tensor) -> Packed:
+    def pack(self, tensor: Tensor) -> Packed | Slot:
         """Autograd wants to keep ``tensor``; what it gets is a value that can give it back."""
         if self.packs == ENDED:
             return self.pack_along(tensor)
@@ -131,11 +132,11 @@ class Region(Choice):
             packed = self.pack_along(tensor)
         finally:
             self.packing = False
-        if self.recorder is not None:
+        if self.recorder is not None and type(packed) is not Slot:
             self.recorder.packed(packed)
         return packed
 
-    def pack_along(self, tensor: Tensor) -> Packed:
+    def pack_along(self, tensor: Tensor) -> Packed | Slot:
         """The same along a course: hooks are set inside calls only, where torch itself has taken the override away."""
         n = self.packs
         if n == ENDED:
@@ -143,7 +144,9 @@ class Region(Choice):
         self.packs = n + 1
         if n == self.hooks.last:
             self.hooks.reach_last()
-        return self._ways[n](self, tensor) if n < self._planned else self.decide(tensor)
+        if n < self._planned:
+            return self._ways[n](self, tensor)
+        return self.decide(tensor) if self.slots is None else self.defer(tensor)
 
     # ------------------------------------------- along a course: see [Note: hooks only where they are needed]
 

@@ -17,9 +17,10 @@ from leangrad.ledger.choice import DEEPEST, Choice
 from leangrad.ledger.nodes import NOTE, OPAQUE, VALUES
 from leangrad.ledger.saved import Bare
 from leangrad.ledger.seen import Seen
+from leangrad.ledger.shape_only import Slot
 from leangrad.ledger.value import Value
 
-Way = Callable[[Choice, Tensor], Packed]
+Way = Callable[[Choice, Tensor], Packed | Slot]
 
 decide: Way = Choice.decide  # the long one
 
@@ -29,6 +30,11 @@ def keep(choice: Choice, tensor: Tensor) -> Packed:
     if tensor.is_leaf:
         return Bare(tensor if tensor.requires_grad else tensor.detach(), tensor._version)
     return Bare(tensor.detach(), tensor._version, type(tensor.grad_fn))
+
+
+def shape(choice: Choice, tensor: Tensor) -> Packed | Slot:
+    """Backward reads its shape alone, if the call that saves it makes the same node again."""
+    return choice.decide(tensor) if choice.slots is None else choice.defer(tensor, expected=True)
 
 
 def rebuild(choice: Choice, tensor: Tensor) -> Packed:

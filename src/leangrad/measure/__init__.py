@@ -11,7 +11,7 @@ import torch
 
 from leangrad.errors import LeangradError
 from leangrad.measure.instrument import record
-from leangrad.measure.measurement import Allocation, Event, Measurement, Phase, temporaries_of
+from leangrad.measure.measurement import Allocation, Event, Measurement, Phase, own_bytes, temporaries_of
 
 __all__ = ["Allocation", "Event", "Measurement", "Phase", "measure"]
 
@@ -23,7 +23,8 @@ def measure(step: Callable[[], object], *, timed_runs: int = 3) -> Measurement:
     """Run a step and count its memory, exactly, and its time.
 
     The step is called `timed_runs` times untouched, for `seconds` (their median), and once more under instruments,
-    for all else; with `timed_runs=0` the seconds are those of the instrumented run. The plain code, for the peak::
+    for all else; with `timed_runs=0` the seconds are those of the instrumented run. The plain code, for the peak of a
+    step that releases nothing older than itself::
 
         start = live_bytes()
         step()
@@ -35,8 +36,10 @@ def measure(step: Callable[[], object], *, timed_runs: int = 3) -> Measurement:
     several, the one that allocates most), else the CPU.
 
     Memory that stood before the step is not counted. If the step releases some of it, such as old gradients in
-    `zero_grad()`, the live bytes go below zero at that moment, for that memory is then free for others. (On the CPU
-    a block is seen to be released if a Python tensor referred to it, or to the tensor whose gradient it is.)
+    `zero_grad()`, the live bytes of the timeline go below zero at that moment. Peak and kept bytes are the step's own
+    memory and know nothing of it: they are the same wherever the training loop has its `zero_grad()`, and what is kept
+    is never above the peak. (On the CPU a block is seen to be released if a Python tensor referred to it, or to the
+    tensor whose gradient it is.)
     Python's automatic garbage collection waits until the instrumented step is over: cycles count as alive. A step
     that torch.compile compiles needs `timed_runs` of 1 or more, or what compiling takes is counted too.
 
@@ -95,9 +98,11 @@ def measure_within(
             trace, freed = record(watched_run)
     device = trace.device()
     timeline, kept_bytes = trace.timeline(device, freed if device == "cpu" else ())
-    peak_bytes = cuda_peaks.get(device, max((event.live_bytes for event in timeline), default=0))
+    own_peak = max([0, *own_bytes(timeline)])
+    if device in cuda_peaks:  # what the allocator counts itself, with the older memory that made room added again
+        own_peak += cuda_peaks[device] - max([0, *(event.live_bytes for event in timeline)])
     return Measurement(
-        peak_bytes=max(0, peak_bytes),
+        peak_bytes=own_peak,
         kept_bytes=kept_bytes,
         seconds=statistics.median(seconds[:timed_runs] or seconds),
         temporaries=temporaries_of(timeline),
@@ -110,16 +115,28 @@ def check_step(step: object) -> None:
     """Raise a TypeError that says what to do, unless `step` can be called with no arguments and runs at once."""
     if not callable(step):
         raise TypeError(f"expected step to be a callable, got {type(step).__name__}; {_WHAT_TO_DO}")
+    if isinstance(step, torch.nn.Module) and _needs_arguments(step.forward):
+        raise TypeError(
+            f"expected step to be a function that runs one training step, got a module, {type(step).__name__}; "
+            "pass its step, such as `lambda: criterion(model(x), y).backward()`"
+        )
     call = step if inspect.isroutine(step) else step.__call__
     if inspect.iscoroutinefunction(step) or inspect.iscoroutinefunction(call):
         raise TypeError(f"expected step to run when it is called, got a coroutine function; {_WHAT_TO_DO}")
     if inspect.isgeneratorfunction(step) or inspect.isasyncgenfunction(step):
         raise TypeError(f"expected step to run when it is called, got a generator function; {_WHAT_TO_DO}")
+    if missing := _needs_arguments(step):
+        raise TypeError(f"expected step to need no arguments, got one with {missing}; {_WHAT_TO_DO}")
+
+
+def _needs_arguments(function: Callable[..., object]) -> str:
+    """Which argument a call without any would miss, in Python's words; empty if none, or if nobody can tell."""
     with contextlib.suppress(ValueError):  # some builtins have no signature
         try:
-            inspect.signature(step).bind()
+            inspect.signature(function).bind()
         except TypeError as error:
-            raise TypeError(f"expected step to need no arguments, got one with {error}; {_WHAT_TO_DO}") from None
+            return str(error)
+    return ""
 
 
 @contextlib.contextmanager

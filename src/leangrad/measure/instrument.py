@@ -23,8 +23,6 @@ from leangrad.measure.trace import MODULE_MARK, STEP_MARK, Change, Trace, read_t
 
 __all__ = ["record"]
 
-_MUTE = "99"  # above all of Kineto's levels
-
 
 def record(run: Callable[[], object]) -> tuple[Trace, list[Change]]:
     """Call `run` once under the profiler; return the trace, and when older CPU memory was released."""
@@ -33,7 +31,7 @@ def record(run: Callable[[], object]) -> tuple[Trace, list[Change]]:
             "expected no profiler to be running, but torch's profiler is on; leangrad.measure uses the profiler "
             "itself and there is one per process: call measure outside the profiled region"
         )
-    with tempfile.TemporaryDirectory(prefix="leangrad-") as folder, _muted_kineto():
+    with tempfile.TemporaryDirectory(prefix="leangrad-") as folder, _torch.muted_kineto():
         profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
         with _no_automatic_collection(), _watching_older_storages() as freed, profiler:
             torch.empty(1)  # the reader looks for this allocation before the step to know that memory is reported
@@ -42,19 +40,6 @@ def record(run: Callable[[], object]) -> tuple[Trace, list[Change]]:
         path = os.path.join(folder, "trace.json")
         profiler.export_chrome_trace(path)
         return read_trace(path), freed
-
-
-@contextlib.contextmanager
-def _muted_kineto() -> Iterator[None]:
-    """Keep torch 2.13's Kineto from writing two log lines per profile to stderr; it reads its level only once."""
-    if "KINETO_LOG_LEVEL" in os.environ:
-        yield
-        return
-    os.environ["KINETO_LOG_LEVEL"] = _MUTE
-    try:
-        yield
-    finally:
-        del os.environ["KINETO_LOG_LEVEL"]
 
 
 @contextlib.contextmanager

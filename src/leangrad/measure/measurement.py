@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 __all__ = ["Allocation", "Event", "Measurement", "Phase", "format_bytes", "format_seconds"]
 
 Phase = Literal["forward", "backward", "other"]
+BEFORE_THE_STEP = -1  # the block of memory that stood before
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,7 @@ class Event:
 class Measurement:
     """The memory and the time of one step; see `leangrad.measure`.
 
-    - `peak_bytes`: the most that was alive at once, above what was alive when the step began.
+    - `peak_bytes`: the most that was alive at once of what the step allocated.
     - `kept_bytes`: what the step had allocated and not yet released when its first backward began; 0 with no backward.
     - `seconds`: the median of the untouched runs.
     - `temporaries`: the largest allocations that were released in the phase that made them, largest first.
@@ -84,7 +85,8 @@ class Measurement:
         """The step's own allocations that are alive at the peak, largest first."""
         if not self.timeline:
             return ()
-        return self.alive_at(max(range(len(self.timeline)), key=lambda i: self.timeline[i].live_bytes))
+        own = own_bytes(self.timeline)
+        return self.alive_at(max(range(len(own)), key=own.__getitem__))
 
     def as_dict(self) -> dict[str, Any]:
         """Everything as plain dicts, lists, numbers and strings."""
@@ -105,6 +107,17 @@ class Measurement:
             for i, block in enumerate(blocks[:5]):
                 rows.append((title if i == 0 else "", f"{format_bytes(block.bytes)}  {_where(block)}"))
         return "\n".join(f"{name:<20} {value}".rstrip() for name, value in rows)
+
+
+def own_bytes(timeline: tuple[Event, ...]) -> list[int]:
+    """What the step itself had allocated and not released, after each event."""
+    older = 0  # bytes of blocks from before the step that it has released
+    own = []
+    for event in timeline:
+        if event.block == BEFORE_THE_STEP:
+            older -= event.bytes
+        own.append(event.live_bytes + older)
+    return own
 
 
 def temporaries_of(timeline: tuple[Event, ...], at_most: int = 10) -> tuple[Allocation, ...]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from leangrad.errors import LeangradError
-from leangrad.measure.measurement import Event, Phase
+from leangrad.measure.measurement import BEFORE_THE_STEP, Event, Phase
 
 __all__ = ["MODULE_MARK", "STEP_MARK", "Change", "Trace", "read_trace"]
 
@@ -21,7 +21,6 @@ MODULE_MARK = "leangrad.module: "
 _NODE = "autograd::engine::evaluate_function: "
 _ROOT_GRADIENT = "aten::ones_like"  # what `backward()` starts from if it is given no gradient
 _CPU, _CUDA = 0, 1  # the "Device Type" of a memory event
-_BEFORE_THE_STEP = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +208,7 @@ class _Book:
             self._append(change, -born.bytes, born.block, place, walk.phase(change, place, is_root_gradient))
         elif change.device != "cpu" or change.address is None:
             # The CPU's report on an older block may be of a block long gone, with the same address.
-            self._append(change, change.bytes, _BEFORE_THE_STEP, place, walk.phase(change, place))
+            self._append(change, change.bytes, BEFORE_THE_STEP, place, walk.phase(change, place))
 
     def kept_bytes(self) -> int:
         if self.first_backward_ns is None:

@@ -18,6 +18,7 @@ from leangrad.nn.abn_autograd import Call, apply_abn
 from leangrad.nn.abn_spare import ask, limits_of
 from leangrad.ops.abn import is_dense
 from leangrad.ops.abn_activation import Activation, activate_
+from leangrad.switch import disabled
 
 __all__ = ["ABN", "InPlaceABN", "InPlaceABNSync"]
 
@@ -92,7 +93,7 @@ class ABN(nn.Module):
         use_batch = self.training or mean is None
         self._check(x, residual, use_batch)
         call = self._call(use_batch, mean, var, counter)
-        if _must_be_plain(x) or (x.numel() == 0 and call.group is None):
+        if _must_be_plain(x) or (call.group is None and (x.numel() == 0 or disabled())):
             return self._activate(self._plain(x, call), residual)
         if not use_batch and not torch.is_grad_enabled():
             return self._infer(self._plain(x, call), residual)

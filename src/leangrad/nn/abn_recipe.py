@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from leangrad._torch import innermost_pack_hook, saved_tensor_hooks_active, version
 from leangrad.errors import ChangedError
 from leangrad.ops import abn as ops
+from leangrad.switch import disabled
 
 __all__ = ["Recipe", "Session", "rebuilding", "recipe_of"]
 
@@ -191,7 +192,7 @@ def rebuilding(model: nn.Module | None = None) -> Iterator[None]:
     ...     y = conv(abn(torch.randn(2, 4, 8, 8, requires_grad=True)))
     >>> y.sum().backward()  # the convolution's input is rebuilt here
     """
-    if torch.compiler.is_compiling() or saved_tensor_hooks_active():
+    if torch.compiler.is_compiling() or saved_tensor_hooks_active() or disabled():
         yield
         return
     with torch.autograd.graph.saved_tensors_hooks(Session(model).pack, _unpack):

@@ -1,8 +1,13 @@
 """Which channels of a layer that inverts its output must keep their input as well: the spare ones.
 
-[Note: which channels invert] z is rounded to its dtype, so x̂ = (act⁻¹(z) − β)/γ̂ carries that rounding times
-(|x̂| + |β/γ̂|), for elu also times e^−y. A channel inverts if this stays small, and if γ̂ is not so small that z is
-subnormal.
+[Note: which channels invert] z is rounded to its dtype, so x̂ = (act⁻¹(z) − β)/γ̂ carries one rounding of y/γ̂ = x̂ + β/γ̂,
+for elu also times e^−y. With a the relative size of a rounding and x̂ of mean 0 and variance 1, its mean square is
+a²·(1 + (β/γ̂)²). Plain carries at least one rounding of x̂, mean square a²: its input has been rounded to that dtype. So
+the error of x̂, and that of dγ = Σ x̂·dy, is within twice plain's, the error rule of float32, where
+1 + 1 + (β/γ̂)² ≤ 2², which is |β| ≤ √2·γ̂. Such a channel inverts, if γ̂ is not so small that z is subnormal.
+
+In 16 bits dγ shows that rounding: plain sums the very products of its input and dy in float32, and is as exact as that
+for the input that it was given. Compared with a network that never rounds, the bound above holds for both.
 
 [Note: asking the device] That depends on γ and β alone. But these live on the device, and how much is kept must be
 known on the host: somebody has to wait. Three things make that cheap. The first layer of a pass asks for all layers at
@@ -61,7 +66,7 @@ def limits_of(name: str, param: float, dtype: torch.dtype, shift: float) -> Limi
     info = torch.finfo(dtype)
     slope = min(1.0, param) if name == "leaky_relu" else 1.0
     upper = -0.5 * math.log(info.eps) if name == "elu" else math.inf
-    return Limits(info.smallest_normal / slope, 4.0, upper, shift)
+    return Limits(info.smallest_normal / slope, math.sqrt(2.0), upper, shift)
 
 
 class Row(NamedTuple):

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import functools
 import importlib
+import logging
 import operator
 import re
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -28,8 +30,11 @@ from leangrad.nn.abn import ABN, InPlaceABNSync
 from leangrad.nn.abn_pool import RebuiltMaxPool2d
 from leangrad.nn.abn_recipe import rebuilding
 from leangrad.nn.traceable import why_not_traceable
+from leangrad.switch import NAME, disabled
 
-__all__ = ["Conversion", "convert_abn"]
+__all__ = ["Conversion", "Conversions", "convert_abn"]
+
+log = logging.getLogger(__name__)
 
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 ADDITIONS = (operator.add, operator.iadd, torch.add, "add", "add_")
@@ -45,9 +50,47 @@ class Conversion:
     reason: str = ""
 
     def __str__(self) -> str:
+        return f"{self.name}: {self.outcome()}"
+
+    def outcome(self) -> str:
+        """What it became, or why it was left alone."""
         if self.activation is None:
-            return f"{self.name}: not converted, {self.reason}"
-        return f"{self.name}: norm{' + residual' if self.residual else ''} + {self.activation}"
+            return f"not converted, {self.reason}"
+        return f"norm{' + residual' if self.residual else ''} + {self.activation}"
+
+
+class Conversions(tuple[Conversion, ...]):
+    """What became of each batch norm of a model; as text, a table of it."""
+
+    def converted(self) -> int:
+        """How many became a layer with their activation."""
+        return sum(c.activation is not None for c in self)
+
+    def __str__(self) -> str:
+        width = max((len(c.name) for c in self), default=0)
+        lines = [f"convert_abn converted {self.converted()} of {len(self)} batch norms"]
+        return "\n".join([*lines, *(f"  {c.name:<{width}}  {c.outcome()}" for c in self)])
+
+    def report(self, model: nn.Module) -> None:
+        """Tell the user: a warning if nothing was converted, a line in the log if some or all were.
+
+        A line of level WARNING goes to stderr unless the program has set up logging otherwise; one of INFO does not.
+        """
+        left = [c for c in self if c.activation is None]
+        reasons = "; ".join(f"{c.name}: {c.reason}" for c in left[:3]) + ("; ..." if len(left) > 3 else "")
+        see = "print(model.abn_conversions) shows all"
+        if not self:
+            what = f"found no batch norm in this {type(model).__name__}"
+            warnings.warn(f"convert_abn {what}: nothing was converted, and no memory is saved", stacklevel=3)
+        elif not self.converted():
+            what = f"converted none of the {len(self)} batch norms of this {type(model).__name__}"
+            warnings.warn(f"convert_abn {what}, and no memory is saved ({reasons}). {see}", stacklevel=3)
+        elif left:
+            log.warning(
+                "convert_abn left %d of %d batch norms as they were (%s). %s", len(left), len(self), reasons, see
+            )
+        else:
+            log.info("convert_abn converted %d batch norms. %s", len(self), see)
 
 
 @dataclass(frozen=True)
@@ -67,7 +110,8 @@ def convert_abn(model: nn.Module) -> nn.Module:
     Equals the model as it was: same class (a subclass of it), same parameters, same `state_dict` names, same outputs
     within rounding. Found are `nn.Sequential(..., BatchNorm, activation, ...)`, and `relu(bn(x))` and `relu(bn(x) + y)`
     in forward code, also where one activation module serves many places. `model.abn_conversions` says what was
-    converted and, for what was not, why; print it.
+    converted and, for what was not, why; print it. A model in which nothing can be converted gives a warning, one in
+    which something cannot a line in the log. With `LEANGRAD_DISABLE=1` nothing is converted.
 
     Keeps for backward, per convolution + norm + activation: one map, the convolution's output. What comes after
     rebuilds its input from that in backward, in one elementwise pass; max pooling also finds its maxima again. The
@@ -76,11 +120,21 @@ def convert_abn(model: nn.Module) -> nn.Module:
 
     >>> model = nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3))
     >>> model = convert_abn(model)
-    >>> print(*model.abn_conversions)
-    1: norm + relu
+    >>> print(model.abn_conversions)
+    convert_abn converted 1 of 1 batch norms
+      1  norm + relu
     >>> model(torch.randn(2, 3, 8, 8)).shape
     torch.Size([2, 4, 4, 4])
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"convert_abn() expects an nn.Module with batch norms in it, got {type(model).__name__}")
+    if disabled():
+        log.warning("convert_abn converted nothing, because %s is set", NAME)
+        names = [name for name, module in model.named_modules() if type(module) in NORMS]
+        left = Conversions(Conversion(name, None, reason=f"{NAME} is set") for name in names)
+        model.abn_conversions = left  # type: ignore[assignment]
+        return model
+    was_converted = any(isinstance(module, ABN) for module in model.modules())
     found: dict[str, Conversion] = {}
     times = Counter(id(m) for _, m in model.named_modules(remove_duplicate=False) if type(m) in NORMS)
     for name, module in list(model.named_modules()):
@@ -100,7 +154,10 @@ def convert_abn(model: nn.Module) -> nn.Module:
             if type(module) is nn.MaxPool2d:
                 module.__class__ = RebuiltMaxPool2d
         _change_class(model, outermost=True)
-    model.abn_conversions = tuple(found.values())  # type: ignore[assignment]
+    conversions = Conversions(found.values())
+    model.abn_conversions = conversions  # type: ignore[assignment]
+    if conversions or not was_converted:
+        conversions.report(model)
     return model
 
 

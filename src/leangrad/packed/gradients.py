@@ -299,7 +299,10 @@ def pack_gradients(
     one thing that does not see a written gradient is a prehook on a parameter's AccumulateGrad node. Several threads
     may run backward at once, but on a CPU not over a weight that both its layer and a plain op use (tied weights).
 
-    Raises ValueError for a model that has no trainable parameter, is packed already, or has sparse embeddings.
+    With `LEANGRAD_DISABLE=1` the layers compute plain gradients, which are then copied into the buffer.
+
+    Raises TypeError for what is no module, and ValueError for a model that has no trainable parameter, is packed
+    already, or has sparse embeddings.
 
     >>> model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
     >>> packed = pack_gradients(model)
@@ -311,6 +314,13 @@ def pack_gradients(
     >>> bool(packed.clip_norm_(0.1) > 0.1), round(packed.norm().item(), 4)
     (True, 0.1)
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"pack_gradients() expects an nn.Module, whose gradients it packs, got {type(model).__name__}; "
+            "pass the model, not its parameters"
+        )
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype must be a torch.dtype such as torch.float32, or None, got {type(dtype).__name__}")
     if range_bytes is not None and range_bytes <= 0:
         raise ValueError(f"range_bytes must be positive or None, got {range_bytes}")
     return PackedGradients(model, dtype, range_bytes)

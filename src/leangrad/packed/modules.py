@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from leangrad import _torch, node
 from leangrad.functional import activate
+from leangrad.switch import disabled
 
 from .products import PackedLookup, PackedProduct, node_writer
 from .slots import SLOTS, Slot
@@ -27,7 +28,7 @@ _LOW_OR_SINGLE = frozenset((torch.float32, torch.bfloat16, torch.float16))
 
 def _slot_for(weight: object, input: object) -> Slot | None:
     """The slot of a weight that may be written in the backward of this call, or None: then the call is plain."""
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or disabled():
         return None
     slot = SLOTS.get(weight)
     if slot is None or not weight.requires_grad or type(input) not in (Tensor, nn.Parameter):  # type: ignore[attr-defined]

@@ -1,11 +1,15 @@
-"""Plain and lean side by side, on the user's own model and batch."""
+"""Plain and lean side by side, on the user's own model and batch.
+
+Read in this order: `memory` and `generators` (what is put back between runs), `comparison` (what a run gives, and how
+far two are apart), `offload` (plain where plain does not fit), and `verify` itself, here.
+"""
 
 import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -13,13 +17,19 @@ from torch import Tensor, nn
 from leangrad.ledger import no_regions
 from leangrad.measure import Measurement, measure_within
 from leangrad.measure.measurement import format_bytes, format_seconds
+from leangrad.switch import NAME, disabled
 from leangrad.verify.comparison import Difference, Outcome, collect, differences, largest
 from leangrad.verify.memory import Memory
+from leangrad.verify.offload import offloaded
 
 __all__ = ["Difference", "Verification", "verify"]
 
 _TIMED_RUNS = 2  # and the instrumented one: three plain runs tell how far plain is from itself
 
+# Runs of plain that are further apart than this differ in more than rounding: bfloat16 rounds to 1/256.
+LARGE_NOISE = 0.01
+
+Against = Literal["plain", "offload", "itself"]
 Region = contextlib.AbstractContextManager[object]
 
 
@@ -31,7 +41,10 @@ class Verification:
     - `max_difference`: the largest relative difference, max|plain − lean| / max|plain| of one tensor; 0.0 if equal.
     - `noise`: the same between plain's own runs: 0.0 where plain is bitwise equal to itself.
     - `differences`: an entry for each thing that differs, largest first.
-    - `plain`, `lean`: the Measurements.
+    - `plain`, `lean`: the Measurements. With `against="offload"` the first is that of the offloaded runs, whose memory
+      is not plain's; with `against="itself"` it is None.
+    - `against`: what lean was compared with. With "itself" read "lean's first run" for "plain" above.
+    - `not_finite`: the gradients in which lean left an Inf or a NaN.
 
     True in a condition only if `equal`.
     """
@@ -40,30 +53,71 @@ class Verification:
     max_difference: float
     noise: float
     differences: tuple[Difference, ...]
-    plain: Measurement
+    plain: Measurement | None
     lean: Measurement
+    against: Against = "plain"
+    not_finite: tuple[str, ...] = ()
+    was_disabled: bool = False  # by LEANGRAD_DISABLE
 
     @property
     def within_noise(self) -> bool:
         """Whether lean is no further from plain than plain is from itself."""
         return self.equal or self.max_difference <= self.noise < math.inf
 
+    @property
+    def conclusive(self) -> bool:
+        """Whether an error could have been seen: not if the runs it was compared with differ by more than rounding."""
+        return not self.was_disabled and (self.equal or self.noise <= LARGE_NOISE)
+
+    @property
+    def passed(self) -> bool:
+        """Whether nothing speaks against lean: what the exit code of `leangrad verify` says."""
+        finite = self.against != "itself" or not self.not_finite  # else plain has left the same
+        return self.within_noise and self.conclusive and finite
+
     def __bool__(self) -> bool:
         return self.equal
 
     def __str__(self) -> str:
-        rows = [("", "plain", "lean", "lean / plain")]
+        lines = [*self._table(), self._verdict(), *(f"  {_line(entry)}" for entry in self.differences[:10])]
+        if not self.conclusive and not self.was_disabled:
+            lines.append(
+                f"{'lean' if self.against == 'itself' else 'plain'} is that far from itself by more than rounding, "
+                "so this shows nothing: the model draws random numbers, or keeps state between calls, where verify "
+                "cannot put it back; seed it inside forward, or verify the model without that part"
+            )
+        if self.not_finite:
+            names = ", ".join(self.not_finite[:3]) + (", ..." if len(self.not_finite) > 3 else "")
+            lines.append(f"not finite in lean's gradients: {names}")
+        if self.was_disabled:
+            lines.append(f"{NAME} is set: the lean run was plain too, and nothing was shown")
+        return "\n".join(lines)
+
+    def _table(self) -> list[str]:
+        if self.plain is None:
+            named = (
+                ("peak", format_bytes(self.lean.peak_bytes)),
+                ("kept for backward", format_bytes(self.lean.kept_bytes)),
+            )
+            return [
+                f"{name:<18}{value:>12}"
+                for name, value in (("", "lean"), *named, ("time", format_seconds(self.lean.seconds)))
+            ]
+        offload = self.against == "offload"
+        rows = [("", "offloaded" if offload else "plain", "lean", "" if offload else "lean / plain")]
         for name, field, form in (
             ("peak", "peak_bytes", format_bytes),
             ("kept for backward", "kept_bytes", format_bytes),
             ("time", "seconds", format_seconds),
         ):
             plain, lean = getattr(self.plain, field), getattr(self.lean, field)
-            rows.append((name, form(plain), form(lean), f"{lean / plain:.2f}" if plain else ""))
-        lines = [f"{row[0]:<18}{row[1]:>12}{row[2]:>12}{row[3]:>14}".rstrip() for row in rows]
-        return "\n".join([*lines, self._verdict(), *(f"  {_line(entry)}" for entry in self.differences[:10])])
+            rows.append((name, form(plain), form(lean), f"{lean / plain:.2f}" if plain and not offload else ""))
+        return [f"{row[0]:<18}{row[1]:>12}{row[2]:>12}{row[3]:>14}".rstrip() for row in rows]
 
     def _verdict(self) -> str:
+        if self.against == "itself":
+            found = "the same, bit for bit" if self.equal else f"apart by up to {self.noise:.2g}"
+            return f"lean's own runs: {found}; not compared with plain"
         if self.equal:
             return "gradients and all else: equal, bit for bit"
         judged = "no more than" if self.within_noise else "MORE than"
@@ -79,6 +133,7 @@ def verify(
     loss: Callable[[Any], Tensor] | None = None,
     *,
     autocast: torch.dtype | None = None,
+    against: Against = "plain",
 ) -> Verification:
     """Train one step plain and lean from the same state, and compare every number.
 
@@ -88,9 +143,9 @@ def verify(
         value.backward()                             value = loss(model(*batch))
                                                  value.backward()
 
-    Each is run three times, all from the same parameters, buffers and random state, with `.grad` None. The loss, the
-    gradients of parameters and of inputs that require one, the buffers and the random state afterwards are compared
-    bit for bit. A model that is lean already is run plain first and then as it is.
+    Each is run three times, all from the same parameters, buffers and random state (torch's, Python's and NumPy's),
+    with `.grad` None. The loss, the gradients of parameters and of inputs that require one, the buffers and the random
+    states afterwards are compared bit for bit. A model that is lean already is run plain first and then as it is.
 
     Afterwards the model, the batch, `.grad` and the random state are as before, also if the model raises; see
     [Note: What is put back] in `memory.py`, also for the Python state that cannot be. Hooks of the user's own run:
@@ -103,6 +158,14 @@ def verify(
             `.loss` or `["loss"]` if it has one, else the sum, over all floating tensors in the output, of the mean
             of their squares in float32.
         autocast: run forward and loss under `torch.autocast` with this dtype.
+        against: what lean is compared with, for a model that does not fit plain.
+            "plain": the plain step. What is shown: lean gives plain's numbers.
+            "offload": the plain step with all that autograd saves copied to the host's memory, for a model on a GPU.
+            It computes what plain computes, so the same is shown. The host needs the bytes that plain keeps, and more,
+            for what is saved twice is copied twice; the peak of plain is not measured.
+            "itself": nothing but lean is run. What is shown: its runs, of which the first decides everything anew and
+            the later ones follow what it learned, give the same numbers, and finite gradients; not that these are
+            plain's. Peak and kept bytes are lean's.
 
     Raises:
         TypeError, ValueError: an argument is not what is said above; nothing was run, or all was put back.
@@ -112,16 +175,22 @@ def verify(
     >>> verification.equal
     True
     """
-    _check_arguments(model, loss, autocast)
+    _check_arguments(model, loss, autocast, against)
     subject = _Subject(model, _arguments(batch), loss or default_loss, autocast, _describe(batch))
     memory = Memory(model, batch)
     try:
-        plain, plain_outcomes = _run(subject, memory, plain_region(model), "the plain run")
-        reference, *repeats = plain_outcomes
-        _check_gradients(reference)
-        lean, lean_outcomes = _run(subject, memory, lean_region(model), "the lean run; the plain runs before it passed")
+        plain, what = None, "the lean run"
+        plain_outcomes: list[Outcome] = []
+        if against != "itself":
+            region = plain_region(model) if against == "plain" else offloaded
+            plain, plain_outcomes = _run(subject, memory, region, "the plain run")
+            _check_gradients(plain_outcomes[0])
+            what = "the lean run; the plain runs before it passed"
+        lean, lean_outcomes = _run(subject, memory, lean_region(model), what)
+        _check_gradients(lean_outcomes[0])
     finally:
         memory.restore()
+    reference, *repeats = plain_outcomes or lean_outcomes
     noise = largest(entry for repeat in repeats for entry in differences(reference, repeat))
     found: dict[tuple[str, str], Difference] = {}
     for entry in (entry for outcome in lean_outcomes for entry in differences(reference, outcome)):
@@ -135,7 +204,16 @@ def verify(
         differences=tuple(sorted(found.values(), key=lambda entry: -entry.max_difference)),
         plain=plain,
         lean=lean,
+        against=against,
+        not_finite=tuple(
+            name for (kind, name), value in lean_outcomes[0].items() if kind == "gradient" and _bad(value)
+        ),
+        was_disabled=disabled(),
     )
+
+
+def _bad(gradient: Tensor | None) -> bool:
+    return gradient is not None and not gradient.to_dense().isfinite().all()
 
 
 def plain_region(model: nn.Module) -> Callable[[], Region]:
@@ -265,13 +343,17 @@ def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return (), dict(batch)
     raise TypeError(
         "expected batch to be a tensor, a tuple or list of positional arguments, or a mapping from names to keyword "
-        f"arguments, got {_describe(batch)}"
+        f"arguments, got {_describe(batch)}; pass () for a model that takes none"
     )
 
 
-def _check_arguments(model: Any, loss: Any, autocast: Any) -> None:
+def _check_arguments(model: Any, loss: Any, autocast: Any, against: Any) -> None:
     if not isinstance(model, nn.Module):
-        raise TypeError(f"expected model to be a torch.nn.Module, got {_describe(model)}")
+        raise TypeError(
+            f"expected model to be a torch.nn.Module, got {_describe(model)}; call verify(model, batch, loss)"
+        )
+    if against not in get_args(Against):
+        raise ValueError(f"expected against to be one of {get_args(Against)}, got {against!r}")
     if any(
         isinstance(p, nn.UninitializedParameter | nn.UninitializedBuffer)
         for p in [*model.parameters(), *model.buffers()]
@@ -283,7 +365,10 @@ def _check_arguments(model: Any, loss: Any, autocast: Any) -> None:
             "unfreeze what is to be trained, such as with model.requires_grad_(True)"
         )
     if loss is not None and not callable(loss):
-        raise TypeError(f"expected loss to be a function of the model's output, or None, got {_describe(loss)}")
+        raise TypeError(
+            f"expected loss to be a function of the model's output, or None, got {_describe(loss)}; for targets pass "
+            "such as `loss=lambda output: criterion(output, targets)`"
+        )
     if autocast is not None and not isinstance(autocast, torch.dtype):
         raise TypeError(f"expected autocast to be a dtype such as torch.bfloat16, or None, got {_describe(autocast)}")
     if torch.is_inference_mode_enabled():

@@ -8,6 +8,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from leangrad.verify.generators import global_states
+
 __all__ = ["Difference", "Kind", "Outcome", "collect", "difference", "differences", "largest"]
 
 Kind = Literal["loss", "gradient", "input gradient", "buffer", "random state"]
@@ -36,9 +38,8 @@ def collect(model: nn.Module, inputs: dict[str, Tensor], loss: Tensor) -> Outcom
         outcome["input gradient", name] = _copy(tensor.grad)
     for name, buffer in model.named_buffers():
         outcome["buffer", name] = None if buffer.is_meta else _copy(buffer)
-    outcome["random state", "cpu"] = torch.get_rng_state()
-    if loss.device.type == "cuda":
-        outcome["random state", str(loss.device)] = torch.cuda.get_rng_state(loss.device)
+    for name, state in global_states(loss.device).items():
+        outcome["random state", name] = state
     return outcome
 
 

@@ -1,6 +1,5 @@
 """Remember the state that a run may change, and put it back."""
 
-import random
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from leangrad.verify.comparison import difference
+from leangrad.verify.generators import generator_restorer, global_restorer
 
 __all__ = ["Memory"]
 
@@ -21,20 +21,18 @@ class Memory:
     [Note: What is put back]
     Remembered are all tensors (values, `requires_grad`, which object `.grad` is), `torch.Generator`s, and the
     attributes of modules and what dicts, lists, sets and deques among them hold, however deep; so a step counter, a
-    cache or a running mean in a module are put back. The global generators are torch's for the CPU and for CUDA, and
-    Python's `random`. State in objects of other classes, in closures, in numpy's generator or in a file cannot be
-    known to be safe to copy and is left as the run leaves it; if it changes the numbers, plain's own runs differ too,
-    and `Verification.noise` says so. A value is written back only if it changed, so that a graph that the user
-    still holds sees no tensor change.
+    cache or a running mean in a module are put back. So are generators of NumPy and of Python's `random` among them,
+    and the global generators of torch (CPU and CUDA), Python and NumPy. State in objects of other classes, in closures
+    or in a file cannot be known to be safe to copy and is left as the run leaves it; if it changes the numbers, plain's
+    own runs differ too, and `Verification.noise` says so. A value is written back only if it changed, so that a graph
+    that the user still holds sees no tensor change.
     """
 
     def __init__(self, *roots: object) -> None:
         self._seen: dict[int, object] = {}  # holds what it has seen, so that no id is used twice
         self._tensors: list[tuple[Tensor, Tensor, bool, Tensor | None]] = []
         self._put_back: list[Callable[[], None]] = []
-        self._random = random.getstate()
-        self._torch_random = torch.get_rng_state()
-        self._cuda_random = torch.cuda.get_rng_state_all() if _cuda_in_use() else []
+        self._restore_generators = global_restorer()
         for root in roots:
             self._remember(root)
 
@@ -44,10 +42,7 @@ class Memory:
             put_back()
         for tensor, value, requires_grad, grad in self._tensors:
             _restore_tensor(tensor, value, requires_grad, grad)
-        random.setstate(self._random)
-        torch.set_rng_state(self._torch_random)
-        if self._cuda_random:
-            torch.cuda.set_rng_state_all(self._cuda_random)
+        self._restore_generators()
 
     def clear_gradients(self) -> None:
         """Set `.grad` of all remembered tensors to None; `restore` brings them back."""
@@ -64,8 +59,8 @@ class Memory:
             self._seen[id(value)] = value
             if isinstance(value, Tensor):
                 self._remember_tensor(value)
-            elif isinstance(value, torch.Generator):
-                self._put_back.append(_generator_restorer(value))
+            elif (restorer := generator_restorer(value)) is not None:
+                self._put_back.append(restorer)
             elif isinstance(value, nn.Module):
                 waiting += [vars(value), *value.parameters(recurse=False), *value.buffers(recurse=False)]
             elif type(value) in _DICTS:
@@ -99,15 +94,6 @@ def _restore_tensor(tensor: Tensor, value: Tensor, requires_grad: bool, grad: Te
         tensor.grad = grad
 
 
-def _generator_restorer(generator: torch.Generator) -> Callable[[], None]:
-    state = generator.get_state()
-
-    def restore() -> None:
-        generator.set_state(state)
-
-    return restore
-
-
 def _dict_restorer(value: dict[Any, Any]) -> Callable[[], None]:
     items = list(value.items())
 
@@ -131,7 +117,3 @@ def _collection_restorer(value: Any) -> Callable[[], None]:
             (value.update if isinstance(value, set) else value.extend)(items)
 
     return restore
-
-
-def _cuda_in_use() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_initialized()

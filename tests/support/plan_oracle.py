@@ -1,0 +1,58 @@
+"""What a record of one step comes to under a cut, by the plainest means: sets, tick by tick, and every cut there is.
+
+It shares nothing with ``leangrad.ledger.plan.play`` but what that promises: what is kept lives from the beginning of
+backward to its last use; what is rebuilt lives from the read that needs it for as long as it will be read itself; and
+the op that reads holds two gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import combinations
+
+from leangrad.ledger.plan import Record
+
+
+def simulate(record: Record, cut: frozenset[int]) -> tuple[int, int, int]:
+    """Peak, kept and rebuilt bytes of backward if the items of ``cut`` are kept, and those that have no sources."""
+    items, reads = record.items, record.reads
+    held: set[int] = set()  # rebuilt before, and to be read again
+    alive: list[set[int]] = []  # by tick: what is rebuilt and not yet let go
+    used: list[set[int]] = []  # by tick: what is kept and used then
+    rebuilt_bytes = 0
+    for tick, read in enumerate(reads):
+        fresh, touched = needs(record, cut, read, held)
+        rebuilt_bytes += sum(items[n].nbytes for n in fresh)
+        alive.append(held | fresh)
+        used.append(touched)
+        held = (held | fresh) & set(reads[tick + 1 :])
+    kept = set().union(*used)
+    peak = sum(items[n].nbytes for n in kept)
+    for tick, read in enumerate(reads):
+        live = set().union(*used[tick:]) | alive[tick]
+        given = record.gradients[tick] if record.gradients else items[read].nbytes
+        peak = max(peak, sum(items[n].nbytes for n in live) + given + items[read].nbytes)
+    return peak, sum(items[n].nbytes for n in kept), rebuilt_bytes
+
+
+def needs(record: Record, cut: frozenset[int], item: int, held: set[int]) -> tuple[set[int], set[int]]:
+    """What has to be rebuilt so that ``item`` can be read, and the kept items that this uses."""
+    if item in held:
+        return set(), set()
+    sources = record.items[item].sources
+    if not sources or item in cut:
+        return set(), {item}
+    fresh, touched = {item}, set()
+    for source in sources:
+        below = needs(record, cut, source, held)
+        fresh |= below[0]
+        touched |= below[1]
+    return fresh, touched
+
+
+def every_cut(record: Record) -> Iterator[frozenset[int]]:
+    """All sets of items that the plan may choose to keep."""
+    choices = [n for n, item in enumerate(record.items) if item.choice]
+    for size in range(len(choices) + 1):
+        for cut in combinations(choices, size):
+            yield frozenset(cut)
