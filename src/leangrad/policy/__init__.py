@@ -1,8 +1,8 @@
 """The policy: what is kept from forward to backward and what is made again, for any engine.
 
 It knows a step only as a plain graph of values (``graph``) and imports nothing of torch. An engine has an adapter that
-writes its step down as such a graph: ``leangrad.compiled.joint_graph`` for the graphs of AOTAutograd, ``benchmarks.floor``
-for what eager PyTorch runs.
+writes its step down as such a graph: ``leangrad.compiled.joint_graph`` does it for the graphs of AOTAutograd,
+``benchmarks.floor`` for what eager PyTorch runs.
 
 Read in this order: ``graph`` (values, what they take and what they are made from), ``ops`` (which ops are never run
 twice, by name), ``max_flow`` and ``cut`` (the cheapest set of values to keep), ``peak`` (what a step holds at its worst

@@ -1,8 +1,8 @@
 """The cut that an engine takes: of a few candidates the one with the lowest peak, within a bound on the added work.
 
 [Note: candidates] The cheapest cut keeps the fewest bytes, but its peak need not be the lowest: a link of a residual
-stream that is made again takes all links before it. So candidates end such chains after every so many joins. Where a cut
-would add more work than allowed, making values again is given a price that rises until it does not.
+stream that is made again takes all links before it. So candidates end such chains after every so many joins. Where a
+cut would add more work than allowed, making values again is given a price that rises until it does not.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from leangrad.policy.peak import Outcome, play
 __all__ = ["Choice", "choose"]
 
 DEPTHS = (1, 2, 4, 8)  # joins of a chain that is made again
-PRICES = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)  # kept bytes for one byte moved
+PRICES = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 1e6)  # kept bytes for one byte moved
 NEAR = 1.01  # peaks within this factor of the lowest count as equal: then the least work wins
 
 

@@ -19,7 +19,10 @@ SCALE = 1024  # of a byte: so that a price may be a fraction of one
 
 
 def cheapest_cut(graph: Graph, *, price: float = 0.0, pinned: AbstractSet[int] = frozenset()) -> frozenset[int]:
-    """The values to keep so that backward has all it needs, at the fewest bytes; of equal cuts the one nearest backward.
+    """The values to keep so that backward has all it needs, at the fewest bytes.
+
+    Of equal cuts it is the one nearest backward. An OverflowError says that some value can neither be kept nor made
+    again.
 
     price: what a byte moved to make a value again counts, in kept bytes.
     pinned: values that are not made again, as if they were fixed.

@@ -26,8 +26,8 @@ class Value:
     is_inlined: bool = False  # computed inside the kernels that read it, if these can do so: pointwise ops
     can_inline: bool = False  # its kernel computes pointwise inputs itself
     is_standing: bool = False  # there before the step and after it: a parameter, a batch of the caller's
-    is_output: bool = False  # handed out: by forward to the caller, or by backward as a gradient
-    is_asked_for: bool = False  # backward hands it out, though it does not depend on the incoming gradient
+    is_output: bool = False  # handed out: a value of forward to the caller, a value of backward as a gradient
+    is_asked_for: bool = False  # a value of forward that backward hands out, or has to have for another reason
     price: int = 0  # the bytes that are moved to make it again
     work: int = 0  # what making it takes, in bytes moved: arithmetic counts as the bytes that take as long
 
@@ -61,6 +61,11 @@ class Graph:
             for n, value in enumerate(values)
             if not value.is_backward and (value.is_asked_for or any(values[r].is_backward for r in self.readers[n]))
         )
+
+    @cached_property
+    def asked_for(self) -> tuple[int, ...]:
+        """The values of forward that backward hands out, or has to have for another reason."""
+        return tuple(n for n, value in enumerate(self.values) if value.is_asked_for and not value.is_backward)
 
     def base(self, n: int) -> int:
         """The value that owns the memory of value ``n``."""

@@ -30,9 +30,9 @@ class Network:
         self._arcs[head].append(number ^ 1)
 
     def cut(self) -> list[bool]:
-        """For each node, whether it lies on the sink's side of a minimum cut, of all such cuts the one nearest the sink.
+        """For each node, whether it lies on the sink's side of a minimum cut.
 
-        An OverflowError says that an endless path leads from the source to the sink.
+        Of all such cuts it is the one nearest the sink. An OverflowError says that an endless path leads from the source to the sink.
         """
         total = 0
         while (levels := self._levels())[self.sink] >= 0:

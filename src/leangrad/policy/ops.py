@@ -1,7 +1,7 @@
 """Which ops are never run twice, and which give other results if their inputs differ in the last bit: by name.
 
-Names are those of ATen without namespace and overload: ``addmm``, ``_scaled_dot_product_flash_attention``. A list of names
-would miss the next kernel of the same kind, as others' lists miss cuDNN's attention; so words inside a name decide.
+Names are those of ATen without namespace and overload: ``addmm``, ``_scaled_dot_product_flash_attention``. A list of
+names would miss the next kernel of the same kind, as others' lists miss cuDNN's attention; so words inside a name decide.
 """
 
 from __future__ import annotations
