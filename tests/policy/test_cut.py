@@ -30,6 +30,7 @@ def test_the_cut_is_the_cheapest_of_all_sets(seed: int, forward: int, backward: 
         return
     kept = cheapest_cut(graph, price=price, pinned=pinned)
     assert cost(graph, kept, price, pinned) == least
+    assert cost(graph, cheapest_cut(graph, price=price, pinned=pinned, early=True), price, pinned) == least
     assert kept <= {*keepable(graph), *(n for n, value in enumerate(graph.values) if value.is_standing)}
 
 
@@ -119,6 +120,7 @@ def environment() -> dict[str, str]:
 def test_of_equal_cuts_the_one_nearest_backward() -> None:
     chain = [Value(8, is_fixed=True), Value(8, (0,)), Value(8, (1,)), Value(8, (2,), is_backward=True)]
     assert cheapest_cut(Graph(chain)) == {2}
+    assert cheapest_cut(Graph(chain), early=True) == {0}
 
 
 def test_a_view_is_kept_by_its_base() -> None:

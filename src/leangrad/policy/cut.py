@@ -18,14 +18,17 @@ __all__ = ["cheapest_cut", "remade"]
 SCALE = 1024  # of a byte: so that a price may be a fraction of one
 
 
-def cheapest_cut(graph: Graph, *, price: float = 0.0, pinned: AbstractSet[int] = frozenset()) -> frozenset[int]:
+def cheapest_cut(
+    graph: Graph, *, price: float = 0.0, pinned: AbstractSet[int] = frozenset(), early: bool = False
+) -> frozenset[int]:
     """The values to keep so that backward has all it needs, at the fewest bytes.
 
-    Of equal cuts it is the one nearest backward. An OverflowError says that some value can neither be kept nor made
-    again.
+    Of equal cuts it is the one nearest backward, which makes the fewest values again. An OverflowError says that some
+    value can neither be kept nor made again.
 
     price: what a byte moved to make a value again counts, in kept bytes.
     pinned: values that are not made again, as if they were fixed.
+    early: of equal cuts take the one nearest the fixed values, which names the ops that a reader of the cut knows.
 
     >>> from leangrad.policy.graph import Value
     >>> product, gelu = Value(400, is_fixed=True), Value(400, (0,))
@@ -57,7 +60,7 @@ def cheapest_cut(graph: Graph, *, price: float = 0.0, pinned: AbstractSet[int] =
                 ends[i] = _arc(network, graph, i)
                 frontier.append(i)
             network.connect(ends[i][1], begin)
-    after = network.cut()
+    after = network.cut(early=early)
     return frozenset(n for n, (begin, end) in ends.items() if not after[begin] and after[end])
 
 

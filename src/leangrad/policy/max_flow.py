@@ -29,17 +29,18 @@ class Network:
         self._arcs[tail].append(number)
         self._arcs[head].append(number ^ 1)
 
-    def cut(self) -> list[bool]:
+    def cut(self, *, early: bool = False) -> list[bool]:
         """For each node, whether it lies on the sink's side of a minimum cut.
 
-        Of all such cuts it is the one nearest the sink. An OverflowError says that an endless path leads from the source to the sink.
+        Of all such cuts it is the one nearest the sink, or if ``early`` the one nearest the source. An OverflowError
+        says that an endless path leads from the source to the sink.
         """
         total = 0
         while (levels := self._levels())[self.sink] >= 0:
             total += self._fill(levels)
             if total >= ENDLESS:
                 raise OverflowError("an endless path leads from the source to the sink")
-        return self._reaching_sink()
+        return [level < 0 for level in levels] if early else self._reaching_sink()
 
     def _levels(self) -> list[int]:
         heads, room, arcs = self._heads, self._room, self._arcs

@@ -1,19 +1,19 @@
 """Which ops are never run twice, and which give other results if their inputs differ in the last bit: by name.
 
 Names are those of ATen without namespace and overload: ``addmm``, ``_scaled_dot_product_flash_attention``. A list of
-names would miss the next kernel of the same kind, as others' lists miss cuDNN's attention; so words inside a name decide.
+names would miss the next kernel of the same kind, as others' lists miss cuDNN's attention: so words inside a name
+decide.
 """
 
 from __future__ import annotations
 
 import re
 
-__all__ = ["is_discrete", "is_heavy", "is_source"]
+__all__ = ["is_discrete", "is_heavy", "is_product", "is_source"]
 
 _PRODUCT = re.compile(
-    r"(^|_)(mm|addmm|bmm|baddbmm|addbmm|mv|addmv|dot|vdot|matmul|linear|bilinear|trilinear|einsum|addr|outer|ger|kron"
-    r"|tensordot|chain_matmul|cdist|pdist|int_mm|scaled_mm|grouped_mm|sparse_mm|spmm)(_|\d|$)"
-    r"|conv(?!ert)|cudnn(?!_batch_norm)|miopen(?!_batch_norm)|mkldnn|attention|sdp|lstm|gru|rnn|embedding_bag"
+    r"(^|_)(mm|addmm|bmm|baddbmm|addbmm|mv|addmv|dot|vdot|matmul|linear|bilinear|trilinear|einsum|tensordot|spmm)(_|$)"
+    r"|conv(?!ert)|attention|sdp|lstm|gru|rnn"
 )
 # Not products, but dear: each element of what they give rests on many, in an order of their own.
 _DEAR = re.compile(
@@ -21,7 +21,8 @@ _DEAR = re.compile(
     r"|histogramdd|bincount|cumsum|cumprod|cummax|cummin|logcumsumexp|scan|searchsorted|bucketize|nonzero|masked_select"
     r"|fft|stft|istft|linalg|cholesky|svd|eig|eigh|qr|lu|solve|inverse|det|slogdet|matrix_exp|ctc|grid_sampler|upsample"
     r"|affine_grid|scatter|index_put|index_add|index_copy|index_reduce|put|renorm|item|local_scalar_dense|unfold"
-    r"|col2im|im2col|fold)(_|\d|$)"
+    r"|col2im|im2col|fold|cdist|pdist|kron)(_|\d|$)"
+    r"|embedding_bag|(cudnn|miopen|mkldnn)(?!_batch_norm)"
 )
 _SOURCE = re.compile(
     r"(^|_)(rand|randn|randint|randperm|bernoulli|multinomial|normal|uniform|exponential|poisson|binomial|cauchy"
@@ -41,7 +42,16 @@ def is_heavy(name: str) -> bool:
     >>> [is_heavy(name) for name in ("addmm", "_scaled_dot_product_cudnn_attention", "convert_element_type", "gelu")]
     [True, True, False, False]
     """
-    return _PRODUCT.search(name) is not None or _DEAR.search(name) is not None
+    return is_product(name) or _DEAR.search(name) is not None
+
+
+def is_product(name: str) -> bool:
+    """Whether an op of this name multiplies matrices: a product, a convolution, an attention, a recurrent layer.
+
+    >>> [is_product(name) for name in ("addmm", "convolution", "sort", "gelu")]
+    [True, True, False, False]
+    """
+    return _PRODUCT.search(name) is not None
 
 
 def is_source(name: str) -> bool:
