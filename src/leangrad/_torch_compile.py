@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-Choose = Callable[[fx.Graph, Any], list[fx.Node]]  # of a joint graph and torch's classification: what to keep
+SYMBOL_BYTES = 1_000_000  # of a symbolic number that is no integer: torch can keep those, but would rather not
+# Of a joint graph and torch's classification of its nodes: what to keep. None: what torch itself would.
+Choose = Callable[[fx.Graph, Any], list[fx.Node] | None]
 
 _choose: contextvars.ContextVar[Choose | None] = contextvars.ContextVar("leangrad_choose", default=None)
 
@@ -58,9 +60,8 @@ def install_seam() -> None:
     @functools.wraps(stock)
     def choose_saved_values_set(joint_graph: fx.Graph, node_info: Any, *args: Any, **kwargs: Any) -> list[fx.Node]:
         choose = _choose.get()
-        if choose is None:
-            return stock(joint_graph, node_info, *args, **kwargs)  # type: ignore[no-any-return]
-        return choose(joint_graph, node_info)
+        kept = choose(joint_graph, node_info) if choose is not None else None
+        return stock(joint_graph, node_info, *args, **kwargs) if kept is None else kept
 
     partitioners.choose_saved_values_set = choose_saved_values_set
 
@@ -87,9 +88,30 @@ def is_symbol(node: fx.Node) -> bool:
     return bool(_partitioners().is_sym_node(node))
 
 
+def changed_inputs(graph: fx.Graph) -> frozenset[fx.Node]:
+    """The inputs of the step that forward writes into: inside the graph, or after it with what the graph gives."""
+    (output,) = (node for node in graph.nodes if node.op == "output")
+    told = [getattr(one, "mutated_input", None) for one in output.meta.get("desc") or ()]
+    copied_to = {node.args[0] for node in graph.nodes if node.target is torch.ops.aten.copy_.default}
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    return frozenset(
+        node for node in inputs if node in copied_to or (node.meta.get("desc") is not None and node.meta["desc"] in told)
+    )
+
+
+def can_be_kept(node: fx.Node) -> bool:
+    """Whether forward can hand a node's value to backward: a tensor, a number or an object, not a tuple."""
+    value = node.meta.get("val")
+    if isinstance(value, Tensor) or is_symbol(node):
+        return True
+    return value is not None and not isinstance(value, tuple | list | dict)
+
+
 def size_of(node: fx.Node) -> int:
     """The bytes of a node's tensors, by the hints of symbolic sizes: nothing is guarded on."""
     value = node.meta.get("val")
+    if isinstance(value, torch.SymFloat | torch.SymBool):
+        return SYMBOL_BYTES
     if not isinstance(value, Tensor | tuple | list):
         return 0
     return int(_partitioners()._size_of(node))

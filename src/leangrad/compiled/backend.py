@@ -28,8 +28,8 @@ def compile_lean(
 ) -> Callable[..., Any]:
     """What ``torch.compile(model, backend="leangrad")`` calls with each graph that it has captured.
 
-    Equals ``backend="inductor"`` in everything but what forward keeps for backward. ``options`` may hold, beside those of
-    Inductor:
+    Equals ``backend="inductor"`` in everything but what forward keeps for backward. ``options`` may hold, beside those
+    of Inductor:
 
     ``leangrad.exact``: run eager's own kernels, so that results are bit for bit those of eager PyTorch.
     ``leangrad.slowdown``: how much longer a step may take for the sake of memory, as the policy estimates it; 1.1 by
@@ -112,7 +112,7 @@ def summary() -> str:
     if not chosen:
         return "no graph with a backward was compiled in this process, or all came out of a cache"
     lines = [f"{'kept MB':>10} {'floor MB':>10} {'peak MB':>10} {'work':>6}"]
-    for choice in chosen:
+    for choice in (one.choice for one in chosen):
         outcome, floor = choice.outcome, choice.floor
         line = f"{outcome.kept_bytes / 1e6:>10.3f} {floor.kept_bytes / 1e6:>10.3f} {outcome.peak_bytes / 1e6:>10.3f}"
         line += f" {choice.slowdown:>6.3f}"

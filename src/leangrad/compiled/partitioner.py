@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from torch import fx
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
 from leangrad import __version__, _torch_compile
+from leangrad.compiled.dropout import restore_dropout, write_out_dropout
 from leangrad.compiled.joint_graph import read_joint_graph
 from leangrad.policy.choice import Choice, choose
 
@@ -36,23 +38,38 @@ class Partitioner(CustomPartitionerFn):
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Partition one joint graph."""
+        written = write_out_dropout(gm.graph) if self.settings.exact else []
         with _torch_compile.choosing(self._keep):
-            return _torch_compile.partition(gm, joint_inputs, **kwargs)
+            forward, backward = _torch_compile.partition(gm, joint_inputs, **kwargs)
+        restore_dropout(forward, written)
+        return forward, backward
 
     def uuid(self) -> str:
         """What tells this partitioner from another in the caches: its settings, and the code of the policy."""
         return f"leangrad {__version__} {_code()} {asdict(self.settings)}"
 
-    def _keep(self, graph: fx.Graph, info: Any) -> list[fx.Node]:
+    def _keep(self, graph: fx.Graph, info: Any) -> list[fx.Node] | None:
+        began = time.perf_counter()
         step, nodes = read_joint_graph(graph, info, fused=not self.settings.exact)
-        choice = choose(step, slowdown=self.settings.slowdown)
-        chosen.append(choice)
+        try:
+            choice = choose(step, slowdown=self.settings.slowdown)
+        except OverflowError:
+            return None  # backward reads what forward has changed: torch's own choice leads to eager's own error
+        chosen.append(Chosen(choice, time.perf_counter() - began))
         del chosen[:-REMEMBERED]
         return [nodes[n] for n in sorted(choice.kept)]
 
 
+@dataclass(frozen=True)
+class Chosen:
+    """What the policy chose for one graph, and how long that took."""
+
+    choice: Choice
+    seconds: float
+
+
 REMEMBERED = 64
-chosen: list[Choice] = []  # of the last graphs that were compiled, for the summary
+chosen: list[Chosen] = []  # of the last graphs that were compiled, for the summary
 
 
 def _code() -> str:
