@@ -10,7 +10,29 @@ from benchmarks.floor import floor
 from tests.support.partitions import Partitions
 from tests.zoo import CASES, Case
 
-ZOO = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+NEAR_FLOOR = 1.02
+BAND = 0.01  # how far from what is written down here kept bytes may be, either way: who improves them writes it down
+
+# Kept bytes over the floor where they are not within NEAR_FLOOR of it, and why.
+PEAK = "links of a residual chain are kept, because making them again would raise the peak"
+RANDOM = "masks that Inductor does not draw from a seed are kept, in float32"
+ABOVE_FLOOR = {
+    "resnet_inplace": (1.205, PEAK),
+    "resnet": (1.145, PEAK),
+    "depthwise": (1.063, PEAK),
+    "mamba": (1.244, "statistics and small slices are kept; not traced further"),
+    "shared": (1.168, PEAK),
+    "frozen": (1.223, PEAK),
+    "dropout": (1.401, RANDOM),
+    "views": (1.073, "what index_put gives is kept"),
+    "custom": (1.686, "what an autograd Function of the user's saves is kept"),
+    "hf_resnet": (1.210, PEAK),
+    "hf_mamba": (3.494, "a scan of many small ops: its slices are kept; not traced further"),
+}
+# What Dynamo does not take into one graph: bytes between graphs are not those of the floor.
+SEVERAL_GRAPHS = {"lstm_gru_tied", "moe", "hf_gpt2"}
+SMALL_ZOO = pytest.mark.parametrize("case", [case for case in CASES if "hf" not in case.tags], ids=lambda case: case.name)
+HF_ZOO = pytest.mark.parametrize("case", [case for case in CASES if "hf" in case.tags], ids=lambda case: case.name)
 
 
 @pytest.fixture(autouse=True)
@@ -31,20 +53,44 @@ def gradients(case: Case, backend: Partitions | None) -> list[Tensor | None]:
     return [p.grad for p in model.parameters()]
 
 
-@ZOO
-def test_zoo(case: Case) -> None:
+@SMALL_ZOO
+def test_small(case: Case) -> None:
+    assert_right_and_lean(case)
+
+
+@pytest.mark.slow
+@HF_ZOO
+def test_hf(case: Case) -> None:
+    assert_right_and_lean(case)
+
+
+def assert_right_and_lean(case: Case) -> None:
     found = Partitions()
     ours = gradients(case, found)
-    assert sum(p.compared for p in found.found) > 0
-    assert [d for p in found.found for d in p.differences] == []
-    assert [name for p in found.found for name in p.heavy_twice()] == []
-    torch.manual_seed(0)
-    model, batch = case.make(), case.batch()
-    least = floor(model, batch, case.loss).bytes
-    err = -1.
-    if True:
-        plain = gradients(case, None)
-        num = sum((a - b).double().square().sum() for a, b in zip(ours, plain, strict=True) if b is not None)
-        den = sum(b.double().square().sum() for b in plain if b is not None)
-        err = float((num / den).sqrt())
-    print(f"RATIO {case.name} graphs {len(found.found)} kept/floor {found.kept_bytes / least:.3f} stock/floor {found.stock_kept_bytes/least:.3f} err {err:.2e}")
+    if found.found:
+        assert sum(part.compared for part in found.found) > 0
+    assert [words for part in found.found for words in part.differences] == []
+    assert [name for part in found.found for name in part.heavy_twice()] == []
+    assert found.kept_bytes <= found.stock_kept_bytes
+    if "dropout" not in case.tags and "hf" not in case.tags:  # those draw other masks than eager
+        assert_near(ours, gradients(case, None))
+    if case.name not in SEVERAL_GRAPHS:
+        torch.manual_seed(0)
+        least = floor(case.make(), case.batch(), case.loss).bytes
+        assert_near_floor(case.name, found.kept_bytes / least)
+
+
+def assert_near(ours: list[Tensor | None], plain: list[Tensor | None]) -> None:
+    """Float32, rounded in another order by the decompositions of Inductor. A wrong term would be 1e-2 or more."""
+    pairs = [(p.double(), q.double()) for p, q in zip(ours, plain, strict=True) if p is not None and q is not None]
+    assert [p is None for p in ours] == [q is None for q in plain]
+    wrong = sum(float((p - q).square().sum()) for p, q in pairs)
+    assert wrong <= 1e-6 * sum(float(q.square().sum()) for _, q in pairs)
+
+
+def assert_near_floor(name: str, ratio: float) -> None:
+    if name in ABOVE_FLOOR:
+        expected, why = ABOVE_FLOOR[name]
+        assert abs(ratio / expected - 1) <= BAND, f"{ratio:.3f} times the floor, not {expected}: {why}"
+    else:
+        assert ratio <= NEAR_FLOOR, f"{ratio:.3f} times the floor; if that is right, say why in ABOVE_FLOOR"

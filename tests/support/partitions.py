@@ -30,7 +30,7 @@ class Partition:
     stock_forward: fx.GraphModule
     stock_backward: fx.GraphModule
     outputs: int  # of forward, before what it keeps
-    stock_kept: dict[str, Any] = field(default_factory=dict)  # by torch's own forward when it last ran, by node
+    stock_kept: list[dict[str, Any]] = field(default_factory=list)  # by torch's own forward, each time it ran; by node
     compared: int = 0  # tensors that both gave
     differences: list[str] = field(default_factory=list)
 
@@ -78,8 +78,7 @@ class Partitions(Partitioner):
         return ours
 
     def _inner_compile(self, gm: fx.GraphModule, inputs: Any, **_: Any) -> Callable[[list[Any]], Any]:
-        names = {node.name for node in gm.graph.nodes}
-        part = next((p for p in reversed(self.found) if names in (names_in(p.forward), names_in(p.backward))), None)
+        part = next((p for p in reversed(self.found) if is_half(gm, p.forward) or is_half(gm, p.backward)), None)
 
         def run(arguments: list[Any]) -> Any:
             given = list(arguments)
@@ -110,10 +109,10 @@ def twin(gm: fx.GraphModule) -> fx.GraphModule:
 
 def compare(part: Partition, gm: fx.GraphModule, given: list[Any]) -> Any:
     """Run one half of a partition, and torch's own cut of the same on the same inputs; note how they differ."""
-    is_forward = names_in(gm) == names_in(part.forward)
+    is_forward = is_half(gm, part.forward)
     stock = part.stock_forward if is_forward else part.stock_backward
     named = dict(zip(placeholders(gm), (clone(one) for one in given), strict=True))
-    named |= {} if is_forward else part.stock_kept
+    named |= {} if is_forward else part.stock_kept.pop()  # of the last forward: backward runs the other way round
     state = torch.random.get_rng_state()
     expected = Interpreter(stock).run(*(named[name] for name in placeholders(stock)))
     torch.random.set_rng_state(state)
@@ -126,7 +125,7 @@ def compare(part: Partition, gm: fx.GraphModule, given: list[Any]) -> Any:
                 part.differences.append(f"{'forward' if is_forward else 'backward'} {n}: {words}")
     if is_forward:
         nodes = saved(stock, part.outputs)
-        part.stock_kept = dict(zip((node.name for node in nodes), expected[part.outputs :], strict=True))
+        part.stock_kept.append(dict(zip((node.name for node in nodes), expected[part.outputs :], strict=True)))
     return result
 
 
@@ -135,8 +134,14 @@ def clone(one: Any) -> Any:
     return one.clone() if isinstance(one, Tensor) else one
 
 
-def names_in(gm: fx.GraphModule) -> set[str]:
-    return {node.name for node in gm.graph.nodes}
+def is_half(gm: fx.GraphModule, half: fx.GraphModule) -> bool:
+    """Whether a graph is this half of a partition, or a copy of it."""
+    return [(node.name, look(node)) for node in gm.graph.nodes] == [(node.name, look(node)) for node in half.graph.nodes]
+
+
+def look(node: fx.Node) -> object:
+    value = node.meta.get("val")
+    return (value.shape, value.dtype, value.stride()) if isinstance(value, Tensor) else None
 
 
 def placeholders(gm: fx.GraphModule) -> list[str]:

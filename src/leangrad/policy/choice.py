@@ -23,7 +23,7 @@ NEAR = 1.01  # peaks within this factor of the lowest count as equal: then the l
 
 @dataclass(frozen=True)
 class Choice:
-    """The values to keep, how the step plays out with them, and whether the bound on work held it back."""
+    """The values to keep, how the step plays out with them, and whether the bound on work ruled the cheapest cut out."""
 
     kept: frozenset[int]
     outcome: Outcome
@@ -53,8 +53,7 @@ def choose(graph: Graph, *, slowdown: float) -> Choice:
         if kept not in tried:
             tried[kept] = play(graph, kept)
     allowed = {kept: outcome for kept, outcome in tried.items() if outcome.work <= bound}
-    is_held_back = not allowed
-    if is_held_back:
+    if not allowed:
         for price in PRICES:
             kept = cheapest_cut(graph, price=price)
             allowed = {kept: play(graph, kept)}
@@ -63,7 +62,7 @@ def choose(graph: Graph, *, slowdown: float) -> Choice:
     lowest = min(outcome.peak_bytes for outcome in allowed.values())
     near = [(outcome, kept) for kept, outcome in allowed.items() if outcome.peak_bytes <= NEAR * lowest]
     outcome, kept = min(near, key=lambda pair: (pair[0].work, pair[0].kept_bytes, sorted(pair[1])))
-    return Choice(kept, outcome, floor, is_held_back, step)
+    return Choice(kept, outcome, floor, floor.work > bound, step)
 
 
 def _candidates(graph: Graph, first: frozenset[int]) -> Iterator[frozenset[int]]:
