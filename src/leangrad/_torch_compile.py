@@ -95,7 +95,9 @@ def changed_inputs(graph: fx.Graph) -> frozenset[fx.Node]:
     copied_to = {node.args[0] for node in graph.nodes if node.target is torch.ops.aten.copy_.default}
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     return frozenset(
-        node for node in inputs if node in copied_to or (node.meta.get("desc") is not None and node.meta["desc"] in told)
+        node
+        for node in inputs
+        if node in copied_to or (node.meta.get("desc") is not None and node.meta["desc"] in told)
     )
 
 

@@ -116,32 +116,41 @@ def test_the_key_of_the_caches_holds_every_setting() -> None:
 
 
 def test_two_threads_with_different_backends_do_not_meet() -> None:
-    """Both are inside their partition at the same time: each gets its own choice."""
-    inside = threading.Barrier(2, timeout=60)
-    seen: list[str] = []
-    class Waiting(Partitioner):
-        def _keep(self, graph: Any, info: Any) -> Any:
-            inside.wait()
-            seen.append("ours")
-            return super()._keep(graph, info)
+    """One thread is inside its choice while the other partitions: that one gets torch's own."""
+    from functorch.compile import aot_function, make_boxed_func, min_cut_rematerialization_partition
 
-    def partition_by_torch(gm: Any, inputs: Any, **arguments: Any) -> Any:
-        inside.wait()
-        seen.append("torch")
-        return _torch_compile.partition(gm, inputs, **arguments)
+    is_inside, is_done = threading.Event(), threading.Event()
+    calls: list[int] = []
 
-    def train(partitioner: Any) -> None:
-        gm = torch.fx.symbolic_trace(lambda x: x.exp().sin().sum())
-        run = _torch_compile.compile_op_by_op(gm, [torch.randn(8, requires_grad=True)], partitioner)
-        run(torch.randn(8, requires_grad=True))
+    def choose(graph: Any, info: Any) -> list[Any]:
+        calls.append(threading.get_ident())
+        return list(info.inputs)
 
-    threads = [threading.Thread(target=train, args=(p,)) for p in (Waiting(Settings(exact=True)), partition_by_torch)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
+    def partition() -> None:
+        def compiler(gm: Any, _: Any) -> Any:
+            return make_boxed_func(gm.forward)
+
+        function = aot_function(
+            lambda x: x.exp().sin().sum(), compiler, compiler, partition_fn=min_cut_rematerialization_partition
+        )
+        function(torch.randn(8, requires_grad=True)).backward()
+
+    def inside() -> None:
+        with _torch_compile.choosing(choose):
+            is_inside.set()
+            assert is_done.wait(60)
+            partition()
+
+    thread = threading.Thread(target=inside)
+    thread.start()
+    assert is_inside.wait(60)
+    try:
+        partition()
+        assert calls == []
+    finally:
+        is_done.set()
         thread.join()
-    assert sorted(seen) == ["ours", "torch"]
-    assert len(chosen) == 1
+    assert calls == [thread.ident]
 
 
 def test_the_summary_tells_what_was_chosen() -> None:
@@ -181,5 +190,3 @@ def test_a_lean_model_under_our_backend_is_told_nothing() -> None:
     plain(x).sum().backward()
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
         assert_same_bits(p.grad, q.grad)
-
-

@@ -76,7 +76,13 @@ def of_experts(x: Tensor, w: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(
     ("function", "decision"),
-    [(routed, "gt"), (rounded, "round"), (truncated, "convert_element_type"), (gathered, "argmax"), (of_experts, "topk")],
+    [
+        (routed, "gt"),
+        (rounded, "round"),
+        (truncated, "convert_element_type"),
+        (gathered, "argmax"),
+        (of_experts, "topk"),
+    ],
 )
 def test_a_decision_of_forward_is_kept(function: Callable[..., Tensor], decision: str) -> None:
     found, _ = partitions(function, torch.randn(32, 16, requires_grad=True), torch.randn(16, 16, requires_grad=True))
@@ -109,7 +115,9 @@ def test_the_mask_of_a_maximum_is_made_in_forward(reduce: Callable[[Tensor], Ten
     assert "eq" in {op_name(node) for node in part.forward.graph.nodes}
 
 
-def policy(choice: dict[object, CheckpointPolicy], _: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+def policy(
+    choice: dict[object, CheckpointPolicy], _: object, op: object, *args: object, **kwargs: object
+) -> CheckpointPolicy:
     return choice.get(op, CheckpointPolicy.PREFER_RECOMPUTE)
 
 

@@ -16,6 +16,10 @@ EXACT = {"leangrad.exact": True}
 OTHERWISE: dict[str, str] = {}
 
 
+# Dynamo's own, where a graph begins with what another graph made; it cannot hide a warning that is an error.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
+
 @pytest.fixture(autouse=True)
 def _fresh() -> None:
     torch._dynamo.reset()

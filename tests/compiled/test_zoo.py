@@ -31,8 +31,14 @@ ABOVE_FLOOR = {
 }
 # What Dynamo does not take into one graph: bytes between graphs are not those of the floor.
 SEVERAL_GRAPHS = {"lstm_gru_tied", "moe", "hf_gpt2"}
-SMALL_ZOO = pytest.mark.parametrize("case", [case for case in CASES if "hf" not in case.tags], ids=lambda case: case.name)
+SMALL_ZOO = pytest.mark.parametrize(
+    "case", [case for case in CASES if "hf" not in case.tags], ids=lambda case: case.name
+)
 HF_ZOO = pytest.mark.parametrize("case", [case for case in CASES if "hf" in case.tags], ids=lambda case: case.name)
+
+
+# Dynamo's own, where a graph begins with what another graph made; it cannot hide a warning that is an error.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 
 
 @pytest.fixture(autouse=True)

@@ -136,7 +136,9 @@ def clone(one: Any) -> Any:
 
 def is_half(gm: fx.GraphModule, half: fx.GraphModule) -> bool:
     """Whether a graph is this half of a partition, or a copy of it."""
-    return [(node.name, look(node)) for node in gm.graph.nodes] == [(node.name, look(node)) for node in half.graph.nodes]
+    return [(node.name, look(node)) for node in gm.graph.nodes] == [
+        (node.name, look(node)) for node in half.graph.nodes
+    ]
 
 
 def look(node: fx.Node) -> object:

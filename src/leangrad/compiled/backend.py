@@ -97,7 +97,7 @@ def _patches(mode: str | None, options: dict[str, Any]) -> dict[str, Any]:
 @functools.cache
 def _warn_of_missing(missing: tuple[str, ...]) -> None:
     warnings.warn(
-        f"torch {torch.__version__} has no {', '.join(missing)}: backend=\"leangrad\" compiles with torch's own "
+        f'torch {torch.__version__} has no {", ".join(missing)}: backend="leangrad" compiles with torch\'s own '
         "partitioner and keeps what that keeps",
         stacklevel=2,
     )
