@@ -35,7 +35,7 @@ class Masked(nn.Module):
         return x
 
 
-def error(backend: object, *, layers: int = 6, width: int = 64, rows: int = 256) -> float:
+def error(backend: object, *, layers: int = 6, width: int = 64, rows: int = 8192) -> float:
     """The relative error of the input's gradient, by the masks that forward shows."""
     torch._dynamo.reset()
     torch.manual_seed(0)

@@ -1,7 +1,7 @@
 """Private names of torch's compiler, in one place: what the compiled engine asks of AOTAutograd and Inductor.
 
-Written for torch 2.11 to 2.13. Where a release lacks one of them, `missing` says which, and `backend="leangrad"` compiles
-with torch's own partitioner and warns once.
+Written for torch 2.11 to 2.13. Where a release lacks one of them, `missing` says which, and `backend="leangrad"`
+compiles with torch's own partitioner and warns once.
 """
 
 from __future__ import annotations
@@ -22,6 +22,15 @@ Choose = Callable[[fx.Graph, Any], list[fx.Node] | None]
 _choose: contextvars.ContextVar[Choose | None] = contextvars.ContextVar("leangrad_choose", default=None)
 
 
+def partitioner_class() -> Any:
+    """The class that Inductor asks a partitioner of one's own to be of."""
+    try:
+        from torch._inductor.custom_graph_pass import CustomPartitionerFn
+    except ImportError:
+        return object  # `missing` says so, and nothing of that class is made
+    return CustomPartitionerFn
+
+
 def _partitioners() -> Any:
     from torch._functorch import partitioners
 
@@ -39,9 +48,8 @@ def missing() -> tuple[str, ...]:
             (config, "custom_partitioner_fn"),
             (custom_graph_pass, "CustomPartitionerFn"),
         ]
-        found += [(_partitioners(), name) for name in (
-            "choose_saved_values_set", "min_cut_rematerialization_partition", "_size_of", "must_recompute", "is_sym_node",
-        )]  # fmt: skip
+        names = "choose_saved_values_set min_cut_rematerialization_partition _size_of must_recompute is_sym_node"
+        found += [(_partitioners(), name) for name in names.split()]
     except ImportError as error:
         return (str(error),)
     return tuple(f"{where.__name__}.{name}" for where, name in found if not hasattr(where, name))
@@ -187,8 +195,8 @@ def compile_by_inductor(gm: fx.GraphModule, inputs: Sequence[Any], patches: dict
 def compile_op_by_op(gm: fx.GraphModule, inputs: Sequence[Any], partitioner: Any) -> Callable[..., Any]:
     """Trace forward and backward, partition them, and run both with eager's own kernels, one op after the other.
 
-    Nothing is decomposed, and autocast has no say in backward, as in eager PyTorch. What a graph is given is let go of as
-    soon as its last reader has run.
+    Nothing is decomposed, and autocast has no say in backward, as in eager PyTorch. What a graph is given is let go of
+    as soon as its last reader has run.
     """
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch import config

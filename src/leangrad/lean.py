@@ -41,10 +41,10 @@ def lean(model: ModuleT, *, residual_depth: int | Literal["auto"] = "auto", min_
         first step shows, the cut that makes the peak lowest.
     min_bytes: smaller tensors are kept without looking into them.
 
-    A model that is lean already is given the new settings and starts to learn anew. Under ``torch.compile``
-    (whose own way to less memory is ``backend="leangrad"``), ``torch.func``, ``no_grad``, inference mode and ``LEANGRAD_DISABLE=1`` the model runs plain. Only ``forward`` is
-    lean: a model that is trained by other methods, such as a ``training_step`` that calls its submodules, is warned of
-    after its first backward; use ``saving`` there.
+    A model that is lean already is given the new settings and starts to learn anew. Under ``torch.compile`` (which has
+    a way of its own to less memory: ``backend="leangrad"``), ``torch.func``, ``no_grad``, inference mode and
+    ``LEANGRAD_DISABLE=1`` the model runs plain. Only ``forward`` is lean: a model that is trained by other methods,
+    such as a ``training_step`` that calls its submodules, is warned of after its first backward; use ``saving`` there.
 
     >>> import torch, leangrad
     >>> model = leangrad.lean(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()))

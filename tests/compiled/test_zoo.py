@@ -1,4 +1,4 @@
-"""The zoo, cut for Inductor and run op by op: the same bits as torch's own cut, no heavy op twice, bytes at the floor."""
+"""The zoo, cut for Inductor and run op by op: the bits of torch's own cut, no heavy op twice, bytes at the floor."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """What Inductor would be given, without its code generation: graphs are partitioned and run op by op.
 
-A C++ compile takes half a minute, a partition a fraction of a second. The graphs are those of Inductor: decomposed, with
-its random numbers, after its passes over the joint graph.
+A C++ compile takes half a minute, a partition a fraction of a second. The graphs are those of Inductor: decomposed,
+with its random numbers, after its passes over the joint graph.
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ __all__ = ["op_name", "read_joint_graph"]
 
 VIEWS = {
     "alias", "as_strided", "broadcast_in_dim", "chunk", "detach", "diagonal", "expand", "lift_fresh", "movedim",
-    "narrow", "permute", "real", "imag", "reshape", "select", "slice", "split", "split_with_sizes", "squeeze", "t", "transpose",
-    "unbind", "unfold", "unsqueeze", "view", "view_as", "view_as_complex", "view_as_real", "_unsafe_view",
+    "narrow", "permute", "real", "imag", "reshape", "select", "slice", "split", "split_with_sizes", "squeeze", "t",
+    "transpose", "unbind", "unfold", "unsqueeze", "view", "view_as", "view_as_complex", "view_as_real", "_unsafe_view",
 }  # fmt: skip
 # Beside the ops that are tagged pointwise: what Inductor computes inside the kernels that read it.
 INLINED = {
@@ -37,11 +37,11 @@ INLINED = {
     "ones_like", "rev", "roll", "scalar_tensor", "select_scatter", "slice_scatter", "tril", "triu", "where", "zeros",
     "zeros_like", "_to_copy", "_unsafe_index", "repeat",
 }  # fmt: skip
-# Ops that do not round: of the same inputs they give the same bits in any kernel.
+# Ops that do no arithmetic that rounds: of the same inputs they give the same bits in any kernel.
 EXACT = VIEWS | {
     "abs", "amax", "amin", "arange", "bitwise_and", "bitwise_not", "bitwise_or", "bitwise_xor", "cat", "clamp",
-    "clamp_max", "clamp_min", "clone", "constant_pad_nd", "convert_element_type", "copy", "embedding", "eye", "flip", "full",
-    "full_like", "gather", "index", "index_select", "inductor_lookup_seed", "inductor_random", "iota", "logical_and",
+    "clamp_max", "clamp_min", "clone", "constant_pad_nd", "convert_element_type", "copy", "embedding", "eye", "flip",
+    "full", "full_like", "gather", "index", "index_select", "inductor_lookup_seed", "inductor_random", "iota", "logical_and",
     "logical_not", "logical_or", "logical_xor", "max", "maximum", "min", "minimum", "neg", "ones", "ones_like", "relu",
     "repeat", "roll", "scalar_tensor", "select_scatter", "slice_scatter", "stack", "tril", "triu", "where", "zeros",
     "zeros_like", "_to_copy", "_unsafe_index",

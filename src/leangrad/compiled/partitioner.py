@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from torch import fx
-from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
 from leangrad import __version__, _torch_compile
 from leangrad.compiled.dropout import restore_dropout, write_out_dropout
@@ -28,7 +27,7 @@ class Settings:
     slowdown: float = 1.1
 
 
-class Partitioner(CustomPartitionerFn):
+class Partitioner(_torch_compile.partitioner_class()):  # type: ignore[misc]
     """AOTAutograd's partitioner with the policy's cut. Everything around the cut is torch's own."""
 
     def __init__(self, settings: Settings) -> None:

@@ -23,7 +23,7 @@ NEAR = 1.01  # peaks within this factor of the lowest count as equal: then the l
 
 @dataclass(frozen=True)
 class Choice:
-    """The values to keep, how the step plays out with them, and whether the bound on work ruled the cheapest cut out."""
+    """The values to keep, how the step plays out with them, and whether the cheapest cut would be too much work."""
 
     kept: frozenset[int]
     outcome: Outcome
