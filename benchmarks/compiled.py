@@ -106,7 +106,7 @@ def _checkpointed(model: nn.Module) -> nn.Module:
             raise ValueError(f"{type(model).__name__} has no blocks that a checkpoint could stand around")
         for block in blocks:
             plain = block.forward
-            block.forward = lambda *a, plain=plain: checkpoint(plain, *a, use_reentrant=False)  # type: ignore[method-assign]
+            block.forward = lambda *a, plain=plain: checkpoint(plain, *a, use_reentrant=False)
     return model
 
 

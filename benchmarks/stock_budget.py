@@ -11,6 +11,8 @@ the relative error of that gradient: 0 if backward used the masks of forward, ab
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -35,7 +37,7 @@ class Masked(nn.Module):
         return x
 
 
-def error(backend: object, *, layers: int = 6, width: int = 64, rows: int = 8192) -> float:
+def error(backend: str | Callable[..., Any], *, layers: int = 6, width: int = 64, rows: int = 8192) -> float:
     """The relative error of the input's gradient, by the masks that forward shows."""
     torch._dynamo.reset()
     torch.manual_seed(0)

@@ -189,7 +189,8 @@ def compile_by_inductor(gm: fx.GraphModule, inputs: Sequence[Any], patches: dict
     """Compile a captured graph as ``backend="inductor"`` does, with some of its settings changed."""
     from torch._inductor.compile_fx import compile_fx
 
-    return compile_fx(gm, list(inputs), config_patches=patches)  # type: ignore[no-any-return]
+    compiled: Any = compile_fx(gm, list(inputs), config_patches=patches)
+    return compiled  # type: ignore[no-any-return]
 
 
 def compile_op_by_op(gm: fx.GraphModule, inputs: Sequence[Any], partitioner: Any) -> Callable[..., Any]:
@@ -212,6 +213,5 @@ def compile_op_by_op(gm: fx.GraphModule, inputs: Sequence[Any], partitioner: Any
         return run
 
     with config.patch(backward_pass_autocast="off"):
-        return aot_autograd(  # type: ignore[no-any-return]
-            fw_compiler=run_op_by_op, bw_compiler=run_op_by_op, partition_fn=partitioner
-        )(gm, inputs)
+        compiler = aot_autograd(fw_compiler=run_op_by_op, bw_compiler=run_op_by_op, partition_fn=partitioner)
+        return compiler(gm, inputs)

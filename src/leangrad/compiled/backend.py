@@ -35,9 +35,9 @@ def compile_lean(
     ``leangrad.slowdown``: how much longer a step may take for the sake of memory, as the policy estimates it; 1.1 by
         default.
 
-    >>> import torch, leangrad
+    >>> import torch
     >>> model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.GELU(), torch.nn.Linear(32, 8))
-    >>> compiled = torch.compile(model, backend="leangrad", options={"leangrad.exact": True})
+    >>> compiled = torch.compile(model, backend=compile_lean, options={"leangrad.exact": True})  # or backend="leangrad"
     >>> compiled(torch.ones(2, 8)).sum().backward()
     """
     settings, rest = read_options(options or {})
