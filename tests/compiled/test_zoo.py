@@ -37,8 +37,12 @@ SMALL_ZOO = pytest.mark.parametrize(
 HF_ZOO = pytest.mark.parametrize("case", [case for case in CASES if "hf" in case.tags], ids=lambda case: case.name)
 
 
-# Dynamo's own, where a graph begins with what another graph made; it cannot hide a warning that is an error.
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+# Dynamo's own: of a graph that begins with what another made, of a Function that it calls, of a cache it looks into.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+    pytest.mark.filterwarnings("ignore:<class 'torch.autograd.function.Function'> should not be instantiated"),
+    pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`"),
+]
 
 
 @pytest.fixture(autouse=True)

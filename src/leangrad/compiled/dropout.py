@@ -3,8 +3,8 @@
 [Note: dropout's result] ``native_dropout`` gives its result and a mask of one byte per element, and is never run twice.
 If its result were kept, backward would hold both. So its readers are told that it is ``x * mask * scale``, which is
 what the op itself computes, bit for bit: a cut may then keep the mask alone, and ``x`` or what ``x`` is made from.
-Forward gets the op's own result back after the cut. A mask of one bit, or the generator's state, would be smaller still; the
-one would need ops that eager does not have, the other would draw from the generator a second time in backward.
+Forward gets the op's own result back after the cut. A mask of one bit, or the generator's state, would be smaller
+still; the one would need ops that eager does not have, the other would draw from the generator again in backward.
 """
 
 from __future__ import annotations

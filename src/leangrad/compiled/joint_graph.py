@@ -41,10 +41,10 @@ INLINED = {
 EXACT = VIEWS | {
     "abs", "amax", "amin", "arange", "bitwise_and", "bitwise_not", "bitwise_or", "bitwise_xor", "cat", "clamp",
     "clamp_max", "clamp_min", "clone", "constant_pad_nd", "convert_element_type", "copy", "embedding", "eye", "flip",
-    "full", "full_like", "gather", "index", "index_select", "inductor_lookup_seed", "inductor_random", "iota", "logical_and",
-    "logical_not", "logical_or", "logical_xor", "max", "maximum", "min", "minimum", "neg", "ones", "ones_like", "relu",
-    "repeat", "roll", "scalar_tensor", "select_scatter", "slice_scatter", "stack", "tril", "triu", "where", "zeros",
-    "zeros_like", "_to_copy", "_unsafe_index",
+    "full", "full_like", "gather", "index", "index_select", "inductor_lookup_seed", "inductor_random", "iota",
+    "logical_and", "logical_not", "logical_or", "logical_xor", "max", "maximum", "min", "minimum", "neg", "ones",
+    "ones_like", "relu", "repeat", "roll", "scalar_tensor", "select_scatter", "slice_scatter", "stack", "tril",
+    "triu", "where", "zeros", "zeros_like", "_to_copy", "_unsafe_index",
 }  # fmt: skip
 REDUCES = 4  # an op that reads so many times what it gives makes a statistic, which is kept
 INLINE_SHARE = 20  # a value computed inside its reader costs about the 20th part of one that is written and read
