@@ -27,7 +27,7 @@ ABOVE_FLOOR = {
     "views": (1.073, "what index_put gives is kept"),
     "custom": (1.686, "what an autograd Function of the user's saves is kept"),
     "hf_resnet": (1.210, PEAK),
-    "hf_mamba": (3.494, "a scan of many small ops: its slices are kept; not traced further"),
+    "hf_mamba": (5.297, "a scan of many small ops, at a toy's size: the floor would take 1.28 times the work"),
 }
 # What Dynamo does not take into one graph: bytes between graphs are not those of the floor.
 SEVERAL_GRAPHS = {"lstm_gru_tied", "moe", "hf_gpt2"}

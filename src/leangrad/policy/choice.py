@@ -18,6 +18,7 @@ __all__ = ["Choice", "choose"]
 
 DEPTHS = (1, 2, 4, 8)  # joins of a chain that is made again
 PRICES = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 1e6)  # kept bytes for one byte moved
+HALVINGS = 5  # of the span in which a price is looked for
 NEAR = 1.01  # peaks within this factor of the lowest count as equal: then the least work wins
 
 
@@ -52,17 +53,36 @@ def choose(graph: Graph, *, slowdown: float) -> Choice:
     for kept in _candidates(graph, first):
         if kept not in tried:
             tried[kept] = play(graph, kept)
+    if floor.work > bound:
+        tried |= _within(graph, bound)
     allowed = {kept: outcome for kept, outcome in tried.items() if outcome.work <= bound}
-    if not allowed:
-        for price in PRICES:
-            kept = cheapest_cut(graph, price=price)
-            allowed = {kept: play(graph, kept)}
-            if allowed[kept].work <= bound:
-                break
+    if not allowed:  # the user has forced values to be made again
+        least = min(tried, key=lambda kept: (tried[kept].work, sorted(kept)))
+        allowed = {least: tried[least]}
     lowest = min(outcome.peak_bytes for outcome in allowed.values())
     near = [(outcome, kept) for kept, outcome in allowed.items() if outcome.peak_bytes <= NEAR * lowest]
     outcome, kept = min(near, key=lambda pair: (pair[0].work, pair[0].kept_bytes, sorted(pair[1])))
     return Choice(kept, outcome, floor, floor.work > bound, step)
+
+
+def _within(graph: Graph, bound: float) -> dict[frozenset[int], Outcome]:
+    """Cuts of as little work as is allowed: a price on what is made again that is just high enough, by bisection."""
+    tried: dict[frozenset[int], Outcome] = {}
+
+    def is_within(price: float) -> bool:
+        kept = cheapest_cut(graph, price=price)
+        tried[kept] = play(graph, kept)
+        return tried[kept].work <= bound
+
+    high = next((price for price in PRICES if is_within(price)), PRICES[-1])
+    low = max((price for price in PRICES if price < high), default=0.0)
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        if is_within(middle):
+            high = middle
+        else:
+            low = middle
+    return tried
 
 
 def _candidates(graph: Graph, first: frozenset[int]) -> Iterator[frozenset[int]]:
