@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from torch._inductor.compile_fx import compile_fx
 
 from leangrad import _torch_compile
-from leangrad.compiled.joint_graph import op_name
+from leangrad.compiled.joint_graph import op_name, read_joint_graph
 from leangrad.compiled.partitioner import Partitioner, Settings
 from leangrad.policy.ops import is_heavy
 from tests.support.bits import difference
@@ -65,6 +65,7 @@ class Partitions(Partitioner):
     options: dict[str, Any] = field(default_factory=dict)
     found: list[Partition] = field(default_factory=list)
     compiles: int = 0
+    fixed: list[str] = field(default_factory=list)  # names of the ops whose results may not be made again
 
     def backend(self, gm: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
         self.compiles += 1
@@ -76,6 +77,11 @@ class Partitions(Partitioner):
         ours = super().__call__(gm, joint_inputs, **kwargs)
         self.found.append(Partition(*ours, *stock, kwargs["num_fwd_outputs"]))
         return ours
+
+    def _keep(self, graph: fx.Graph, info: Any) -> list[fx.Node] | None:
+        step, nodes = read_joint_graph(graph, info, fused=not self.settings.exact)
+        self.fixed += [op_name(node) for value, node in zip(step.values, nodes, strict=True) if value.is_fixed]
+        return super()._keep(graph, info)
 
     def _inner_compile(self, gm: fx.GraphModule, inputs: Any, **_: Any) -> Callable[[list[Any]], Any]:
         part = next((p for p in reversed(self.found) if is_half(gm, p.forward) or is_half(gm, p.backward)), None)
