@@ -1,7 +1,7 @@
 """The floor: the fewest bytes that can be kept from forward to backward with no product computed twice.
 
 A product is a matmul, a convolution, an attention or a fused recurrent layer. `floor` runs one real step, records
-every ATen op that eager PyTorch runs in it (`joint_graph.py`), and finds the cheapest cut (`min_cut.py`).
+every ATen op that eager PyTorch runs in it (`joint_graph.py`), and finds the cheapest cut (`leangrad.policy`).
 
 [Note: the cut] A value that backward reads is kept, at its own size, or rebuilt, which takes the inputs of its op; a
 product is never rebuilt. Parameters, buffers, the batch, constants and the loss exist anyway and are free; a buffer
@@ -22,8 +22,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from .joint_graph import Recorder, tensors_in
-from .min_cut import min_cut
+from leangrad.policy import graph as policy
+from leangrad.policy.cut import cheapest_cut
+
+from .joint_graph import Recorder, Value, tensors_in
 
 __all__ = ["Floor", "Kept", "floor"]
 
@@ -85,14 +87,20 @@ def floor(
         gradient = recorder.begin_backward(value)
         torch.autograd.grad(value, leaves, gradient, allow_unused=True)
     values = recorder.values
-    kept = min_cut(
-        [value.bytes for value in values],
-        [[] if value.free else value.inputs for value in values],
-        {value.index for value in values if value.fixed and not value.free},
-        {value.index for value in values if value.needed},
-    )
-    cut = [values[index] for index in sorted(kept) if values[index].bytes]
+    kept = cheapest_cut(policy.Graph([_as_policy(value) for value in values]), early=True)
+    cut = [values[index] for index in sorted(kept) if values[index].bytes and not values[index].free]
     return Floor(tuple(Kept(value.op, value.shape, value.dtype, value.bytes, value.module) for value in cut))
+
+
+def _as_policy(value: Value) -> policy.Value:
+    """A recorded value, as the policy sees it. What backward needs is all that the policy asks of backward."""
+    return policy.Value(
+        value.bytes,
+        () if value.free else tuple(value.inputs),
+        is_fixed=value.fixed,
+        is_standing=value.free,
+        is_asked_for=value.needed,
+    )
 
 
 def _call(model: nn.Module, batch: Any) -> Any:

@@ -18,7 +18,6 @@ mask, a derivative) could as well be done in the forward, and is part of the gra
 it is never a product.
 """
 
-import re
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -31,12 +30,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["Op", "Recorder", "Value", "tensors_in"]
+from leangrad.policy.ops import is_product
 
-_PRODUCT = re.compile(
-    r"(^|_)(mm|addmm|bmm|baddbmm|addbmm|mv|addmv|dot|vdot|matmul|linear|trilinear)(_|$)"
-    r"|conv(?!ert)|attention|lstm|gru|rnn"
-)
+__all__ = ["Op", "Recorder", "Value", "tensors_in"]
 
 #: In-place ops that do not look at what was there before.
 _OVERWRITING = {"copy_", "fill_", "zero_", "bernoulli_", "normal_", "uniform_", "random_", "exponential_"}
@@ -154,7 +150,7 @@ class Op:
         ]
         self.is_view = not written and any(one.alias_info is not None for one in func._schema.returns)
         # Another library's op may hold a product.
-        self.is_product = namespace not in ("aten", "prims") or _PRODUCT.search(self.name) is not None
+        self.is_product = namespace not in ("aten", "prims") or is_product(self.name)
 
     def _is_training(self) -> bool:
         return bool(self.given.get("training", self.given.get("train", True)))

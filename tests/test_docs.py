@@ -7,6 +7,7 @@ import pkgutil
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -170,6 +171,38 @@ def test_readme_code_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert found.equal
     assert found.lean.kept_bytes < 0.4 * found.plain.kept_bytes
     assert found.lean.peak_bytes < 0.7 * found.plain.peak_bytes
+
+
+@pytest.fixture
+def backend_name() -> Iterator[None]:
+    """What the entry point does for a package that is installed."""
+    from torch._dynamo.backends import registry
+
+    from leangrad.compiled import compile_lean
+
+    is_known = "leangrad" in registry._COMPILER_FNS
+    if not is_known:
+        torch._dynamo.register_backend(compile_lean, name="leangrad")
+    yield
+    if not is_known:
+        del registry._COMPILER_FNS["leangrad"]
+        registry._BACKENDS.pop("leangrad", None)
+
+
+@pytest.mark.usefixtures("backend_name")
+def test_code_of_the_compile_paper_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its last model is compiled without code generation; the others are wrapped, not run."""
+    torch._dynamo.reset()
+    plain = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.LayerNorm(256), nn.Linear(256, 64))
+    names: dict[str, Any] = {"torch": torch, "x": torch.randn(32, 64), "y": torch.randn(32, 64)}
+    names["criterion"] = nn.functional.mse_loss
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "compile.md").read_text(), flags=re.DOTALL)
+    assert len(blocks) == 4
+    for block in blocks:
+        names["model"] = plain
+        exec(compile(block, "compile.md", "exec"), names)
+    assert "kept MB" in capsys.readouterr().out
+    assert all(parameter.grad is not None for parameter in plain.parameters())
 
 
 def test_commands_in_the_papers_exist() -> None:

@@ -292,6 +292,7 @@ def test_functional_calls_and_transforms():
     assert_same(list(mine), list(torch.autograd.grad(loss(other)(doubled, x), list(doubled.values()))), "call")
 
 
+@pytest.mark.filterwarnings("ignore:.*compiles a lean model as a plain one")
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("what", ["compile(lean)", "lean(compile)", "lean around a compiled part"])

@@ -175,15 +175,17 @@ def stands(monkeypatch: pytest.MonkeyPatch) -> Stands:
 same_bits = partial(support.same_bits, nans="bits", strides=True)
 
 
-def assert_same(mine: list[Tensor], plain: list[Tensor], what: object = "", *, exact: bool = True) -> None:
-    """The same bits and strides; not ``exact``: strides, and values as near as plain's are to themselves."""
+def assert_same(
+    mine: list[Tensor], plain: list[Tensor], what: object = "", *, exact: bool = True, eps: float = 2**-23
+) -> None:
+    """The same bits and strides; not ``exact``: strides, and values but for sums in another order, rounded to ``eps``."""
     assert len(mine) == len(plain) > 0
     for n, (a, b) in enumerate(zip(mine, plain, strict=True)):
         assert a.stride() == b.stride(), (what, n)
         if exact:
             assert same_bits(a, b), (what, n)
         else:
-            torch.testing.assert_close(a, b)
+            assert (a - b).abs().max() <= 16 * eps * b.abs().max(), (what, n)
 
 
 def program(entry: Entry, layout: str, *, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Any:
@@ -329,7 +331,8 @@ def test_models(name: str, memory_format: torch.memory_format, autocast: bool, d
         exact = device == "cpu" or all(all(map(same_bits, gradients(model, x, autocast), plain)) for _ in range(4))
         leangrad.lean(model, min_bytes=0)
         for n in range(STEPS):
-            assert_same(gradients(model, x, autocast), plain, n, exact=exact)
+            eps = 2**-8 if autocast else 2**-23
+            assert_same(gradients(model, x, autocast), plain, n, exact=exact, eps=eps)
             # A CPU's autocast pads a cast to float32, which is smaller than its padding and not known to be at hand.
             assert stands.count == (0 if (name, device, autocast) == ("pad", "cpu", True) else n + 1)
     assert leangrad.ledger_of(model).course is not None

@@ -49,8 +49,11 @@ def _quiet_and_deterministic(request: pytest.FixtureRequest) -> Iterator[None]:
             torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
-def assert_sound(counts: Counts, least: float) -> None:
-    """Nothing differs, enough was compared, bytes were rebuilt and the last step was known nearly everywhere."""
+def assert_sound(counts: Counts, least: float, *, few: float = 0.02) -> None:
+    """Nothing differs, enough was compared, bytes were rebuilt and the last step was known nearly everywhere.
+
+    few: the share of those that differ in plain itself; on a GPU some add by atomics.
+    """
     print(
         f"{len(counts.names)} compared in {counts.samples} samples, {counts.tensors} tensors; rebuilt in "
         f"{len(counts.rebuilding)}, followed in {counts.followed} samples; differs in plain: {sorted(counts.unsteady)}"
@@ -59,7 +62,7 @@ def assert_sound(counts: Counts, least: float) -> None:
     assert len(counts.names) >= least
     assert len(counts.rebuilding) >= 0.85 * len(counts.names)
     assert counts.followed >= 0.85 * counts.samples
-    assert len(counts.unsteady) <= 0.02 * len(counts.names)
+    assert len(counts.unsteady) <= few * len(counts.names)
 
 
 def dealt(deal: int) -> list[Any]:
@@ -82,7 +85,7 @@ def test_ops(dtype: torch.dtype, deal: int, device: str) -> None:
     for op in dealt(deal):
         for sample in samples_of(op, device, dtype, examples(*DTYPES[dtype])):
             compare(full_name(op), called(op, sample), (sample.input, sample.args, sample.kwargs), counts)
-    assert_sound(counts, LEAST_OPS[dtype] / DEALS * 0.9)
+    assert_sound(counts, LEAST_OPS[dtype] / DEALS * 0.9, few=0.02 if device == "cpu" else 0.05)
 
 
 @DEVICES
@@ -126,7 +129,7 @@ def test_modules(training: bool, device: str) -> None:
                 continue
             module = Called(module.to(device).train(training))
             compare(info.name, module, (sample.forward_input.args, sample.forward_input.kwargs), counts)
-    assert_sound(counts, LEAST_MODULES)
+    assert_sound(counts, LEAST_MODULES, few=0.02 if device == "cpu" else 0.05)
 
 
 # ------------------------------------------------------------------------------------------------ that it can fail

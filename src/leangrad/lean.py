@@ -15,6 +15,7 @@ was made, and keeps it, shares one that is kept already, or stores a recipe that
 from __future__ import annotations
 
 import threading
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar
@@ -42,10 +43,10 @@ def lean(model: ModuleT, *, residual_depth: int | Literal["auto"] = "auto", min_
         first step shows, the cut that makes the peak lowest.
     min_bytes: smaller tensors are kept without looking into them.
 
-    A model that is lean already is given the new settings and starts to learn anew. Under ``torch.compile``,
-    ``torch.func``, ``no_grad``, inference mode and ``LEANGRAD_DISABLE=1`` the model runs plain. Only ``forward`` is
-    lean: a model that is trained by other methods, such as a ``training_step`` that calls its submodules, is warned of
-    after its first backward; use ``saving`` there.
+    A model that is lean already is given the new settings and starts to learn anew. Under ``torch.compile`` (which has
+    a way of its own to less memory: ``backend="leangrad"``), ``torch.func``, ``no_grad``, inference mode and
+    ``LEANGRAD_DISABLE=1`` the model runs plain. Only ``forward`` is lean: a model that is trained by other methods,
+    such as a ``training_step`` that calls its submodules, is warned of after its first backward; use ``saving`` there.
 
     >>> import torch, leangrad
     >>> model = leangrad.lean(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()))
@@ -119,6 +120,24 @@ def _check_module(function: str, model: object, mend: str = "") -> None:
         raise TypeError(f"{function}() expects an nn.Module, got {type(model).__name__}{mend}")
 
 
+@_torch.while_tracing
+def _say_which_backend() -> bool:
+    """Warn, once in a process, if torch.compile takes a lean model to another backend than ours."""
+    global _has_said
+    backend = _torch.tracing_backend()
+    if not _has_said and backend not in (None, "leangrad", "compile_lean"):
+        _has_said = True
+        warnings.warn(
+            f'torch.compile(..., backend="{backend}") compiles a lean model as a plain one; for less memory use '
+            'torch.compile(model, backend="leangrad")',
+            stacklevel=2,
+        )
+    return True
+
+
+_has_said = False
+
+
 class Hook:
     """What the two hooks of a lean module have in common."""
 
@@ -151,6 +170,8 @@ class Enter(Hook):
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> Arguments | None:
         if _torch.is_traced():
+            if torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting():
+                _say_which_backend()
             if self.watch is not None:
                 self.watch.forward_ran = True
             return None

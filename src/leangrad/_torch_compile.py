@@ -1,0 +1,217 @@
+"""Private names of torch's compiler, in one place: what the compiled engine asks of AOTAutograd and Inductor.
+
+Written for torch 2.11 to 2.13. Where a release lacks one of them, `missing` says which, and `backend="leangrad"`
+compiles with torch's own partitioner and warns once.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+SYMBOL_BYTES = 1_000_000  # of a symbolic number that is no integer: torch can keep those, but would rather not
+# Of a joint graph and torch's classification of its nodes: what to keep. None: what torch itself would.
+Choose = Callable[[fx.Graph, Any], list[fx.Node] | None]
+
+_choose: contextvars.ContextVar[Choose | None] = contextvars.ContextVar("leangrad_choose", default=None)
+
+
+def partitioner_class() -> Any:
+    """The class that Inductor asks a partitioner of one's own to be of."""
+    try:
+        from torch._inductor.custom_graph_pass import CustomPartitionerFn
+    except ImportError:
+        return object  # `missing` says so, and nothing of that class is made
+    return CustomPartitionerFn
+
+
+def _partitioners() -> Any:
+    from torch._functorch import partitioners
+
+    return partitioners
+
+
+@functools.cache
+def missing() -> tuple[str, ...]:
+    """The names that this release of torch lacks."""
+    try:
+        from torch._inductor import config, custom_graph_pass
+        from torch._inductor.compile_fx import compile_fx  # noqa: F401
+
+        found: list[tuple[Any, str]] = [
+            (config, "custom_partitioner_fn"),
+            (custom_graph_pass, "CustomPartitionerFn"),
+        ]
+        names = "choose_saved_values_set min_cut_rematerialization_partition _size_of must_recompute is_sym_node"
+        found += [(_partitioners(), name) for name in names.split()]
+    except ImportError as error:
+        return (str(error),)
+    return tuple(f"{where.__name__}.{name}" for where, name in found if not hasattr(where, name))
+
+
+@functools.cache
+def install_seam() -> None:
+    """Put a switch in front of torch's choice of what to keep: stock by default, ours inside `choosing`.
+
+    The function is looked up as a global of its module by every partition of the process, so it is replaced once and
+    for all, by one that asks a context variable. Another thread that compiles at the same time has another context.
+    """
+    partitioners = _partitioners()
+    stock = partitioners.choose_saved_values_set
+
+    @functools.wraps(stock)
+    def choose_saved_values_set(joint_graph: fx.Graph, node_info: Any, *args: Any, **kwargs: Any) -> list[fx.Node]:
+        choose = _choose.get()
+        kept = choose(joint_graph, node_info) if choose is not None else None
+        return stock(joint_graph, node_info, *args, **kwargs) if kept is None else kept
+
+    partitioners.choose_saved_values_set = choose_saved_values_set
+
+
+@contextmanager
+def choosing(choose: Choose) -> Iterator[None]:
+    """Inside it, and in this context only, `choose` says what a partition keeps."""
+    install_seam()
+    token = _choose.set(choose)
+    try:
+        yield
+    finally:
+        _choose.reset(token)
+
+
+def partition(module: fx.GraphModule, inputs: Sequence[object], **arguments: Any) -> tuple[Any, Any]:
+    """Torch's own partition of a joint graph into forward and backward."""
+    arguments.pop("compiler", None)
+    return _partitioners().min_cut_rematerialization_partition(module, inputs, **arguments)  # type: ignore[no-any-return]
+
+
+def is_symbol(node: fx.Node) -> bool:
+    """Whether a node is a symbolic number, not a tensor."""
+    return bool(_partitioners().is_sym_node(node))
+
+
+def changed_inputs(graph: fx.Graph) -> frozenset[fx.Node]:
+    """The inputs of the step that forward writes into: inside the graph, or after it with what the graph gives."""
+    (output,) = (node for node in graph.nodes if node.op == "output")
+    told = [getattr(one, "mutated_input", None) for one in output.meta.get("desc") or ()]
+    copied_to = {node.args[0] for node in graph.nodes if node.target is torch.ops.aten.copy_.default}
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    return frozenset(
+        node
+        for node in inputs
+        if node in copied_to or (node.meta.get("desc") is not None and node.meta["desc"] in told)
+    )
+
+
+def can_be_kept(node: fx.Node) -> bool:
+    """Whether forward can hand a node's value to backward: a tensor, a number or an object, not a tuple."""
+    value = node.meta.get("val")
+    if isinstance(value, Tensor) or is_symbol(node):
+        return True
+    return value is not None and not isinstance(value, tuple | list | dict)
+
+
+def size_of(node: fx.Node) -> int:
+    """The bytes of a node's tensors, by the hints of symbolic sizes: nothing is guarded on."""
+    value = node.meta.get("val")
+    if isinstance(value, torch.SymFloat | torch.SymBool):
+        return SYMBOL_BYTES
+    if not isinstance(value, Tensor | tuple | list):
+        return 0
+    return int(_partitioners()._size_of(node))
+
+
+def elements_of(node: fx.Node) -> int:
+    """How many elements a node's tensor has, by the hints of symbolic sizes."""
+    value = node.meta.get("val")
+    if isinstance(value, tuple | list):
+        value = next((v for v in value if isinstance(v, Tensor)), None)
+    if not isinstance(value, Tensor):
+        return 0
+    product = 1
+    for size in value.shape:
+        product *= _hint(size)
+    return product
+
+
+def shape_of(node: fx.Node) -> tuple[int, ...]:
+    """The shape of a node's tensor, by the hints of symbolic sizes."""
+    value = node.meta.get("val")
+    return tuple(map(_hint, value.shape)) if isinstance(value, Tensor) else ()
+
+
+def _hint(size: Any) -> int:
+    if isinstance(size, int):
+        return size
+    hint = size.node.hint  # None where nobody knows, as for the number of elements that are not zero
+    return 4096 if hint is None else int(hint)
+
+
+def storage_of(node: fx.Node) -> int | None:
+    """What tells one memory of a traced graph from another."""
+    value = node.meta.get("val")
+    if not isinstance(value, Tensor) or not torch._C._has_storage(value):
+        return None
+    return int(value.untyped_storage()._cdata)
+
+
+def user_policy(node: fx.Node) -> str:
+    """What a checkpoint of the user's says about a node: "recompute", "save" or nothing."""
+    if node.meta.get("recompute") is None:
+        return ""
+    return "recompute" if _partitioners().must_recompute(node) else "save"
+
+
+def inductor_options() -> frozenset[str]:
+    """The names of Inductor's settings."""
+    from torch._inductor import config
+
+    return frozenset(config.get_config_copy())
+
+
+def mode_options(mode: str) -> dict[str, Any]:
+    """Inductor's settings for a mode of torch.compile, such as "max-autotune"."""
+    from torch._inductor import list_mode_options
+
+    known = list_mode_options()
+    if mode != "default" and mode not in known:
+        raise ValueError(f"unknown mode {mode!r}; Inductor has default, {', '.join(known)}")
+    return {} if mode == "default" else dict(known[mode])
+
+
+def compile_by_inductor(gm: fx.GraphModule, inputs: Sequence[Any], patches: dict[str, Any]) -> Callable[..., Any]:
+    """Compile a captured graph as ``backend="inductor"`` does, with some of its settings changed."""
+    from torch._inductor.compile_fx import compile_fx
+
+    compiled: Any = compile_fx(gm, list(inputs), config_patches=patches)
+    return compiled  # type: ignore[no-any-return]
+
+
+def compile_op_by_op(gm: fx.GraphModule, inputs: Sequence[Any], partitioner: Any) -> Callable[..., Any]:
+    """Trace forward and backward, partition them, and run both with eager's own kernels, one op after the other.
+
+    Nothing is decomposed, and autocast has no say in backward, as in eager PyTorch. What a graph is given is let go of
+    as soon as its last reader has run.
+    """
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch import config
+
+    def run_op_by_op(graph: fx.GraphModule, _: Sequence[Any]) -> Callable[[list[Any]], Any]:
+        interpreter = fx.Interpreter(graph)
+
+        def run(arguments: list[Any]) -> Any:
+            with torch.no_grad():
+                return interpreter.boxed_run(arguments)
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+    with config.patch(backward_pass_autocast="off"):
+        compiler = aot_autograd(fw_compiler=run_op_by_op, bw_compiler=run_op_by_op, partition_fn=partitioner)
+        return compiler(gm, inputs)

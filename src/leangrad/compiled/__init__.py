@@ -1,0 +1,10 @@
+"""The compiled engine: ``torch.compile(model, backend="leangrad")``.
+
+Inductor generates the code, as it does for ``backend="inductor"``; only what forward hands to backward is chosen by
+``leangrad.policy``. Read ``backend`` (options, and what is compiled how), ``partitioner`` (the choice), ``joint_graph``
+(AOTAutograd's graph as the policy sees it). Torch's private names are in ``leangrad._torch_compile``.
+"""
+
+from leangrad.compiled.backend import compile_lean, summary
+
+__all__ = ["compile_lean", "summary"]

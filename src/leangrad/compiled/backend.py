@@ -1,0 +1,122 @@
+"""The backend: reads the options, and hands the graph to Inductor or to eager's own kernels with our partitioner."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from leangrad import _torch_compile
+from leangrad.compiled.partitioner import Partitioner, Settings, chosen
+
+__all__ = ["compile_lean", "read_options", "summary"]
+
+PREFIX = "leangrad."
+
+
+def compile_lean(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """What ``torch.compile(model, backend="leangrad")`` calls with each graph that it has captured.
+
+    Equals ``backend="inductor"`` in everything but what forward keeps for backward. ``options`` may hold, beside those
+    of Inductor:
+
+    ``leangrad.exact``: run eager's own kernels, so that results are bit for bit those of eager PyTorch.
+    ``leangrad.slowdown``: how much longer a step may take for the sake of memory, as the policy estimates it; 1.1 by
+        default.
+
+    >>> import torch
+    >>> model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.GELU(), torch.nn.Linear(32, 8))
+    >>> compiled = torch.compile(model, backend=compile_lean, options={"leangrad.exact": True})  # or backend="leangrad"
+    >>> compiled(torch.ones(2, 8)).sum().backward()
+    """
+    settings, rest = read_options(options or {})
+    if missing := _torch_compile.missing():
+        _warn_of_missing(missing)
+        return _torch_compile.compile_by_inductor(gm, example_inputs, _patches(mode, rest))
+    if settings.exact:
+        if rest or mode:
+            given = ", ".join([*rest, *([f"mode={mode!r}"] if mode else [])])
+            raise ValueError(f"leangrad.exact runs eager's kernels and takes no option of Inductor's, got {given}")
+        return _torch_compile.compile_op_by_op(gm, example_inputs, Partitioner(settings))
+    patches = {**_patches(mode, rest), "custom_partitioner_fn": Partitioner(settings)}
+    return _torch_compile.compile_by_inductor(gm, example_inputs, patches)
+
+
+def read_options(options: Mapping[str, Any]) -> tuple[Settings, dict[str, Any]]:
+    """Our own settings among ``options``, and the rest, which is Inductor's.
+
+    >>> read_options({"leangrad.slowdown": 1.05, "max_autotune": True})
+    (Settings(exact=False, slowdown=1.05), {'max_autotune': True})
+    """
+    known = {field.name: field for field in dataclasses.fields(Settings)}
+    ours: dict[str, Any] = {}
+    rest: dict[str, Any] = {}
+    for key, value in options.items():
+        if not key.startswith(PREFIX):
+            rest[key] = value
+            continue
+        name = key.removeprefix(PREFIX)
+        if name not in known:
+            raise ValueError(f"unknown option {key!r}; leangrad's are {', '.join(PREFIX + k for k in known)}")
+        ours[name] = value
+    if "custom_partitioner_fn" in rest:
+        raise ValueError(
+            'custom_partitioner_fn is what backend="leangrad" sets itself; for one of your own use backend="inductor"'
+        )
+    settings = Settings(**ours)
+    if type(settings.exact) is not bool:
+        raise TypeError(f"leangrad.exact: expected True or False, got {settings.exact!r}")
+    slowdown = settings.slowdown
+    if isinstance(slowdown, bool) or not isinstance(slowdown, int | float) or not slowdown >= 1:
+        raise ValueError(f"leangrad.slowdown: expected a number of at least 1, such as 1.1, got {slowdown!r}")
+    return settings, rest
+
+
+def _patches(mode: str | None, options: dict[str, Any]) -> dict[str, Any]:
+    """Inductor's settings for a mode and options, as torch.compile makes them for backend="inductor"."""
+    patches = dict(_torch_compile.mode_options(mode)) if mode else {}
+    known = _torch_compile.inductor_options()
+    for key, value in options.items():
+        if key.replace("-", "_") not in known:
+            raise ValueError(f"unknown option {key!r}: neither leangrad nor Inductor has it")
+        patches[key.replace("-", "_")] = value
+    return patches
+
+
+@functools.cache
+def _warn_of_missing(missing: tuple[str, ...]) -> None:
+    warnings.warn(
+        f'torch {torch.__version__} has no {", ".join(missing)}: backend="leangrad" compiles with torch\'s own '
+        "partitioner and keeps what that keeps",
+        stacklevel=2,
+    )
+
+
+def summary() -> str:
+    """What the graphs that were compiled last keep for backward, and what the policy expects of them.
+
+    >>> from leangrad import compiled
+    >>> text = compiled.summary()
+    """
+    if not chosen:
+        return "no graph with a backward was compiled in this process, or all came out of a cache"
+    lines = [f"{'kept MB':>10} {'floor MB':>10} {'peak MB':>10} {'work':>6}"]
+    for choice in (one.choice for one in chosen):
+        outcome, floor = choice.outcome, choice.floor
+        line = f"{outcome.kept_bytes / 1e6:>10.3f} {floor.kept_bytes / 1e6:>10.3f} {outcome.peak_bytes / 1e6:>10.3f}"
+        line += f" {choice.slowdown:>6.3f}"
+        if choice.is_held_back:
+            line += f"  the floor would take {choice.floor_slowdown:.2f} times the work; raise leangrad.slowdown for it"
+        lines.append(line)
+    return "\n".join(lines)

@@ -1,0 +1,240 @@
+"""AOTAutograd's joint graph of forward and backward, written down as a graph of the policy.
+
+[Note: decisions of forward] Inductor may round a value that is made again in another kernel differently in its last
+bit. For a derivative that is harmless. For a decision that forward has taken (a comparison, a rounding, an index) it is
+not: backward would take another. So a decision is made again only from inputs whose bits are known to be forward's:
+what is never made again, and what ops that do not round make of it. A comparison that only backward asks, such as where
+ReLU was cut off, chooses between two derivatives at a kink, and either is one. But where backward looks for the element
+that a maximum was taken from, by `eq`, it would find none: such a mask is a decision too.
+
+[Note: changed inputs] What forward writes into, a buffer for instance, holds something else in backward: its old value
+can neither be kept nor be read again, only what was made of it.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from leangrad import _torch_compile
+from leangrad.policy.graph import Graph, Value
+from leangrad.policy.ops import is_discrete, is_heavy, is_source
+
+__all__ = ["op_name", "read_joint_graph"]
+
+VIEWS = {
+    "alias", "as_strided", "broadcast_in_dim", "chunk", "detach", "diagonal", "expand", "lift_fresh", "movedim",
+    "narrow", "permute", "real", "imag", "reshape", "select", "slice", "split", "split_with_sizes", "squeeze", "t",
+    "transpose", "unbind", "unfold", "unsqueeze", "view", "view_as", "view_as_complex", "view_as_real", "_unsafe_view",
+}  # fmt: skip
+# Beside the ops that are tagged pointwise: what Inductor computes inside the kernels that read it.
+INLINED = {
+    "arange", "clone", "constant_pad_nd", "convert_element_type", "copy", "embedding", "empty", "expand", "eye", "flip",
+    "full", "full_like", "gather", "index", "index_select", "inductor_lookup_seed", "inductor_random", "iota", "ones",
+    "ones_like", "rev", "roll", "scalar_tensor", "select_scatter", "slice_scatter", "tril", "triu", "where", "zeros",
+    "zeros_like", "_to_copy", "_unsafe_index", "repeat",
+}  # fmt: skip
+# Ops that do no arithmetic that rounds: of the same inputs they give the same bits in any kernel.
+EXACT = VIEWS | {
+    "abs", "amax", "amin", "arange", "bitwise_and", "bitwise_not", "bitwise_or", "bitwise_xor", "cat", "clamp",
+    "clamp_max", "clamp_min", "clone", "constant_pad_nd", "convert_element_type", "copy", "embedding", "eye", "flip",
+    "full", "full_like", "gather", "index", "index_select", "inductor_lookup_seed", "inductor_random", "iota",
+    "logical_and", "logical_not", "logical_or", "logical_xor", "max", "maximum", "min", "minimum", "neg", "ones",
+    "ones_like", "relu", "repeat", "roll", "scalar_tensor", "select_scatter", "slice_scatter", "stack", "tril",
+    "triu", "where", "zeros", "zeros_like", "_to_copy", "_unsafe_index",
+}  # fmt: skip
+REDUCES = 4  # an op that reads so many times what it gives makes a statistic, which is kept
+INLINE_SHARE = 20  # a value computed inside its reader costs about the 20th part of one that is written and read
+BALANCE = 200  # operations that take as long as one byte moved, on an accelerator of today in half precision
+
+
+def read_joint_graph(graph: fx.Graph, info: Any, *, fused: bool) -> tuple[Graph, list[fx.Node]]:
+    """The graph of the policy, and the node of each of its values.
+
+    info: torch's own classification of the nodes.
+    fused: whether pointwise ops are computed inside the kernels that read them and may round otherwise there; a graph
+        that is run op by op gives the same bits each time.
+    """
+    reader = _Reader(graph, info, fused)
+    return Graph([reader.value(node) for node in reader.nodes]), reader.nodes
+
+
+class _Reader:
+    def __init__(self, graph: fx.Graph, info: Any, fused: bool) -> None:
+        self.info, self.fused = info, fused
+        self.nodes = [node for node in graph.nodes if node.op != "output"]
+        self.number = {node: n for n, node in enumerate(self.nodes)}
+        (output,) = (node for node in graph.nodes if node.op == "output")
+        self.outputs = set(output.all_input_nodes)
+        self.changed = _torch_compile.changed_inputs(graph)
+        self.exact: dict[fx.Node, bool] = {}
+
+    def value(self, node: fx.Node) -> Value:
+        is_backward = node in self.info.tangents_closure
+        is_view = self._is_view(node)
+        is_standing = self._is_standing(node)
+        policy = _torch_compile.user_policy(node)
+        is_fixed = not is_view and policy != "recompute" and (policy == "save" or self._is_fixed(node))
+        self.exact[node] = is_fixed or is_standing or self._is_exact(node)
+        nbytes = _size(node) if _torch_compile.can_be_kept(node) else 0  # the parts of a tuple have their own
+        inlined = self.fused and _is_inlined(node) and not is_view
+        moved = 0 if is_view or node.target is operator.getitem else _size(node) + sum(map(_size, node.all_input_nodes))
+        return Value(
+            nbytes=nbytes,
+            inputs=tuple(self.number[i] for i in node.all_input_nodes),
+            is_backward=is_backward,
+            is_fixed=is_fixed,
+            is_forced=policy == "recompute" and not is_view,
+            can_be_kept=_torch_compile.can_be_kept(node) and node not in self.changed,
+            view_of=self.number[node.all_input_nodes[0]] if is_view else None,
+            is_inlined=inlined,
+            can_inline=self.fused and self._can_inline(node),
+            is_standing=is_standing,
+            is_output=node in self.outputs and (is_backward or self.info.is_required_fw(node)),
+            is_asked_for=not is_backward and node in self.info.required_bw_nodes,
+            price=moved if self._is_written_in_backward(node) else moved // INLINE_SHARE,
+            work=max(moved // INLINE_SHARE if inlined else moved, _operations(node) // BALANCE),
+        )
+
+    def _is_standing(self, node: fx.Node) -> bool:
+        """A parameter, or what the caller holds anyway; not what an earlier graph made, which has a gradient."""
+        if node.op != "placeholder":
+            return node.op == "get_attr"
+        value = node.meta.get("val")
+        needs_gradient = isinstance(value, Tensor) and value.requires_grad
+        is_held = node in self.info.static_lifetime_input_nodes or not needs_gradient
+        return is_held and node not in self.changed and node not in self.info.tangents_closure
+
+    def _is_fixed(self, node: fx.Node) -> bool:
+        if node.op == "placeholder":
+            return True
+        if node.op != "call_function" or node.target is operator.getitem or _torch_compile.is_symbol(node):
+            return False
+        if not isinstance(node.target, torch._ops.OpOverload):
+            return True  # a higher-order op, a kernel of the user's
+        if torch.Tag.nondeterministic_seeded in node.target.tags or is_source(op_name(node)):
+            return True
+        if self.fused and self._is_decision(node):
+            return not all(self.exact[i] for i in node.all_input_nodes)  # see [Note: decisions of forward]
+        if not self.info.is_required_fw(node):
+            return False  # it runs once, wherever that is
+        if node.target.namespace not in ("aten", "prims", "inductor_prims"):
+            return True  # a custom op, a collective
+        pointwise = torch.Tag.pointwise in node.target.tags
+        if is_heavy(op_name(node)) and not pointwise:
+            return True
+        return _size(node) * REDUCES < sum(map(_size, node.all_input_nodes)) and not pointwise
+
+    def _is_decision(self, node: fx.Node) -> bool:
+        """Whether a last bit of difference in its inputs may matter: see [Note: decisions of forward]."""
+        if node in self.info.tangents_closure:
+            return False
+        if not self.info.is_required_fw(node):
+            return op_name(node) in ("eq", "ne") and any(map(_is_reduced, node.all_input_nodes))
+        if is_heavy(op_name(node)):
+            return False  # it is fixed anyway
+        rounds_to_integer = _is_integer(node) and isinstance(node.meta.get("val"), Tensor)
+        return is_discrete(op_name(node)) or (rounds_to_integer and not all(map(_is_integer, node.all_input_nodes)))
+
+    def _is_exact(self, node: fx.Node) -> bool:
+        """Whether a value that is made again has the bits of forward."""
+        if not self.fused or node.op in ("placeholder", "get_attr"):
+            return True
+        if _is_integer(node) and all(_is_integer(i) for i in node.all_input_nodes):
+            return all(self.exact[i] for i in node.all_input_nodes)
+        known = node.target is operator.getitem or _torch_compile.is_symbol(node) or op_name(node) in EXACT
+        return known and all(self.exact[i] for i in node.all_input_nodes)
+
+    def _is_view(self, node: fx.Node) -> bool:
+        """Whether a tensor, or each of several, shows the memory of its first input."""
+        if node.op != "call_function" or not node.all_input_nodes:
+            return False
+        first = node.all_input_nodes[0]
+        if node.target is operator.getitem:
+            return op_name(first) in VIEWS
+        if op_name(node) not in VIEWS:
+            return False
+        mine, base = _torch_compile.storage_of(node), _torch_compile.storage_of(first)
+        return mine is None or base is None or mine == base
+
+    def _can_inline(self, node: fx.Node) -> bool:
+        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+            return False
+        return node.target.namespace in ("aten", "prims", "inductor_prims") and not is_heavy(op_name(node))
+
+    def _is_written_in_backward(self, node: fx.Node) -> bool:
+        """Whether some kernel of backward reads it from memory, if it is made again."""
+        frontier, seen = [node], {node}
+        while frontier:
+            for user in frontier.pop().users:
+                if user.op == "output" or user in seen:
+                    continue
+                seen.add(user)
+                if self._is_view(user) or user.target is operator.getitem:
+                    frontier.append(user)
+                elif not self.info.is_required_fw(user) and not self._can_inline(user):
+                    return True
+        return not (self.fused and _is_inlined(node))
+
+
+def _is_reduced(node: fx.Node) -> bool:
+    """Whether a value is, but for its shape, the result of a reduction."""
+    while node.op == "call_function" and op_name(node) in VIEWS and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    if node.target is operator.getitem:
+        node = node.all_input_nodes[0]
+    elements = _torch_compile.elements_of
+    return node.op == "call_function" and elements(node) < max(map(elements, node.all_input_nodes), default=0)
+
+
+def op_name(node: fx.Node) -> str:
+    """The name of an op without namespace and overload."""
+    target: Any = node.target
+    return target._opname if isinstance(target, torch._ops.OpOverload) else getattr(target, "__name__", str(target))
+
+
+def _is_inlined(node: fx.Node) -> bool:
+    target: Any = node.target
+    if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
+        return False
+    return torch.Tag.pointwise in target.tags or op_name(node) in INLINED
+
+
+def _is_integer(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex())
+
+
+def _size(node: fx.Node) -> int:
+    return _torch_compile.size_of(node)
+
+
+def _operations(node: fx.Node) -> int:
+    """Roughly how many operations a product takes: 2 for each of its elements and each of the inner size."""
+    if node.op != "call_function" or not is_heavy(op_name(node)):
+        return 0
+    shapes = [_torch_compile.shape_of(i) for i in node.all_input_nodes]
+    given = [shape for shape in shapes if len(shape) >= 2]
+    out = _torch_compile.elements_of(node)
+    name = op_name(node)
+    if not given:
+        return 0
+    if "conv" in name and len(given) > 1:
+        weight = given[-1]
+        inner = 1
+        for size in weight[1:]:
+            inner *= size
+        return 2 * inner * (_elements(given[0]) if "backward" in name else out) * (2 if "backward" in name else 1)
+    if "attention" in name and len(given) > 2:
+        return 4 * _elements(given[0]) * given[1][-2] * (2 if "backward" in name else 1)
+    return 2 * out * given[-2][-1] if len(given) > 1 else 2 * out * given[0][-1]
+
+
+def _elements(shape: tuple[int, ...]) -> int:
+    product = 1
+    for size in shape:
+        product *= size
+    return product

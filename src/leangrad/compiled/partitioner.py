@@ -1,0 +1,80 @@
+"""The partitioner: of a joint graph, what forward hands to backward, by the policy."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import fx
+
+from leangrad import __version__, _torch_compile
+from leangrad.compiled.dropout import restore_dropout, write_out_dropout
+from leangrad.compiled.joint_graph import read_joint_graph
+from leangrad.policy.choice import Choice, choose
+
+__all__ = ["Partitioner", "Settings"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a user may say; all of it is part of the key of torch's compile caches."""
+
+    exact: bool = False
+    slowdown: float = 1.1
+
+
+class Partitioner(_torch_compile.partitioner_class()):  # type: ignore[misc]
+    """AOTAutograd's partitioner with the policy's cut. Everything around the cut is torch's own."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+
+    def __call__(
+        self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Partition one joint graph."""
+        written = write_out_dropout(gm.graph) if self.settings.exact else []
+        with _torch_compile.choosing(self._keep):
+            forward, backward = _torch_compile.partition(gm, joint_inputs, **kwargs)
+        restore_dropout(forward, written)
+        return forward, backward
+
+    def uuid(self) -> str:
+        """What tells this partitioner from another in the caches: its settings, and the code of the policy."""
+        return f"leangrad {__version__} {_code()} {asdict(self.settings)}"
+
+    def _keep(self, graph: fx.Graph, info: Any) -> list[fx.Node] | None:
+        began = time.perf_counter()
+        step, nodes = read_joint_graph(graph, info, fused=not self.settings.exact)
+        try:
+            choice = choose(step, slowdown=self.settings.slowdown)
+        except OverflowError:
+            return None  # backward reads what forward has changed: torch's own choice leads to eager's own error
+        chosen.append(Chosen(choice, time.perf_counter() - began))
+        del chosen[:-REMEMBERED]
+        return [nodes[n] for n in sorted(choice.kept)]
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What the policy chose for one graph, and how long that took."""
+
+    choice: Choice
+    seconds: float
+
+
+REMEMBERED = 64
+chosen: list[Chosen] = []  # of the last graphs that were compiled, for the summary
+
+
+def _code() -> str:
+    """A digest of the code that chooses: another version of it must not be served another's graphs."""
+    digest = hashlib.sha256()
+    here = Path(__file__).parent
+    for path in sorted([*here.glob("*.py"), *(here.parent / "policy").glob("*.py"), here.parent / "_torch_compile.py"]):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]

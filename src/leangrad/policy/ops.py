@@ -1,0 +1,72 @@
+"""Which ops are never run twice, and which give other results if their inputs differ in the last bit: by name.
+
+Names are those of ATen without namespace and overload: ``addmm``, ``_scaled_dot_product_flash_attention``. A list of
+names would miss the next kernel of the same kind, as others' lists miss cuDNN's attention: so words inside a name
+decide.
+"""
+
+from __future__ import annotations
+
+import re
+
+__all__ = ["is_discrete", "is_heavy", "is_product", "is_source"]
+
+_PRODUCT = re.compile(
+    r"(^|_)(mm|addmm|bmm|baddbmm|addbmm|mv|addmv|dot|vdot|matmul|linear|bilinear|trilinear|einsum|tensordot|spmm)(_|$)"
+    r"|conv(?!ert)|attention|sdp|lstm|gru|rnn"
+)
+# Not products, but dear: each element of what they give rests on many, in an order of their own.
+_DEAR = re.compile(
+    r"(^|_)(sort|argsort|msort|topk|kthvalue|median|nanmedian|mode|quantile|nanquantile|unique|unique2|histc|histogram"
+    r"|histogramdd|bincount|cumsum|cumprod|cummax|cummin|logcumsumexp|scan|searchsorted|bucketize|nonzero|masked_select"
+    r"|fft|stft|istft|linalg|cholesky|svd|eig|eigh|qr|lu|solve|inverse|det|slogdet|matrix_exp|ctc|grid_sampler|upsample"
+    r"|affine_grid|scatter|index_put|index_add|index_copy|index_reduce|put|renorm|item|local_scalar_dense|unfold"
+    r"|col2im|im2col|fold|cdist|pdist|kron)(_|\d|$)"
+    r"|embedding_bag|(cudnn|miopen|mkldnn)(?!_batch_norm)"
+)
+_SOURCE = re.compile(
+    r"(^|_)(rand|randn|randint|randperm|bernoulli|multinomial|normal|uniform|exponential|poisson|binomial|cauchy"
+    r"|geometric|log_normal|random_|dropout|rrelu|seed|seeds|philox_rand)(_|$)|(^|_)(rand|randn|randint|normal)_like"
+)
+# Their results are decisions: a last bit of difference in an input may change them wholly.
+_DISCRETE = re.compile(
+    r"(^|_)(eq|ne|lt|le|gt|ge|equal|isclose|argmax|argmin|round|floor|ceil|trunc|fix|sign|sgn|signbit|heaviside"
+    r"|floor_divide|remainder|fmod|isnan|isinf|isfinite|one_hot|bitwise_\w+|logical_\w+|low_memory_max_pool\w*"
+    r"|max_pool\w*|adaptive_max_pool\w*|fractional_max_pool\w*)(_|\d|$)"
+)
+
+
+def is_heavy(name: str) -> bool:
+    """Whether an op of this name is never run twice.
+
+    >>> [is_heavy(name) for name in ("addmm", "_scaled_dot_product_cudnn_attention", "convert_element_type", "gelu")]
+    [True, True, False, False]
+    """
+    return is_product(name) or _DEAR.search(name) is not None
+
+
+def is_product(name: str) -> bool:
+    """Whether an op of this name multiplies matrices: a product, a convolution, an attention, a recurrent layer.
+
+    >>> [is_product(name) for name in ("addmm", "convolution", "sort", "gelu")]
+    [True, True, False, False]
+    """
+    return _PRODUCT.search(name) is not None
+
+
+def is_source(name: str) -> bool:
+    """Whether an op of this name draws random numbers.
+
+    >>> [is_source(name) for name in ("native_dropout", "inductor_seeds", "normal_functional", "layer_norm")]
+    [True, True, True, False]
+    """
+    return _SOURCE.search(name) is not None
+
+
+def is_discrete(name: str) -> bool:
+    """Whether an op of this name decides: a comparison, a rounding, an index.
+
+    >>> [is_discrete(name) for name in ("gt", "argmax", "round", "mul")]
+    [True, True, True, False]
+    """
+    return _DISCRETE.search(name) is not None

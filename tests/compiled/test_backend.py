@@ -1,0 +1,193 @@
+"""backend="leangrad": its entry point, its options, and what a user sees who asks for what there is not."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import tomllib
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import leangrad
+from leangrad import _torch_compile
+from leangrad.compiled import backend as backend_module
+from leangrad.compiled import compile_lean, summary
+from leangrad.compiled.partitioner import Partitioner, Settings, chosen
+from tests.support import assert_same_bits
+
+ROOT = Path(__file__).parent.parent.parent
+EXACT = {"leangrad.exact": True}
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> None:
+    torch._dynamo.reset()
+    chosen.clear()
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, 8))
+
+
+def test_the_entry_point_names_the_backend() -> None:
+    groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+    module, _, name = groups["torch_dynamo_backends"]["leangrad"].partition(":")
+    assert getattr(sys.modules[module], name) is compile_lean
+
+
+def test_torch_finds_the_backend_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    from importlib import metadata
+
+    from torch._dynamo.backends import registry
+
+    point = metadata.EntryPoint("leangrad", "leangrad.compiled:compile_lean", "torch_dynamo_backends")
+    monkeypatch.setitem(registry._BACKENDS, "leangrad", point)
+    monkeypatch.delitem(registry._COMPILER_FNS, "leangrad", raising=False)
+    model = mlp()
+    torch.compile(model, backend="leangrad", options=EXACT)(torch.randn(4, 8)).sum().backward()
+    assert chosen
+    registry._COMPILER_FNS.pop("leangrad", None)
+
+
+def test_importing_leangrad_does_not_import_the_compiler() -> None:
+    names = {"torch._dynamo", "torch._inductor", "leangrad.compiled", "leangrad.policy"}
+    code = f"import sys, leangrad; assert not {names} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": ":".join(sys.path)})
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "words"),
+    [
+        ({"leangrad.exat": True}, ValueError, r"unknown option 'leangrad.exat'; leangrad's are leangrad.exact"),
+        ({"max_autotun": True}, ValueError, "unknown option 'max_autotun': neither leangrad nor Inductor has it"),
+        ({"leangrad.exact": 1}, TypeError, "leangrad.exact: expected True or False, got 1"),
+        ({"leangrad.slowdown": 0.9}, ValueError, "leangrad.slowdown: expected a number of at least 1"),
+        ({"leangrad.slowdown": "1.1"}, ValueError, "leangrad.slowdown: expected a number of at least 1"),
+        ({"leangrad.slowdown": float("nan")}, ValueError, "leangrad.slowdown: expected a number of at least 1"),
+        ({"custom_partitioner_fn": print}, ValueError, 'for one of your own use backend="inductor"'),
+        ({"leangrad.exact": True, "max_autotune": True}, ValueError, "takes no option of Inductor's, got max_autotune"),
+    ],
+)
+def test_bad_options_are_told(options: dict[str, Any], kind: type[Exception], words: str) -> None:
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=words) as caught:
+        torch.compile(mlp(), backend=compile_lean, options=options)(torch.randn(4, 8))
+    assert isinstance(caught.value.inner_exception, kind)
+
+
+def test_an_unknown_mode_is_told() -> None:
+    with pytest.raises(ValueError, match="unknown mode 'fast'; Inductor has default, "):
+        backend_module._patches("fast", {})
+    assert backend_module._patches("max-autotune", {})["max_autotune"] is True
+    assert backend_module._patches("default", {"max-autotune": True}) == {"max_autotune": True}
+
+
+def test_without_torchs_names_it_compiles_with_torchs_partitioner_and_says_so_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[dict[str, Any]] = []
+    monkeypatch.setattr(_torch_compile, "missing", lambda: ("torch.gone",))
+    monkeypatch.setattr(
+        _torch_compile, "compile_by_inductor", lambda gm, inputs, patches: calls.append(patches) or gm.forward
+    )
+    backend_module._warn_of_missing.cache_clear()
+    with pytest.warns(UserWarning, match=r'has no torch\.gone: backend="leangrad" compiles with torch\'s own'):
+        torch.compile(mlp(), backend=compile_lean)(torch.randn(4, 8))
+    torch._dynamo.reset()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.compile(mlp(), backend=compile_lean)(torch.randn(4, 8))
+    assert calls == [{}, {}]
+    backend_module._warn_of_missing.cache_clear()
+
+
+def test_every_name_of_torch_is_there() -> None:
+    assert _torch_compile.missing() == ()
+
+
+def test_the_key_of_the_caches_holds_every_setting() -> None:
+    keys = {Partitioner(Settings(exact=exact, slowdown=s)).uuid() for exact in (False, True) for s in (1.0, 1.1)}
+    assert len(keys) == 4
+    assert Partitioner(Settings()).uuid() == Partitioner(Settings()).uuid()
+
+
+def test_two_threads_with_different_backends_do_not_meet() -> None:
+    """One thread is inside its choice while the other partitions: that one gets torch's own."""
+    from functorch.compile import aot_function, make_boxed_func, min_cut_rematerialization_partition
+
+    is_inside, is_done = threading.Event(), threading.Event()
+    calls: list[int] = []
+
+    def choose(graph: Any, info: Any) -> list[Any]:
+        calls.append(threading.get_ident())
+        return list(info.inputs)
+
+    def partition() -> None:
+        def compiler(gm: Any, _: Any) -> Any:
+            return make_boxed_func(gm.forward)
+
+        function = aot_function(
+            lambda x: x.exp().sin().sum(), compiler, compiler, partition_fn=min_cut_rematerialization_partition
+        )
+        function(torch.randn(8, requires_grad=True)).backward()
+
+    def inside() -> None:
+        with _torch_compile.choosing(choose):
+            is_inside.set()
+            assert is_done.wait(60)
+            partition()
+
+    thread = threading.Thread(target=inside)
+    thread.start()
+    assert is_inside.wait(60)
+    try:
+        partition()
+        assert calls == []
+    finally:
+        is_done.set()
+        thread.join()
+    assert calls == [thread.ident]
+
+
+def test_the_summary_tells_what_was_chosen() -> None:
+    assert "no graph with a backward" in summary()
+    torch.compile(mlp(), backend=compile_lean, options=EXACT)(torch.randn(64, 8)).sum().backward()
+    (line,) = summary().splitlines()[1:]
+    assert float(line.split()[0]) > 0
+
+
+def test_without_gradients_nothing_is_chosen() -> None:
+    with torch.no_grad():
+        torch.compile(mlp(), backend=compile_lean, options=EXACT)(torch.randn(4, 8))
+    assert not chosen
+
+
+def test_a_lean_model_under_another_backend_is_told_which_to_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["leangrad.lean"], "_has_said", False)
+    model = leangrad.lean(mlp())
+    x = torch.randn(4, 8)
+    with pytest.warns(UserWarning, match=r'backend="leangrad"') as caught:
+        torch.compile(model, backend="aot_eager")(x).sum().backward()
+    assert len([one for one in caught if 'backend="leangrad"' in str(one.message)]) == 1
+    torch._dynamo.reset()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.compile(model, backend="aot_eager", fullgraph=True)(x).sum().backward()
+
+
+def test_a_lean_model_under_our_backend_is_told_nothing() -> None:
+    model = leangrad.lean(mlp())
+    plain = mlp()
+    plain.load_state_dict(model.state_dict())
+    x = torch.randn(4, 8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.compile(model, backend=compile_lean, options=EXACT, fullgraph=True)(x).sum().backward()
+    plain(x).sum().backward()
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        assert_same_bits(p.grad, q.grad)

@@ -1,0 +1,129 @@
+"""The policy's questions answered by the plainest means: every set of values, and sets of memories tick by tick."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from itertools import chain, combinations
+
+from leangrad.policy.graph import Graph
+
+
+def keepable(graph: Graph) -> list[int]:
+    """What may be kept at all, but for what stands anyway."""
+    return [
+        n
+        for n, value in enumerate(graph.values)
+        if not (value.is_backward or value.is_standing or value.is_forced or value.view_of is not None)
+        and value.can_be_kept
+    ]
+
+
+def every_set(values: Sequence[int]) -> Iterator[frozenset[int]]:
+    """All sets of these values."""
+    sets = chain.from_iterable(combinations(values, size) for size in range(len(values) + 1))
+    return map(frozenset, sets)
+
+
+def cost(graph: Graph, kept: AbstractSet[int], price: float, pinned: AbstractSet[int]) -> float | None:
+    """What keeping this set costs, the price of what is made again included. None: it is not enough.
+
+    A value that the user has forced is made again, if anything that backward may make again rests on it.
+    """
+    values = graph.values
+
+    def is_final(n: int) -> bool:
+        value = values[n]
+        return not value.is_forced and (value.is_fixed or value.is_standing or n in pinned)
+
+    reach, frontier = set(), list(graph.needed)
+    while frontier:
+        n = frontier.pop()
+        if n not in reach:
+            reach.add(n)
+            frontier += [] if is_final(n) else values[n].inputs
+    made, frontier = set(), [*graph.needed, *(n for n in reach if values[n].is_forced)]
+    while frontier:
+        n = frontier.pop()
+        if n in kept or n in made or (values[n].is_standing and not values[n].is_forced):
+            continue
+        if is_final(n):
+            return None
+        made.add(n)
+        frontier += values[n].inputs
+    prices = sum(values[n].price for n in made if values[n].inputs and not values[n].is_forced)
+    return sum(values[n].nbytes for n in kept if not values[n].is_standing) + price * prices
+
+
+def cheapest_cost(graph: Graph, price: float, pinned: AbstractSet[int]) -> float | None:
+    """The cost of the cheapest set of all. None: no set is enough."""
+    found = (cost(graph, kept, price, pinned) for kept in every_set(keepable(graph)))
+    return min((one for one in found if one is not None), default=None)
+
+
+def peak(graph: Graph, kept: frozenset[int]) -> int:
+    """The most that a step holds, tick by tick."""
+    values = graph.values
+    given = {n for n, value in enumerate(values) if value.is_output and not value.is_backward}
+    forward = [n for n in range(len(values)) if n in ancestors(graph, given | kept, frozenset())]
+    backward: list[int] = []
+    for n, value in enumerate(values):
+        if value.is_backward:
+            before = ancestors(graph, set(value.inputs), kept | set(backward))
+            backward += [*sorted(i for i in before if not values[i].is_backward), n]
+    asked = {n for n, value in enumerate(values) if value.is_asked_for and not value.is_backward}
+    backward += sorted(ancestors(graph, asked, kept | set(backward)))
+    handed = {graph.base(n) for n in given}
+    gradients = {graph.base(n) for n in backward if values[n].is_output and values[n].is_backward}
+    held = {graph.base(n) for n in kept} | handed
+    first = phase(graph, forward, set(), held)
+    return max(first, phase(graph, backward, held, handed | gradients | {graph.base(n) for n in asked}))
+
+
+def ancestors(graph: Graph, ends: AbstractSet[int], there: AbstractSet[int]) -> set[int]:
+    """The values that are made for ``ends``."""
+    found: set[int] = set()
+    for n in reversed(range(len(graph.values))):
+        read = any(n in graph.values[r].inputs for r in found)
+        if (n in ends or read) and n not in there and not graph.values[n].is_standing:
+            found.add(n)
+    return found
+
+
+def phase(graph: Graph, order: list[int], held: AbstractSet[int], lasting: AbstractSet[int]) -> int:
+    """The most that is held while ``order`` is made."""
+    values = graph.values
+
+    def readers(n: int) -> set[int]:
+        """The values that read the memory of this one, through any views."""
+        direct = {r for r in order if n in values[r].inputs}
+        through = [readers(r) for r in direct if values[r].view_of is not None]
+        return {r for r in direct if values[r].view_of is None}.union(*through)
+
+    def has_memory(n: int) -> bool:
+        if values[n].view_of is not None:
+            return False
+        return n in lasting or not values[n].is_inlined or any(not values[r].can_inline for r in readers(n))
+
+    def ticks(n: int) -> set[int]:
+        """When the numbers of a value are read: by an op that writes, or inside it."""
+        found: set[int] = set()
+        for tick, r in enumerate(order):
+            if n in values[r].inputs:
+                found |= {tick} if has_memory(r) else ticks(r) or {tick}
+        return found
+
+    memories = {n for n in order if has_memory(n)} | set(held)
+    busy: dict[int, set[int]] = {m: set() for m in memories}
+    for n in range(len(values)):
+        if graph.base(n) in memories:
+            busy[graph.base(n)] |= ticks(n) | ({order.index(n)} if n in order else set())
+    sizes = [sum(values[m].nbytes for m in held if not values[m].is_standing)]
+    for tick in range(len(order)):
+        live = {
+            m
+            for m in memories
+            if (m in held or order.index(m) <= tick) and (m in lasting or any(t >= tick for t in busy[m]))
+        }
+        sizes.append(sum(values[m].nbytes for m in live if not values[m].is_standing))
+    return max(sizes)
