@@ -178,7 +178,7 @@ same_bits = partial(support.same_bits, nans="bits", strides=True)
 def assert_same(
     mine: list[Tensor], plain: list[Tensor], what: object = "", *, exact: bool = True, eps: float = 2**-23
 ) -> None:
-    """The same bits and strides; not ``exact``: strides, and values but for sums in another order, rounded to ``eps``."""
+    """The same bits and strides; not ``exact``: strides, and values but for sums in another order, by ``eps``."""
     assert len(mine) == len(plain) > 0
     for n, (a, b) in enumerate(zip(mine, plain, strict=True)):
         assert a.stride() == b.stride(), (what, n)
