@@ -215,3 +215,28 @@ def compile_op_by_op(gm: fx.GraphModule, inputs: Sequence[Any], partitioner: Any
     with config.patch(backward_pass_autocast="off"):
         compiler = aot_autograd(fw_compiler=run_op_by_op, bw_compiler=run_op_by_op, partition_fn=partitioner)
         return compiler(gm, inputs)
+
+
+def while_tracing(function: Callable[[], bool]) -> Callable[[], bool]:
+    """Let Dynamo call ``function`` itself while it traces, and take its result for a constant: no graph break.
+
+    Equals ``torch.compiler.assume_constant_result``, which would import Dynamo.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def tracing_backend() -> str | None:
+    """The name of the torch.compile backend that Dynamo is tracing for. None: this cannot be told."""
+    try:
+        from torch._dynamo.symbolic_convert import InstructionTranslator
+
+        compiler: Any = InstructionTranslator.current_tx().output.compiler_fn
+    except (ImportError, AttributeError):
+        return None
+    for _ in range(4):  # wrapped, and wrapped again
+        name = getattr(compiler, "compiler_name", None) or getattr(compiler, "_compiler_name", None)
+        if name is not None:
+            return str(name)
+        compiler = getattr(compiler, "_torchdynamo_orig_backend", None)
+    return None

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from leangrad.compiled.joint_graph import op_name
 from leangrad.compiled.partitioner import Settings
 from leangrad.policy.ops import is_source
+from tests.support import same_bits
 from tests.support.partitions import Partitions
 
 
@@ -42,7 +43,7 @@ def test_backward_uses_the_masks_of_forward(sites: int, fallback_random: bool) -
 
     x = torch.full((64, 33), 1e-6, requires_grad=True)
     found, result = partitions(step, x, fallback_random=fallback_random)
-    assert torch.equal((x.grad / 2).round(), (result.detach() / 2e-6).round())
+    assert same_bits((x.grad / 2).round(), (result.detach() / 2e-6).round())
     assert len(set(x.grad.flatten().tolist())) > min(sites, 4)
     (part,) = found.found
     assert [name for name in part.run_twice() if is_source(name) and name != "inductor_random"] == []

@@ -101,7 +101,10 @@ def assert_near(ours: list[Tensor | None], plain: list[Tensor | None]) -> None:
 
 
 def assert_near_floor(name: str, ratio: float) -> None:
-    if name in ABOVE_FLOOR:
+    """As far above the floor as is written down, for the graphs that torch 2.13 traces; others differ in their ops."""
+    if torch.__version__ < "2.13":
+        assert ratio <= max(NEAR_FLOOR, ABOVE_FLOOR.get(name, (0.0, ""))[0] * (1 + BAND))
+    elif name in ABOVE_FLOOR:
         expected, why = ABOVE_FLOOR[name]
         assert abs(ratio / expected - 1) <= BAND, f"{ratio:.3f} times the floor, not {expected}: {why}"
     else:
