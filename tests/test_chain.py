@@ -152,7 +152,7 @@ def test_what_is_handed_over_comes_back(names):
     assert not any(t is not None for t in (*run.kept, *run.hidden))
     copies = [t.clone() for t in maps]
     for _ in range(2):
-        assert not run.take_back(copies, let_go=False)
+        assert not run.take_back(copies, [False] * len(copies))
         same(backward(run, g, tensors, out if run.reads_output else None), expected)
     assert all(same_bits(a, b) for a, b in zip(maps, copies, strict=True))
     run.let_go()

@@ -26,9 +26,9 @@ from leangrad.ledger.functions import Replay, know
 from leangrad.ledger.opened import ledger_saves
 from leangrad.ledger.saved import Bare
 from leangrad.ledger.value import Value
-from leangrad.ops.chain import Chain, Writer, is_exclusive
+from leangrad.ops.chain import Chain, Writer
 from leangrad.overridable import overridable
-from leangrad.own import owned, take
+from leangrad.own import held_alone, owned, take
 from leangrad.tape import Tape, Var
 
 __all__ = ["Recording", "register_writer", "run", "run_recorded"]
@@ -55,11 +55,10 @@ class Recording(Protocol):
     def hand_over(self) -> list[Tensor]:
         """Give away what is kept; before backward it comes back by `take_back`."""
 
-    def take_back(self, kept: Sequence[Tensor], *, let_go: bool) -> bool:
+    def take_back(self, kept: Sequence[Tensor], alone: Sequence[bool]) -> bool:
         """Hold what `hand_over` gave away, for one backward; whether what is kept may be `spent` in it.
 
-        let_go: who hands it back has let go of it, as a checkpoint does of what it computed again. Hooks of a user may
-        hold what they hand back, and read it later.
+        alone: of each, whether nobody else sees it. The others are never overwritten.
         """
 
     def let_go(self) -> None:
@@ -127,7 +126,8 @@ class _Node(torch.autograd.Function):
         else:
             ctx.save_for_backward(*tensors, output, *handed)
         ctx.recording, ctx.plain, ctx.handed, ctx.lock = recording, plain, handed is not None, threading.Lock()
-        ctx.can_overwrite, ctx.let_go = recording.can_overwrite, is_checkpointing()
+        ctx.in_checkpoint = handed is not None and is_checkpointing()
+        ctx.can_overwrite = recording.can_overwrite
         return y
 
     @staticmethod
@@ -149,13 +149,16 @@ class _Node(torch.autograd.Function):
                     return (None, None, *_differentiate(ctx.plain, tensors, needs, grad))
             handed, spent = ctx.handed, not again
             if handed:
-                recording.output = saved[len(needs)]
-                spent = recording.take_back(saved[len(needs) + 1 :], let_go=ctx.let_go) and spent
+                recording.output, kept = saved[len(needs)], list(saved[len(needs) + 1 :])
+                del saved
+                # What a checkpoint has computed again is its reader's; what other hooks hand out may be anybody's.
+                alone = held_alone(kept) if ctx.in_checkpoint and not again else [False] * len(kept)
+                spent = recording.take_back(kept, alone) and spent
+                del kept  # what is overwritten or dropped on the way is to be free
             elif ctx.output is not None:
                 recording.output = ctx.output.unpack()
                 if not again:
                     ctx.output = None
-            del saved  # what is overwritten or dropped on the way is to be free
             if isinstance(recording, Chain):
                 recording.writer = _writer_of(ctx, tensors)
             try:
@@ -220,9 +223,9 @@ class _TapeRecording:
             var.tensor = None
         return tensors
 
-    def take_back(self, kept: Sequence[Tensor], *, let_go: bool) -> bool:
-        for (var, fixed), tensor in zip(self.handed, kept, strict=True):
-            var.tensor, var.fixed = tensor, fixed or not let_go or not is_exclusive(tensor)
+    def take_back(self, kept: Sequence[Tensor], alone: Sequence[bool]) -> bool:
+        for (var, fixed), tensor, is_alone in zip(self.handed, kept, alone, strict=True):
+            var.tensor, var.fixed = tensor, fixed or not is_alone
         return True
 
     def let_go(self) -> None:

@@ -27,7 +27,7 @@ from torch import Tensor
 from leangrad._torch import raw_stream, reference_counts
 from leangrad.errors import ConsumedError
 
-__all__ = ["owned", "take"]
+__all__ = ["held_alone", "owned", "take"]
 
 
 def owned(grad: Tensor) -> bool:
@@ -62,6 +62,21 @@ def owned(grad: Tensor) -> bool:
     if not exclusive or _signature(grad) not in exclusive or not _fills_storage(grad):
         return False
     return not grad.is_cuda or raw_stream(grad.device) == 0  # 0 is the default stream of every device
+
+
+def held_alone(tensors: list[Tensor]) -> list[bool]:
+    """Of each tensor of a list, whether the list is all that holds it: no name, no hook, no view, no node.
+
+    >>> name = torch.ones(2)
+    >>> held_alone([name, torch.ones(2)])
+    [False, True]
+    """
+    alone = _counts([torch.empty(1, device="cpu")], 0)
+    return [alone is not None and _counts(tensors, i) == alone for i in range(len(tensors))]
+
+
+def _counts(tensors: list[Tensor], i: int) -> tuple[int, ...] | None:
+    return reference_counts(tensors[i])
 
 
 def take(holder: object, name: str, *, keep: str) -> Any:

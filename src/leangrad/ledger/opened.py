@@ -47,10 +47,11 @@ def ledger_saves() -> bool:
     """Whether a tensor that is saved now is the open region's to decide on, and no other hooks'.
 
     Its hooks are the innermost ones; or there are none, because it follows the trace of an earlier step. Whoever saves
-    tensors then need not hand over what is their own: the region would only keep it.
+    tensors then need not hand over what is their own: the region would only keep it. Not so inside a checkpoint, which
+    counts what is saved and compares it with what was saved the first time.
     """
     region = open_region()
-    if region is None:
+    if region is None or getattr(region, "outer", None) is not None:
         return False
     return not _torch.saved_tensor_hooks_active() or (getattr(_torch.innermost_pack_hook(), "__self__", None) is region)
 

@@ -24,22 +24,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from leangrad._torch import storage_holders
 from leangrad.kernels.rebuild import rebuild_and_backward
 from leangrad.lease import return_scratch, take_scratch
 from leangrad.ops.activation import FRESH, OVER, Activation
 
-__all__ = ["Chain", "is_exclusive"]
+__all__ = ["Chain"]
 
 # Below this a map is stored, as plain PyTorch stores it: launching a kernel again costs more than the bytes are worth.
 REBUILD_MIN_BYTES = 1 << 20
 
 Tensors = Sequence[Tensor | None]  # x, W_0, b_0, W_1, b_1, ...
-
-
-def is_exclusive(tensor: Tensor) -> bool:
-    """Whether no other tensor sees this memory. Who holds the tensor itself, it does not tell."""
-    return storage_holders(tensor) == 1
 
 
 class Writer(Protocol):
@@ -268,14 +262,11 @@ class Chain:
         self.let_go()
         return list(maps.values())
 
-    def take_back(self, maps: Sequence[Tensor], *, let_go: bool) -> bool:
-        """Hold what `hand_over` gave, as it came back; whether it may be spent.
-
-        let_go: who hands it back has let go of it.
-        """
+    def take_back(self, maps: Sequence[Tensor], alone: Sequence[bool]) -> bool:
+        """Hold what `hand_over` gave, as it came back; whether nobody else sees any of it, so that it may be spent."""
         for row, places in zip((self.kept, self.hidden), self._places, strict=True):
             row[:] = [None if i < 0 else maps[i] for i in places]
-        return let_go and all(map(is_exclusive, maps))
+        return all(alone)
 
     def let_go(self) -> None:
         """Hold nothing."""
