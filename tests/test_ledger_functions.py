@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import leangrad
 import leangrad.nn as lnn
@@ -309,6 +310,48 @@ def test_packed_products_keep_no_cast_for_a_ledger() -> None:
     kept = measure(step, timed_runs=0).kept_bytes
     assert kept < 4 * 256 * 256  # below half of the casts, 2 bytes each
     assert packed is not None
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, *parts: nn.Module) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.parts:
+            x = checkpoint(part, x, use_reentrant=False)
+        return x
+
+
+@pytest.mark.parametrize("lean_parts", [False, True])
+@pytest.mark.parametrize("activation", ["relu", "gelu", "swiglu"])
+def test_a_node_saves_as_many_tensors_when_a_checkpoint_runs_it_again(activation: str, lean_parts: bool) -> None:
+    """Inside a lean model as well, where the ledger's hooks are set around it in one of the two runs only."""
+
+    def make() -> nn.Module:
+        mlp = lnn.MLP([64, 512, 64], activation, output_activation="gelu")
+        return Checkpointed(nn.Sequential(nn.LayerNorm(64), mlp), dense(activation)())
+
+    x = torch.randn(512, 64, requires_grad=True)
+    model = built(make)
+    for module in model.parts if lean_parts else [model]:  # type: ignore[union-attr]
+        lean(module)
+    assert_same_bits(gradients(built(make), x), gradients(model, x))
+
+
+def test_what_other_hooks_hand_back_is_not_overwritten() -> None:
+    """A hook that hands out a tensor which it keeps, by its name alone."""
+    mlp, x, handed = lnn.MLP([64, 512, 64], "swiglu"), torch.randn(512, 64), []
+
+    def hand_out(t: Tensor) -> Tensor:
+        handed.append((t, t.clone()))
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), hand_out):
+        y = mlp(x)
+    y.sum().backward()
+    assert len(handed) >= 3
+    assert all(torch.equal(now, then) for now, then in handed)
 
 
 # --------------------------------------------------------------------------------------------------- backward hooks
