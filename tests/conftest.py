@@ -1,5 +1,6 @@
 """What every test shares: a fixed seed, no GPU tests where there is no GPU, and `--shuffle SEED` for another order."""
 
+import importlib
 import random
 
 import pytest
@@ -31,3 +32,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _backend_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lean model under another backend is told so once in a process: not in whichever test comes first."""
+    monkeypatch.setattr(importlib.import_module("leangrad.lean"), "_has_said", True)
