@@ -35,8 +35,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:this \\w+ got gradients, but its
 
 STEPS = 6
 SLACK = 64 * 1024
-# A block of CUDA's allocator counts whole, and may be a MiB larger than what was asked for. Peaks of equal steps were seen
-# to differ by 1 to 2.5 MiB; this bound was set after that.
+# A block of CUDA's allocator counts whole, and may be a MiB larger than what was asked for. Peaks of equal steps were
+# seen to differ by 1 to 2.5 MiB; this bound was set after that.
 SLACK_ON_A_GPU = 4 << 20
 WIDTH, ROWS = 48, 256
 Run = Callable[..., Any]
@@ -193,7 +193,7 @@ def assert_good_company(
     assert len(together) == STEPS - 2
     assert peak - min(together) <= (SLACK_ON_A_GPU if on_a_gpu else 0), together
     assert peak <= checkpoint_alone, (peak, checkpoint_alone)
-    if on_a_gpu and options.get("autocast"):  # not met there: 144 MB with a selective one, lean alone 122; cause unknown
+    if on_a_gpu and options.get("autocast"):  # not met there: 144 MB where lean alone takes 122; cause unknown
         return peak, checkpoint_alone
     slack = SLACK_ON_A_GPU if on_a_gpu else SLACK
     assert peak <= 1.02 * min(checkpoint_alone, lean_alone) + slack, (peak, checkpoint_alone, lean_alone)
