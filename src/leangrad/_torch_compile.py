@@ -42,10 +42,11 @@ def missing() -> tuple[str, ...]:
     """The names that this release of torch lacks."""
     try:
         from torch._inductor import config, custom_graph_pass
-        from torch._inductor.compile_fx import compile_fx  # noqa: F401
+        from torch._inductor.compile_fx import compile_fx, compile_fx_inner  # noqa: F401
 
         found: list[tuple[Any, str]] = [
             (config, "custom_partitioner_fn"),
+            (config, "realize_reads_threshold"),
             (custom_graph_pass, "CustomPartitionerFn"),
         ]
         names = "choose_saved_values_set min_cut_rematerialization_partition _size_of must_recompute is_sym_node"
@@ -185,11 +186,31 @@ def mode_options(mode: str) -> dict[str, Any]:
     return {} if mode == "default" else dict(known[mode])
 
 
-def compile_by_inductor(gm: fx.GraphModule, inputs: Sequence[Any], patches: dict[str, Any]) -> Callable[..., Any]:
-    """Compile a captured graph as ``backend="inductor"`` does, with some of its settings changed."""
-    from torch._inductor.compile_fx import compile_fx
+def inductor_setting(name: str) -> Any:
+    """The value of one of Inductor's settings."""
+    from torch._inductor import config
 
-    compiled: Any = compile_fx(gm, list(inputs), config_patches=patches)
+    return getattr(config, name)
+
+
+def compile_by_inductor(
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    patches: dict[str, Any],
+    of_backward: Callable[[], dict[str, Any]] = dict,
+) -> Callable[..., Any]:
+    """Compile a captured graph as ``backend="inductor"`` does, with some of its settings changed.
+
+    of_backward: asked when a backward is compiled, which is after its graph was partitioned: settings for that alone.
+    """
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    def compile_one(graph: fx.GraphModule, arguments: Sequence[Any], **kwargs: Any) -> Any:
+        with config.patch(of_backward() if kwargs.get("is_backward") else {}):
+            return compile_fx_inner(graph, arguments, **kwargs)
+
+    compiled: Any = compile_fx(gm, list(inputs), inner_compile=compile_one, config_patches=patches)
     return compiled  # type: ignore[no-any-return]
 
 

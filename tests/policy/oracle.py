@@ -7,6 +7,7 @@ from collections.abc import Set as AbstractSet
 from itertools import chain, combinations
 
 from leangrad.policy.graph import Graph
+from leangrad.policy.kernels import Fusion, Kernels
 
 
 def keepable(graph: Graph) -> list[int]:
@@ -76,8 +77,9 @@ def peak(graph: Graph, kept: frozenset[int]) -> int:
     handed = {graph.base(n) for n in given}
     gradients = {graph.base(n) for n in backward if values[n].is_output and values[n].is_backward}
     held = {graph.base(n) for n in kept} | handed
-    first = phase(graph, forward, set(), held)
-    return max(first, phase(graph, backward, held, handed | gradients | {graph.base(n) for n in asked}))
+    first = phase(Kernels(graph, forward, held, Fusion(), is_backward=False), set())
+    lasting = handed | gradients | {graph.base(n) for n in asked}
+    return max(first, phase(Kernels(graph, backward, lasting, Fusion(), is_backward=True), held))
 
 
 def ancestors(graph: Graph, ends: AbstractSet[int], there: AbstractSet[int]) -> set[int]:
@@ -90,40 +92,30 @@ def ancestors(graph: Graph, ends: AbstractSet[int], there: AbstractSet[int]) -> 
     return found
 
 
-def phase(graph: Graph, order: list[int], held: AbstractSet[int], lasting: AbstractSet[int]) -> int:
-    """The most that is held while ``order`` is made."""
+def phase(kernels: Kernels, held: AbstractSet[int]) -> int:
+    """The most that is held while the values of a phase are made."""
+    graph, order, place, lasting = kernels.graph, kernels.order, kernels.place, kernels.lasting
     values = graph.values
-
-    def readers(n: int) -> set[int]:
-        """The values that read the memory of this one, through any views."""
-        direct = {r for r in order if n in values[r].inputs}
-        through = [readers(r) for r in direct if values[r].view_of is not None]
-        return {r for r in direct if values[r].view_of is None}.union(*through)
-
-    def has_memory(n: int) -> bool:
-        if values[n].view_of is not None:
-            return False
-        return n in lasting or not values[n].is_inlined or any(not values[r].can_inline for r in readers(n))
 
     def ticks(n: int) -> set[int]:
         """When the numbers of a value are read: by an op that writes, or inside it."""
         found: set[int] = set()
-        for tick, r in enumerate(order):
+        for r in order:
             if n in values[r].inputs:
-                found |= {tick} if has_memory(r) else ticks(r) or {tick}
+                found |= {place[r]} if kernels.written[r] else ticks(r) or {place[r]}
         return found
 
-    memories = {n for n in order if has_memory(n)} | set(held)
+    memories = {n for n in order if kernels.written[n]} | set(held)
     busy: dict[int, set[int]] = {m: set() for m in memories}
     for n in range(len(values)):
         if graph.base(n) in memories:
-            busy[graph.base(n)] |= ticks(n) | ({order.index(n)} if n in order else set())
+            busy[graph.base(n)] |= ticks(n) | ({place[n]} if n in place else set())
     sizes = [sum(values[m].nbytes for m in held if not values[m].is_standing)]
     for tick in range(len(order)):
         live = {
             m
             for m in memories
-            if (m in held or order.index(m) <= tick) and (m in lasting or any(t >= tick for t in busy[m]))
+            if (m in held or place[m] <= tick) and (m in lasting or any(t >= tick for t in busy[m]))
         }
         sizes.append(sum(values[m].nbytes for m in live if not values[m].is_standing))
     return max(sizes)

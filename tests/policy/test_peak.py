@@ -29,12 +29,12 @@ def test_a_step_by_hand() -> None:
     """Two products with an activation between them: w1 and w2 stand, h is kept, gelu is made again."""
     x, w1, w2 = (Value(size, is_fixed=True, is_standing=True) for size in (8, 16, 16))
     h = Value(100, (0, 1), is_fixed=True, work=7)
-    gelu = Value(100, (3,), is_inlined=True, can_inline=True, price=5, work=3)
+    gelu = Value(100, (3,), is_inlined=True, can_inline=True, price=5)
     y = Value(10, (4, 2), is_fixed=True, is_output=True, work=7)
     tangent = Value(10, is_backward=True)
     to_w2 = Value(16, (4, 6), is_backward=True, is_output=True, work=7)
     to_gelu = Value(100, (2, 6), is_backward=True, work=7)
-    to_h = Value(100, (8, 3), is_backward=True, is_inlined=True, can_inline=True, work=3)
+    to_h = Value(100, (8, 3), is_backward=True, is_inlined=True, can_inline=True)
     to_w1 = Value(16, (9, 0), is_backward=True, is_output=True, work=7)
     graph = Graph([x, w1, w2, h, gelu, y, tangent, to_w2, to_gelu, to_h, to_w1])
     outcome = play(graph, frozenset({0, 2, 3}))
@@ -42,16 +42,15 @@ def test_a_step_by_hand() -> None:
     assert outcome.peak_bytes == 100 + 10 + 16 + 100 + 100
     assert outcome.peak_at == 9
     assert outcome.kept_bytes == 100
-    assert outcome.price_bytes == 5
-    assert outcome.work == 7 + 3 + 7 + 7 + 7 + 3 + 7 + 3
-    assert play(graph, frozenset({0, 2, 3, 4})).work == outcome.work - 3
+    gelu_twice, to_h_once = 2 * (100 + 100), 100 + 100 + 100  # read and written
+    assert outcome.work == 5 * 7 + gelu_twice + to_h_once
+    assert play(graph, frozenset({0, 2, 3, 4})).work == outcome.work - 200
 
 
 def test_what_only_backward_makes_is_no_work_of_forward() -> None:
     values = [Value(8, is_fixed=True, work=5), Value(8, (0,), work=3), Value(8, (0,), is_output=True, work=2)]
     graph = Graph([*values, Value(8, (1,), is_backward=True, work=1)])
     assert play(graph, frozenset({0})).work == 5 + 3 + 2 + 1
-    assert play(graph, frozenset({0})).price_bytes == 0
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -61,22 +60,30 @@ def test_the_choice_is_no_worse_than_the_cheapest_cut(seed: int, slowdown: float
     first = play(graph, cheapest_cut(graph))
     choice = choose(graph, slowdown=slowdown)
     assert choice.floor == first
-    assert choice.outcome == play(graph, choice.kept)
-    least = play(graph, cheapest_cut(graph, price=1e6)).work  # some values can only be made again
-    assert choice.outcome.work <= max(slowdown * choice.step_work, least)
+    assert choice.outcome == play(graph, choice.kept, reused_reads=choice.reused_reads)
+    assert choice.outcome.work <= slowdown * choice.step_work
     if choice.floor_slowdown <= slowdown:
         assert choice.outcome.peak_bytes <= NEAR * first.peak_bytes
-        assert not choice.is_held_back
 
 
 def test_a_bound_on_work_holds_the_choice_back() -> None:
-    graph = transformer(4)
-    free, tight = choose(graph, slowdown=2.0), choose(graph, slowdown=1.0)
-    assert not free.is_held_back
-    assert tight.is_held_back
-    assert tight.slowdown == 1.0 < free.slowdown < 1.2
-    assert free.outcome.kept_bytes < tight.outcome.kept_bytes
-    assert free.outcome.peak_bytes < tight.outcome.peak_bytes
+    values = [Value(64, is_fixed=True, is_standing=True)]
+    activations = []
+    for _ in range(8):  # a product, and an activation that both the next product and backward read
+        values.append(Value(64, (len(values) - 1,), is_fixed=True, work=1000))
+        values.append(Value(64, (len(values) - 1,), is_inlined=True, can_inline=True, price=128))
+        activations.append(len(values) - 1)
+    values.append(Value(64, (len(values) - 1,), is_fixed=True, is_output=True, work=1000))
+    values.append(Value(64, is_backward=True))
+    for n in reversed(activations):
+        values.append(Value(64, (len(values) - 1, n), is_backward=True, work=1000))
+        values.append(Value(64, (len(values) - 1, n - 1), is_backward=True, is_inlined=True, can_inline=True))
+    graph = Graph(values)
+    choices = [choose(graph, slowdown=slowdown) for slowdown in (2.0, 1.03, 1.0)]
+    assert [choice.is_held_back for choice in choices] == [False, True, True]
+    assert choices[0].slowdown > 1.03 >= choices[1].slowdown > choices[2].slowdown == 1.0
+    peaks = [choice.outcome.peak_bytes for choice in choices]
+    assert peaks[0] < peaks[1] < peaks[2]  # what blocks that are alike keep can be kept by some of them
 
 
 def test_the_rounds_of_the_flow_do_not_grow_with_the_depth(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from torch._inductor.compile_fx import compile_fx
 from leangrad import _torch_compile
 from leangrad.compiled.joint_graph import op_name, read_joint_graph
 from leangrad.compiled.partitioner import Partitioner, Settings
+from leangrad.policy.choice import REUSED_READS
 from leangrad.policy.ops import is_heavy
 from tests.support.bits import difference
 
@@ -63,6 +64,7 @@ class Partitions(Partitioner):
 
     settings: Settings = field(default_factory=Settings)
     options: dict[str, Any] = field(default_factory=dict)
+    limits: tuple[int, ...] = REUSED_READS
     found: list[Partition] = field(default_factory=list)
     compiles: int = 0
     fixed: list[str] = field(default_factory=list)  # names of the ops whose results may not be made again

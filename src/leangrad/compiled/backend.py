@@ -13,10 +13,12 @@ from torch import fx
 
 from leangrad import _torch_compile
 from leangrad.compiled.partitioner import Partitioner, Settings, chosen
+from leangrad.policy.choice import REUSED_READS
 
 __all__ = ["compile_lean", "read_options", "summary"]
 
 PREFIX = "leangrad."
+READS = "realize_reads_threshold"  # Inductor's name for `policy.kernels.Fusion.reused_reads`
 
 
 def compile_lean(
@@ -48,9 +50,11 @@ def compile_lean(
         if rest or mode:
             given = ", ".join([*rest, *([f"mode={mode!r}"] if mode else [])])
             raise ValueError(f"leangrad.exact runs eager's kernels and takes no option of Inductor's, got {given}")
-        return _torch_compile.compile_op_by_op(gm, example_inputs, Partitioner(settings))
-    patches = {**_patches(mode, rest), "custom_partitioner_fn": Partitioner(settings)}
-    return _torch_compile.compile_by_inductor(gm, example_inputs, patches)
+        return _torch_compile.compile_op_by_op(gm, example_inputs, Partitioner(settings, REUSED_READS[:1]))
+    patches = _patches(mode, rest)
+    partitioner = Partitioner(settings, _limits(patches))
+    patches["custom_partitioner_fn"] = partitioner
+    return _torch_compile.compile_by_inductor(gm, example_inputs, patches, lambda: {READS: partitioner.reused_reads})
 
 
 def read_options(options: Mapping[str, Any]) -> tuple[Settings, dict[str, Any]]:
@@ -92,6 +96,12 @@ def _patches(mode: str | None, options: dict[str, Any]) -> dict[str, Any]:
             raise ValueError(f"unknown option {key!r}: neither leangrad nor Inductor has it")
         patches[key.replace("-", "_")] = value
     return patches
+
+
+def _limits(patches: Mapping[str, Any]) -> tuple[int, ...]:
+    """The limits on reads that backward may be compiled with: a user's own, or Inductor's and what we know beside it."""
+    set_by_user = patches.get(READS, _torch_compile.inductor_setting(READS))
+    return REUSED_READS if set_by_user == REUSED_READS[0] and READS not in patches else (set_by_user,)
 
 
 @functools.cache

@@ -49,6 +49,7 @@ EXACT = VIEWS | {
 REDUCES = 4  # an op that reads so many times what it gives makes a statistic, which is kept
 INLINE_SHARE = 20  # a value computed inside its reader costs about the 20th part of one that is written and read
 BALANCE = 200  # operations that take as long as one byte moved, on an accelerator of today in half precision
+VECTOR = 3  # the same where it has no units for matrices: depthwise convolutions
 
 
 def read_joint_graph(graph: fx.Graph, info: Any, *, fused: bool) -> tuple[Graph, list[fx.Node]]:
@@ -80,7 +81,7 @@ class _Reader:
         is_fixed = not is_view and policy != "recompute" and (policy == "save" or self._is_fixed(node))
         self.exact[node] = is_fixed or is_standing or self._is_exact(node)
         nbytes = _size(node) if _torch_compile.can_be_kept(node) else 0  # the parts of a tuple have their own
-        inlined = self.fused and _is_inlined(node) and not is_view
+        can_inline = self.fused and self._can_inline(node)
         moved = 0 if is_view or node.target is operator.getitem else _size(node) + sum(map(_size, node.all_input_nodes))
         return Value(
             nbytes=nbytes,
@@ -90,13 +91,13 @@ class _Reader:
             is_forced=policy == "recompute" and not is_view,
             can_be_kept=_torch_compile.can_be_kept(node) and node not in self.changed,
             view_of=self.number[node.all_input_nodes[0]] if is_view else None,
-            is_inlined=inlined,
-            can_inline=self.fused and self._can_inline(node),
+            is_inlined=self.fused and _is_inlined(node) and not is_view,
+            can_inline=can_inline,
             is_standing=is_standing,
             is_output=node in self.outputs and (is_backward or self.info.is_required_fw(node)),
             is_asked_for=not is_backward and node in self.info.required_bw_nodes,
             price=moved if self._is_written_in_backward(node) else moved // INLINE_SHARE,
-            work=max(moved // INLINE_SHARE if inlined else moved, _operations(node) // BALANCE),
+            work=0 if can_inline else max(moved, _operations(node) // (VECTOR if _is_depthwise(node) else BALANCE)),
         )
 
     def _is_standing(self, node: fx.Node) -> bool:
@@ -231,6 +232,15 @@ def _operations(node: fx.Node) -> int:
     if "attention" in name and len(given) > 2:
         return 4 * _elements(given[0]) * given[1][-2] * (2 if "backward" in name else 1)
     return 2 * out * given[-2][-1] if len(given) > 1 else 2 * out * given[0][-1]
+
+
+def _is_depthwise(node: fx.Node) -> bool:
+    """Whether each channel of a convolution reads one channel only."""
+    if node.op != "call_function" or "conv" not in op_name(node):
+        return False
+    shapes = [_torch_compile.shape_of(i) for i in node.all_input_nodes]
+    weights = [shape for shape in shapes if len(shape) >= 3]
+    return bool(weights) and weights[-1][1] == 1 and weights[-1][0] > 1
 
 
 def _elements(shape: tuple[int, ...]) -> int:

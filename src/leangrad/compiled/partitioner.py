@@ -14,7 +14,7 @@ from torch import fx
 from leangrad import __version__, _torch_compile
 from leangrad.compiled.dropout import restore_dropout, write_out_dropout
 from leangrad.compiled.joint_graph import read_joint_graph
-from leangrad.policy.choice import Choice, choose
+from leangrad.policy.choice import REUSED_READS, Choice, choose
 
 __all__ = ["Partitioner", "Settings"]
 
@@ -30,8 +30,10 @@ class Settings:
 class Partitioner(_torch_compile.partitioner_class()):  # type: ignore[misc]
     """AOTAutograd's partitioner with the policy's cut. Everything around the cut is torch's own."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, limits: Sequence[int] = REUSED_READS) -> None:
         self.settings = settings
+        self.limits = tuple(limits)  # on reads: those that backward may be compiled with, first the one it would be
+        self.reused_reads = self.limits[0]  # the one that goes with the cut
 
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
@@ -45,15 +47,16 @@ class Partitioner(_torch_compile.partitioner_class()):  # type: ignore[misc]
 
     def uuid(self) -> str:
         """What tells this partitioner from another in the caches: its settings, and the code of the policy."""
-        return f"leangrad {__version__} {_code()} {asdict(self.settings)}"
+        return f"leangrad {__version__} {_code()} {asdict(self.settings)} {self.limits}"
 
     def _keep(self, graph: fx.Graph, info: Any) -> list[fx.Node] | None:
         began = time.perf_counter()
         step, nodes = read_joint_graph(graph, info, fused=not self.settings.exact)
         try:
-            choice = choose(step, slowdown=self.settings.slowdown)
+            choice = choose(step, slowdown=self.settings.slowdown, limits=self.limits)
         except OverflowError:
             return None  # backward reads what forward has changed: torch's own choice leads to eager's own error
+        self.reused_reads = choice.reused_reads
         chosen.append(Chosen(choice, time.perf_counter() - began))
         del chosen[:-REMEMBERED]
         return [nodes[n] for n in sorted(choice.kept)]

@@ -29,7 +29,7 @@ class Value:
     is_output: bool = False  # handed out: a value of forward to the caller, a value of backward as a gradient
     is_asked_for: bool = False  # a value of forward that backward hands out, or has to have for another reason
     price: int = 0  # the bytes that are moved to make it again
-    work: int = 0  # what making it takes, in bytes moved: arithmetic counts as the bytes that take as long
+    work: int = 0  # of an op with a kernel of its own, in bytes moved: arithmetic counts as the bytes that take as long
 
 
 @dataclass(frozen=True)

@@ -1,19 +1,20 @@
 """What a step holds at its worst moment under a cut, by playing it through.
 
-[Note: what takes memory] A pointwise value whose readers compute it themselves takes none, unless it is kept or handed
-out; its own inputs are then held until those readers have run. All else is held from when it is made until its last
-reader has run, a view as long as its base. What is kept is held until its last reader in backward; what is made again
-is made at its first reader, as late as can be. What forward hands out is held to the end, for the caller has it.
-Parameters and batches are not counted: they stand before the step.
+[Note: what takes memory] A value that is written (`kernels` says which) is held from when it is made until its last
+reader has run, a view as long as its base; the inputs of one that is not are held until its readers have run. What is
+kept is held until its last reader in backward; what is made again is made at its first reader, as late as can be. What
+forward hands out is held to the end, for the caller has it. Parameters and batches are not counted: they stand before
+the step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from leangrad.policy.graph import Graph, Value
+from leangrad.policy.kernels import Fusion, Kernels
 
 __all__ = ["Outcome", "play"]
 
@@ -25,32 +26,26 @@ class Outcome:
     peak_bytes: int
     peak_at: int  # the value that is being made then
     kept_bytes: int
-    price_bytes: int  # moved to make values again
-    work: int  # of the whole step, with what is made again
+    work: int  # of the whole step, with what is made again, in bytes moved
 
 
-def play(graph: Graph, kept: frozenset[int]) -> Outcome:
-    """Play forward and backward through with ``kept`` held between them."""
+def play(graph: Graph, kept: frozenset[int], *, reused_reads: int | None = None) -> Outcome:
+    """Play forward and backward through with ``kept`` held between them.
+
+    reused_reads: the limit of that name for the kernels of backward, if it is another than forward's.
+    """
     values = graph.values
     handed_out = [n for n, value in enumerate(values) if value.is_output and not value.is_backward]
-    forward = sorted(_made_for([*handed_out, *kept], values, frozenset()))
-    backward = _backward_order(graph, kept)
     held = frozenset(graph.base(n) for n in (*kept, *handed_out))
-    peak, at = _phase(graph, forward, frozenset(), held)
-    gradients = {graph.base(n) for n in backward if values[n].is_backward and values[n].is_output}
-    gradients |= {graph.base(n) for n in graph.asked_for}
-    lasting = gradients.union(graph.base(n) for n in handed_out)
-    later, later_at = _phase(graph, backward, held, lasting)
-    if later > peak:
-        peak, at = later, later_at
-    again = set(forward).intersection(backward)
-    return Outcome(
-        peak,
-        at,
-        graph.kept_bytes(kept),
-        sum(values[n].price for n in again),
-        sum(values[n].work for n in forward) + sum(values[n].work for n in backward),
-    )
+    order = sorted(_made_for([*handed_out, *kept], values, frozenset()))
+    forward = Kernels(graph, order, held, Fusion(), is_backward=False)
+    order = _backward_order(graph, kept)
+    gradients = {graph.base(n) for n in order if values[n].is_backward and values[n].is_output}
+    lasting = gradients.union(graph.base(n) for n in (*graph.asked_for, *handed_out))
+    fusion = Fusion() if reused_reads is None else replace(Fusion(), reused_reads=reused_reads)
+    backward = Kernels(graph, order, lasting, fusion, is_backward=True)
+    peak, at = max(_peak(forward, frozenset()), _peak(backward, held), key=lambda one: one[0])
+    return Outcome(peak, at, graph.kept_bytes(kept), forward.work() + backward.work())
 
 
 def _backward_order(graph: Graph, kept: AbstractSet[int]) -> list[int]:
@@ -81,34 +76,32 @@ def _made_for(ends: Iterable[int], values: Sequence[Value], there: AbstractSet[i
     return found
 
 
-def _phase(graph: Graph, order: Sequence[int], held: AbstractSet[int], lasting: AbstractSet[int]) -> tuple[int, int]:
-    """The most that is held while ``order`` is made, and the value that is being made then.
+def _peak(kernels: Kernels, held: AbstractSet[int]) -> tuple[int, int]:
+    """The most that is held in a phase, and the value that is being made then.
 
-    held: what stands when the phase begins; each goes after its last reader. lasting: what is held to the end.
+    held: what stands when the phase begins; each goes after its last reader.
     """
+    graph, order, place, written = kernels.graph, kernels.order, kernels.place, kernels.written
     values = graph.values
-    place = {n: k for k, n in enumerate(order)}
-    is_written = {n: _is_written(graph, n, place, lasting) for n in order}
     until: dict[int, int] = {}  # of each value: the place at which it is last read
-    for n in reversed(order):
-        reads = (place[r] if is_written[r] else until[r] for r in graph.readers[n] if r in place)
-        until[n] = max(reads, default=place[n])
     last = dict.fromkeys(held, -1)  # the same of each memory
-    for n in order:
+    for n in reversed(order):
+        reads = (place[r] if written[r] else until[r] for r in graph.readers[n] if r in place)
+        until[n] = max(reads, default=place[n])
         base = graph.base(n)
-        last[base] = max(last.get(base, -1), until[n])
+        last[base] = max(last.get(base, -1), until[n], place[n])
         for i in values[n].inputs:
             if i not in place:  # it stood before
                 below = graph.base(i)
-                last[below] = max(last.get(below, -1), place[n] if is_written[n] else until[n])
+                last[below] = max(last.get(below, -1), place[n] if written[n] else until[n])
     live = sum(values[base].nbytes for base in held if not values[base].is_standing)
     change = [0] * (len(order) + 1)
     for n in order:
-        if is_written[n] and n not in held:
+        if written[n] and n not in held:
             change[place[n]] += values[n].nbytes
     for base, k in last.items():
-        is_there = base in held or is_written.get(base, False)
-        if is_there and base not in lasting and not values[base].is_standing:
+        is_there = base in held or written.get(base, False)
+        if is_there and base not in kernels.lasting and not values[base].is_standing:
             change[k + 1] -= values[base].nbytes
     peak, at = live, order[0] if order else 0
     for k, n in enumerate(order):
@@ -116,24 +109,3 @@ def _phase(graph: Graph, order: Sequence[int], held: AbstractSet[int], lasting: 
         if live > peak:
             peak, at = live, n
     return peak, at
-
-
-def _is_written(graph: Graph, n: int, place: dict[int, int], lasting: AbstractSet[int]) -> bool:
-    """Whether a value takes memory of its own in a phase; see [Note: what takes memory]."""
-    value = graph.values[n]
-    if value.view_of is not None:
-        return False
-    if n in lasting or not value.is_inlined:
-        return True
-    return any(not graph.values[r].can_inline for r in _readers_through_views(graph, n) if r in place)
-
-
-def _readers_through_views(graph: Graph, n: int) -> list[int]:
-    found, frontier = [], [n]
-    while frontier:
-        for r in graph.readers[frontier.pop()]:
-            if graph.values[r].view_of is not None:
-                frontier.append(r)
-            else:
-                found.append(r)
-    return found

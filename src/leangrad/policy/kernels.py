@@ -1,0 +1,141 @@
+"""Which values of a phase take memory of their own: how a code generator puts ops together into kernels.
+
+[Note: kernels] A pointwise value is computed inside the kernels that read it, as long as these can do so and as long as
+it is cheap: once it is computed from more memories, or by more ops, than `Fusion` allows, it gets a buffer. The limit
+is lower for a value with several readers, for each of them would compute it anew. A buffer whose readers all run before
+the next heavy op is computed in the kernel of its readers and takes no memory.
+
+[Note: remade values run early] A kernel that reads what another pointwise kernel writes is fused into that one, however
+far apart the two were in the graph. A value of forward that is made again from another that is made again is therefore
+there as soon as the first is. So a long chain of links of a residual stream, made again at the start of backward, takes
+with it everything that is made again from any of its links.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+
+from leangrad.policy.graph import Graph
+
+__all__ = ["Fusion", "Kernels"]
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """The limits of a code generator; those of Inductor by default."""
+
+    reused_reads: int = 4  # a value with several readers gets a buffer if it is computed from more memories than this
+    reads: int = 8  # and any value if from more than this
+    ops: int = 30  # or by more ops
+    size: int = 64  # the most buffers that one kernel writes
+
+
+@dataclass
+class Kernels:
+    """One phase as kernels: when each value is made, and which are written to memory."""
+
+    graph: Graph
+    order: Sequence[int]
+    lasting: AbstractSet[int]  # what is held to the end of the phase
+    fusion: Fusion
+    is_backward: bool
+    place: dict[int, int] = field(default_factory=dict)  # of each value: where in the order it is made
+    stage: dict[int, int] = field(default_factory=dict)  # and how many heavy ops run before it
+    written: dict[int, bool] = field(default_factory=dict)
+    reads: dict[int, frozenset[int]] = field(default_factory=dict)  # the memories that a value is computed from
+
+    def __post_init__(self) -> None:
+        values = self.graph.values
+        self._has_buffer: dict[int, bool] = {}
+        self._ops: dict[int, int] = {}
+        self._kernel: dict[int, int] = {}  # of a value that was fused into an earlier kernel: the first value of that
+        self._size: dict[int, int] = {}
+        heavy = 0
+        for k, n in enumerate(self.order):
+            self.place[n], self.stage[n] = k, heavy
+            heavy += values[n].view_of is None and not values[n].can_inline and values[n].nbytes > 0
+        for n in self.order:
+            self._add(n)
+
+    def _add(self, n: int) -> None:
+        graph, fusion = self.graph, self.fusion
+        value = graph.values[n]
+        inlined = [i for i in value.inputs if i in self.place and not self._has_buffer[i]]
+        found = {graph.base(i) for i in value.inputs if i not in inlined}.union(*(self.reads[i] for i in inlined))
+        ops = 1 + len(set(value.inputs).difference(inlined)) + sum(self._ops[i] for i in inlined)
+        if value.view_of is not None:
+            self._has_buffer[n] = self._has_buffer.get(value.view_of, True)
+            self.written[n] = False
+            self.reads[n] = frozenset({graph.base(n)} if self._has_buffer[n] else self.reads[value.view_of])
+            self._ops[n] = self._ops.get(value.view_of, 1)
+            return
+        readers = self._readers(n)
+        must = n in self.lasting or not value.is_inlined or any(not graph.values[r].can_inline for r in readers)
+        is_reused = sum(r in self.place for r in graph.readers[n]) > 1
+        most = min(fusion.reused_reads, fusion.reads) if is_reused else fusion.reads
+        has_buffer = must or len(found) > most or ops > fusion.ops
+        if has_buffer and self.is_backward and value.can_inline and not value.is_backward:
+            self._fuse(n, found)
+        self._has_buffer[n] = has_buffer
+        self.written[n] = must or (has_buffer and any(self.stage[r] > self.stage[n] for r in readers))
+        self.reads[n] = frozenset(found)
+        self._ops[n] = 1 if has_buffer else ops
+
+    def _fuse(self, n: int, found: AbstractSet[int]) -> None:
+        """Into the kernel that writes what it reads, if there is one: see [Note: remade values run early]."""
+        values = self.graph.values
+        makers = [
+            b
+            for b in found
+            if self.written.get(b)
+            and values[b].can_inline
+            and not values[b].is_backward
+            and 4 * values[b].nbytes >= values[n].nbytes  # not a statistic
+        ]
+        if not makers:
+            return
+        maker = max(makers, key=lambda b: (self.place[b], b))
+        kernel = self._kernel.get(maker, maker)
+        if self._size.get(kernel, 1) < self.fusion.size:
+            self._size[kernel] = self._size.get(kernel, 1) + 1
+            self._kernel[n] = kernel
+            self.place[n], self.stage[n] = self.place[kernel], self.stage[kernel]
+
+    def _readers(self, n: int) -> list[int]:
+        """The values of the phase that are computed from a value, or from a view of it."""
+        graph = self.graph
+        found, frontier = [], [n]
+        while frontier:
+            for r in graph.readers[frontier.pop()]:
+                if r in self.place:
+                    (found if graph.values[r].view_of is None else frontier).append(r)
+        return found
+
+    def work(self) -> int:
+        """What the kernels of the phase take, in bytes moved.
+
+        Pointwise kernels between two heavy ops read each memory once. A reduction over a whole map needs a pass of its
+        own. A heavy op takes what its value says.
+        """
+        values = self.graph.values
+        total = 0
+        passes: set[tuple[int, bool, int]] = set()
+        for n in self.order:
+            value = values[n]
+            if value.view_of is not None or not self._has_buffer[n]:
+                continue
+            if not value.can_inline:
+                total += value.work
+                continue
+            total += value.nbytes if self.written[n] else 0
+            is_wide = any(values[b].nbytes > WIDE * max(value.nbytes, 1) for b in self.reads[n])
+            for b in self.reads[n]:
+                is_from_here = self.stage.get(b) == self.stage[n] and values[b].can_inline
+                if self.written.get(b, True) and (is_wide or not is_from_here):
+                    passes.add((self.stage[n], is_wide, b))
+        return total + sum(values[b].nbytes for _, _, b in passes)
+
+
+WIDE = 8192  # a reduction of so many times what it gives is not done in the kernel that reads its result

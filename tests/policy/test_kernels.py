@@ -1,0 +1,64 @@
+"""Which values get a buffer, and when those are made that backward makes again."""
+
+from __future__ import annotations
+
+from leangrad.policy.choice import choose
+from leangrad.policy.cut import cheapest_cut
+from leangrad.policy.graph import Graph, Value
+from leangrad.policy.kernels import Fusion, Kernels
+from leangrad.policy.peak import play
+
+POINTWISE = {"is_inlined": True, "can_inline": True}
+
+
+def sums(count: int, *, is_reused: bool = False) -> Kernels:
+    """A sum of so many products, two at a time; then a product of it, or two."""
+    values = [Value(8, is_fixed=True, work=1) for _ in range(count)]
+    last = 0
+    for n in range(1, count):
+        values.append(Value(8, (last, n), **POINTWISE))
+        last = len(values) - 1
+    values += [Value(8, (last,), **POINTWISE, is_output=True) for _ in range(2 if is_reused else 1)]
+    values.append(Value(8, (len(values) - 1,), is_fixed=True))
+    order = list(range(len(values)))
+    return Kernels(Graph(values), order, {n for n in order if values[n].is_output}, Fusion(), is_backward=False)
+
+
+def test_a_value_of_many_memories_gets_a_buffer() -> None:
+    for count, buffers in ((8, 0), (9, 1), (16, 1), (17, 2)):
+        kernels = sums(count)
+        assert sum(kernels._has_buffer[n] for n in range(count, 2 * count - 1)) == buffers
+
+
+def test_a_value_with_several_readers_sooner() -> None:
+    for count, has_buffer in ((4, False), (5, True)):
+        kernels = sums(count, is_reused=True)
+        assert kernels._has_buffer[2 * count - 2] is has_buffer
+        assert kernels.written[2 * count - 2] is False  # its readers are in the same kernel
+
+
+def residual(layers: int) -> Graph:
+    """A stream of links, each the one before plus a product of it; backward reads each link, the last one first."""
+    values = [Value(64, is_fixed=True, is_standing=True)]
+    links, link = [], 0
+    for _ in range(layers):
+        values.append(Value(32, (link,), is_fixed=True, work=100))
+        values.append(Value(64, (link, len(values) - 1), **POINTWISE))
+        link = len(values) - 1
+        links.append(link)
+    values.append(Value(64, is_backward=True))
+    for link in reversed(links):
+        values.append(Value(64, (link,), **POINTWISE))  # of forward, read by backward only: a norm's output
+        values.append(Value(64, (len(values) - 1, len(values) - 2), is_backward=True, work=100))
+    return Graph(values)
+
+
+def test_what_is_made_again_from_a_chain_is_there_with_it() -> None:
+    graph = residual(12)
+    kept = cheapest_cut(graph)
+    assert all(graph.values[n].nbytes == 32 for n in kept if not graph.values[n].is_standing)  # products, no link
+    peak = play(graph, kept).peak_bytes
+    assert peak > 12 * 32 + 8 * 64  # and norms that are needed much later
+    choice = choose(graph, slowdown=2.0)
+    assert choice.outcome.peak_bytes < 0.8 * peak
+    assert any(graph.values[n].nbytes == 64 and not graph.values[n].is_standing for n in choice.kept)
