@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from leangrad.errors import LeangradError
+
 SYMBOL_BYTES = 1_000_000  # of a symbolic number that is no integer: torch can keep those, but would rather not
 # Of a joint graph and torch's classification of its nodes: what to keep. None: what torch itself would.
 Choose = Callable[[fx.Graph, Any], list[fx.Node] | None]
@@ -186,11 +188,36 @@ def mode_options(mode: str) -> dict[str, Any]:
 
 
 def compile_by_inductor(gm: fx.GraphModule, inputs: Sequence[Any], patches: dict[str, Any]) -> Callable[..., Any]:
-    """Compile a captured graph as ``backend="inductor"`` does, with some of its settings changed."""
+    """Compile a captured graph as ``backend="inductor"`` does, with some of its settings changed.
+
+    Raises LeangradError where this machine lacks what Inductor compiles with.
+    """
     from torch._inductor.compile_fx import compile_fx
 
-    compiled: Any = compile_fx(gm, list(inputs), config_patches=patches)
+    try:
+        compiled: Any = compile_fx(gm, list(inputs), config_patches=patches)
+    except Exception as error:
+        if lacks := _lacks(error):
+            raise LeangradError(
+                f"Inductor needs {lacks}; install one, or run eager's own kernels, which need none: "
+                'torch.compile(model, backend="leangrad", options={"leangrad.exact": True})'
+            ) from error
+        raise
     return compiled  # type: ignore[no-any-return]
+
+
+def _lacks(error: BaseException | None) -> str:
+    """What Inductor has missed on this machine, if that is why it failed."""
+    seen: list[BaseException] = []
+    while error is not None and error not in seen:
+        seen.append(error)
+        name = type(error).__name__
+        if name == "InvalidCxxCompiler":
+            return f"a C++ compiler to compile for a CPU, and found no working one ({error})"
+        if name in ("TritonMissing", "GPUTooOldForTriton"):
+            return f"a Triton that works with this GPU ({error})"
+        error = getattr(error, "inner_exception", None) or error.__cause__ or error.__context__
+    return ""
 
 
 def compile_op_by_op(gm: fx.GraphModule, inputs: Sequence[Any], partitioner: Any) -> Callable[..., Any]:

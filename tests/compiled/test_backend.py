@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import fx, nn
+from functorch.compile import aot_function, make_boxed_func, min_cut_rematerialization_partition
+from torch import Tensor, fx, nn
 
 import leangrad
 from leangrad import _torch_compile
@@ -35,6 +36,11 @@ def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, 8))
 
 
+class Twice(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor]:
+        return (x.exp().sum() * x.sin(),)
+
+
 def test_the_entry_point_names_the_backend() -> None:
     groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
     module, _, name = groups["torch_dynamo_backends"]["leangrad"].partition(":")
@@ -53,6 +59,26 @@ def test_torch_finds_the_backend_by_its_name(monkeypatch: pytest.MonkeyPatch) ->
     torch.compile(model, backend="leangrad", options=EXACT)(torch.randn(4, 8)).sum().backward()
     assert chosen
     registry._COMPILER_FNS.pop("leangrad", None)
+
+
+UNIMPORTED = """
+import sys, torch
+model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.GELU(), torch.nn.Linear(32, 8))
+step = torch.compile(model, backend="leangrad", options={"leangrad.exact": True})
+step(torch.randn(4, 8)).sum().backward()
+print("chosen", len(sys.modules["leangrad.compiled.partitioner"].chosen))
+"""
+
+
+def test_a_process_that_never_imports_leangrad_has_the_backend(tmp_path: Path) -> None:
+    """As an installed package tells torch: by the entry points in its metadata."""
+    (told,) = (tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"],)
+    metadata = tmp_path / "leangrad-0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: leangrad\nVersion: 0\n")
+    lines = ["[torch_dynamo_backends]", *(f"{k} = {v}" for k, v in told["torch_dynamo_backends"].items())]
+    (metadata / "entry_points.txt").write_text("\n".join(lines))
+    assert in_a_process(UNIMPORTED, paths=[str(tmp_path)]).split() == ["chosen", "1"]
 
 
 def test_importing_leangrad_does_not_import_the_compiler() -> None:
@@ -93,6 +119,63 @@ def test_torch_hands_the_words_on() -> None:
     assert "unknown option 'leangrad.exat'; leangrad's are leangrad.exact" in in_a_process(REFUSED)
 
 
+UNCOMPILED = """
+import torch
+from leangrad.compiled import compile_lean
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU())
+try:
+    torch.compile(model, backend=compile_lean)(torch.randn(4, 8))
+except torch._dynamo.exc.BackendCompilerFailed as error:
+    print(error)
+torch._dynamo.reset()
+torch.compile(model, backend=compile_lean, options={"leangrad.exact": True})(torch.randn(4, 8)).sum().backward()
+print("exact", model[0].weight.grad is not None)
+"""
+
+
+def test_without_a_cpp_compiler_one_is_told_what_is_missing_and_what_needs_none(tmp_path: Path) -> None:
+    told = in_a_process(UNCOMPILED, CXX=str(tmp_path / "none"), TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
+    assert "Inductor needs a C++ compiler to compile for a CPU, and found no working one" in told
+    assert 'options={"leangrad.exact": True}' in told
+    assert "exact True" in told
+
+
+def test_without_triton_one_is_told_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import compile_fx, exc
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        try:
+            raise exc.TritonMissing(None)
+        except exc.TritonMissing as error:
+            raise exc.InductorError(error, None) from None
+
+    monkeypatch.setattr(compile_fx, "compile_fx", fail)
+    with pytest.raises(leangrad.errors.LeangradError, match=r"needs a Triton that works.*leangrad\.exact"):
+        compile_lean(fx.symbolic_trace(mlp()), [torch.randn(4, 8)])
+
+
+def test_other_failures_of_inductor_are_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import compile_fx
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise ValueError("another")
+
+    monkeypatch.setattr(compile_fx, "compile_fx", fail)
+    with pytest.raises(ValueError, match="another"):
+        compile_lean(fx.symbolic_trace(mlp()), [torch.randn(4, 8)])
+
+
+def test_a_torch_that_is_too_old_has_names_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._functorch import partitioners
+
+    monkeypatch.delattr(partitioners, "choose_saved_values_set")
+    _torch_compile.missing.cache_clear()
+    try:
+        assert _torch_compile.missing() == ("torch._functorch.partitioners.choose_saved_values_set",)
+    finally:
+        _torch_compile.missing.cache_clear()
+
+
 def test_an_unknown_mode_is_told() -> None:
     with pytest.raises(ValueError, match="unknown mode 'fast'; Inductor has default, "):
         backend_module._patches("fast", {})
@@ -131,8 +214,6 @@ def test_the_key_of_the_caches_holds_every_setting() -> None:
 
 def test_two_threads_with_different_backends_do_not_meet() -> None:
     """One thread is inside its choice while the other partitions: that one gets torch's own."""
-    from functorch.compile import aot_function, make_boxed_func, min_cut_rematerialization_partition
-
     is_inside, is_done = threading.Event(), threading.Event()
     calls: list[int] = []
 
@@ -165,6 +246,44 @@ def test_two_threads_with_different_backends_do_not_meet() -> None:
         is_done.set()
         thread.join()
     assert calls == [thread.ident]
+
+
+def test_two_threads_compile_at_the_same_time_each_with_its_own_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both are inside their partition at once. Dynamo lets one thread compile at a time, so AOTAutograd is called."""
+    from torch._dynamo.backends.common import aot_autograd
+
+    both = threading.Barrier(2, timeout=60)
+    partition = _torch_compile._partitioners().min_cut_rematerialization_partition
+    widths: dict[str, int] = {}
+
+    def meet(name: str, cut: Any) -> Any:
+        def run(gm: fx.GraphModule, inputs: Any, **arguments: Any) -> Any:
+            both.wait()
+            forward, backward = cut(gm, inputs, **arguments)
+            both.wait()
+            (output,) = forward.graph.find_nodes(op="output")
+            widths[name] = len([n for n in output.args[0][1:] if n.op == "call_function"])
+            return forward, backward
+
+        return run
+
+    def compile_with(name: str, cut: Any) -> None:
+        def run(gm: fx.GraphModule, _: Any) -> Any:
+            return make_boxed_func(gm.forward)
+
+        compiler = aot_autograd(fw_compiler=run, bw_compiler=run, partition_fn=meet(name, cut))
+        x = torch.randn(64, requires_grad=True)
+        compiler(fx.symbolic_trace(Twice()), [x])(x)
+
+    monkeypatch.setattr(Partitioner, "_keep", lambda self, graph, info: list(info.inputs))
+    cuts = {"ours": Partitioner(Settings()), "stock": partition}
+    threads = [threading.Thread(target=compile_with, args=item) for item in cuts.items()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert widths["ours"] == 0
+    assert widths["stock"] > 0
 
 
 def test_the_summary_tells_what_was_chosen() -> None:

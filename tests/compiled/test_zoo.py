@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.floor import floor
+from tests.support.compiling import DYNAMOS_OWN, prepared
 from tests.support.partitions import Partitions
 from tests.zoo import CASES, Case
 
@@ -37,14 +38,7 @@ SMALL_ZOO = pytest.mark.parametrize(
     "case", [case for case in CASES if "hf" not in case.tags], ids=lambda case: case.name
 )
 HF_ZOO = pytest.mark.parametrize("case", [case for case in CASES if "hf" in case.tags], ids=lambda case: case.name)
-
-
-# Dynamo's own: of a graph that begins with what another made, of a Function that it calls, of a cache it looks into.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
-    pytest.mark.filterwarnings("ignore:<class 'torch.autograd.function.Function'> should not be instantiated"),
-    pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`"),
-]
+pytestmark = DYNAMOS_OWN
 
 
 @pytest.fixture(autouse=True)
@@ -53,15 +47,9 @@ def _fresh() -> None:
 
 
 def gradients(case: Case, backend: Partitions | None) -> list[Tensor | None]:
-    torch.manual_seed(0)
-    model, batch = case.make(), case.batch()
-
-    def step(*batch: object) -> Tensor:
-        return case.step(model, batch)
-
+    model, step, batch = prepared(case, None if backend is None else backend.backend)
     torch.manual_seed(1)
-    run = step if backend is None else torch.compile(step, backend=backend.backend)
-    run(*batch).backward()
+    step(*batch).backward()
     return [p.grad for p in model.parameters()]
 
 
