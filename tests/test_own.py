@@ -321,7 +321,9 @@ for holders in range(8): run(holders)
 @pytest.mark.slow
 def test_the_first_question_may_come_while_a_compiled_function_runs():
     """Dynamo's evaluator raises the counts: rows measured under it would later match gradients that others hold."""
-    done = subprocess.run([sys.executable, "-c", BESIDE_A_COMPILED_FUNCTION], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", BESIDE_A_COMPILED_FUNCTION], capture_output=True, text=True, check=True
+    )
     assert done.stdout.split() == ["False", "False", "True"] + ["False"] * 7, done.stderr
 
 

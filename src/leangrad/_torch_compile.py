@@ -7,6 +7,7 @@ compiles with torch's own partitioner and warns once.
 from __future__ import annotations
 
 import contextvars
+import copy
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -234,7 +235,8 @@ def compile_op_by_op(gm: fx.GraphModule, inputs: Sequence[Any], partitioner: Any
 
         def run(arguments: list[Any]) -> Any:
             with torch.no_grad():
-                return interpreter.boxed_run(arguments)
+                # An interpreter holds what it gave until it runs again: all that forward keeps, through backward.
+                return copy.copy(interpreter).boxed_run(arguments)
 
         run._boxed_call = True  # type: ignore[attr-defined]
         return run

@@ -12,11 +12,11 @@ their rows. Then it sends known-shared ones, and if a single one of them has an 
 the engine's threads on a machine with GPUs, and a process that forks after that can no longer run backward in its
 children. It happens in a thread of its own, which no mode, hook or default device of the caller reaches.
 
-[Note: frame evaluator] While a compiled function runs in any thread, Dynamo evaluates the frames of all of them; and if
-a compile has raised, it does so for the rest of the process (seen with torch 2.13). Each call from Python to Python then
-holds its arguments once more. Rows that were measured without it never match: no gradient is owned, which costs memory
-and is never wrong. Rows that were measured with it would, once it is gone, match a gradient that somebody else holds:
-so they are not measured then, but at the first question that comes without it.
+[Note: frame evaluator] While a compiled function runs in any thread, Dynamo evaluates the frames of all of them; and
+if a compile has raised, it does so for the rest of the process (seen with torch 2.13). Each call from Python to Python
+then holds its arguments once more. Rows that were measured without it never match: no gradient is owned, which costs
+memory and is never wrong. Rows that were measured with it would, once it is gone, match a gradient that somebody else
+holds: so they are not measured then, but at the first question that comes without it.
 """
 
 import functools
@@ -182,7 +182,7 @@ def _holders(thing: object) -> int:
 _holders_from_c = functools.partial(_holders)
 
 
-class _OtherEvaluator(Exception):
+class _OtherEvaluatorError(Exception):
     """While rows were measured, somebody else began to evaluate Python's frames."""
 
 
@@ -203,7 +203,7 @@ def _measure_exclusive_rows() -> frozenset[tuple[int, ...]] | None:
             return frozenset()
         if any(_row_of(share) in rows for share in _KNOWN_SHARED):
             return frozenset()
-    except _OtherEvaluator:
+    except _OtherEvaluatorError:
         return None
     except Exception:  # a torch that cannot run these few lines as expected: promise nothing
         return frozenset()
@@ -230,7 +230,7 @@ def _look(grad: Tensor) -> None:
     if _backward_caller is None:
         _backward_caller = sys._getframe(2).f_code
     if not _frames_are_pythons():
-        raise _OtherEvaluator
+        raise _OtherEvaluatorError
     _Look.rows.append(_signature(grad))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import re
 import sys
 import threading
 import tomllib
@@ -12,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from functorch.compile import aot_function, make_boxed_func, min_cut_rematerialization_partition
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 import leangrad
 from leangrad import _torch_compile
@@ -251,6 +253,32 @@ def test_the_summary_tells_what_was_chosen() -> None:
     torch.compile(mlp(), backend=compile_lean, options=EXACT)(torch.randn(64, 8)).sum().backward()
     (line,) = summary().splitlines()[1:]
     assert float(line.split()[0]) > 0
+
+
+def test_the_measured_peak_of_exact_is_the_expected_one() -> None:
+    """But for what ops allocate and free inside themselves, and the number 1 that backward begins with."""
+    model, x = nn.Sequential(mlp(), mlp()), torch.randn(256, 8)
+    run = torch.compile(lambda x: model(x).square().mean(), backend=compile_lean, options=EXACT, fullgraph=True)
+
+    def step() -> None:
+        model.zero_grad()
+        run(x).backward()
+
+    measured = leangrad.measure(step, timed_runs=2)
+    (found,) = chosen
+    outcome = found.choice.outcome
+    assert outcome.peak_bytes <= measured.peak_bytes <= 1.05 * outcome.peak_bytes
+    assert measured.kept_bytes == outcome.kept_bytes + 4
+    assert re.search(r"measured peak: .* MB, 1\.0\d\d times the expected one$", summary(measured))
+    chosen.append(found)
+    assert "not compared: 2 graphs were compiled" in summary(measured)
+
+
+def test_nothing_that_exact_keeps_outlives_its_backward() -> None:
+    model, x = mlp(), torch.randn(61, 8)
+    torch.compile(model, backend=compile_lean, options=EXACT)(x).sum().backward()
+    gc.collect()
+    assert [one for one in gc.get_objects() if type(one) is Tensor and one.shape == (61, 32)] == []
 
 
 def test_without_gradients_nothing_is_chosen() -> None:

@@ -10,8 +10,8 @@ from benchmarks.floor import floor
 from leangrad.compiled import compile_lean
 from leangrad.compiled.partitioner import chosen
 from tests.support import assert_same_bits
-from tests.support.processes import in_a_process
 from tests.support.compiling import DYNAMOS_OWN, prepared
+from tests.support.processes import in_a_process
 from tests.zoo import SMALL, Case, case
 
 EXACT = {"leangrad.exact": True}

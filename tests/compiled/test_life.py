@@ -215,9 +215,7 @@ print("hits", counters["aot_autograd"]["autograd_cache_hit"], "chosen", len(chos
 @pytest.mark.slow
 def test_a_second_process_starts_warm_and_other_settings_miss(tmp_path: Path) -> None:
     """With Inductor's own code generation: the caches of torch hold what a process compiled before."""
-    told = [
-        in_a_process(CACHED, slowdown, TORCHINDUCTOR_CACHE_DIR=str(tmp_path)) for slowdown in ("1.1", "1.1", "1.5")
-    ]
+    told = [in_a_process(CACHED, slowdown, TORCHINDUCTOR_CACHE_DIR=str(tmp_path)) for slowdown in ("1.1", "1.1", "1.5")]
     assert [one.strip() for one in told] == ["hits 0 chosen 1", "hits 1 chosen 0", "hits 0 chosen 1"]
 
 

@@ -17,9 +17,7 @@ DYNAMOS_OWN = [
 ]
 
 
-def prepared(
-    case: Case, backend: Any, **options: Any
-) -> tuple[nn.Module, Callable[..., Tensor], tuple[Any, ...]]:
+def prepared(case: Case, backend: Any, **options: Any) -> tuple[nn.Module, Callable[..., Tensor], tuple[Any, ...]]:
     """The model of a case, its step with the loss, compiled unless `backend` is None, and a batch."""
     torch.manual_seed(0)
     model, batch = case.make(), case.batch()
