@@ -45,7 +45,8 @@ class Block(nn.Module):
         q, k, v = self.qkv(self.first(x)).view(b, t, 3, self.heads, c // self.heads).permute(2, 0, 3, 1, 4)
         h = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal).transpose(1, 2).reshape(b, t, c)
         x = x + self.out(h)
-        return x + self.down(F.gelu(self.up(self.second(x))))
+        wide: Tensor = F.gelu(self.up(self.second(x)))
+        return x + self.down(wide)  # type: ignore[no-any-return]
 
 
 class GPT(nn.Module):

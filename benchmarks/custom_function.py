@@ -48,7 +48,8 @@ def gradients(function: Any, backend: str | None) -> list[Tensor]:
     x, size = torch.randn(16, 16, requires_grad=True), torch.tensor(0.05, requires_grad=True)
 
     def step(x: Tensor, size: Tensor) -> Tensor:
-        return function.apply(function.apply(x, size).sin(), size).square().mean()
+        loss: Tensor = function.apply(function.apply(x, size).sin(), size).square().mean()
+        return loss
 
     run = step if backend is None else torch.compile(step, backend=backend)
     found = torch.autograd.grad(run(x, size), (x, size), allow_unused=True)
