@@ -2,9 +2,9 @@
 
     python -m benchmarks.custom_function
 
-Torch 2.11 routes the gradient wrongly if a Function's forward returns a tensor that is also one of its intermediate
-results: https://github.com/pytorch/pytorch/issues/180642 tells so of ``y += 1``. ``y.to(y.dtype)``, which is ``y``, may
-be another such case; it is what the zoo's ``custom`` model does, whose gradient was lost there. In 2.13 all are right.
+Torch 2.11 loses the gradient, with its own ``eager`` backend too, if a Function's forward returns a tensor that is also
+one of its intermediate results: after ``y += 1`` (https://github.com/pytorch/pytorch/issues/180642), and by
+``y.to(y.dtype)``, which is ``y``. The zoo's ``custom`` model does the latter. In 2.13 all are right.
 Each line is one Function and one backend: the largest difference of a gradient from plain's, beside plain's largest
 element.
 """

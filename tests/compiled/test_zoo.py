@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.floor import floor
-from tests.support.compiling import DYNAMOS_OWN, prepared
+from tests.support.compiling import DYNAMOS_OWN, prepared, skip_where_dynamo_is_wrong
 from tests.support.partitions import Partitions
 from tests.zoo import CASES, Case
 
@@ -65,6 +65,7 @@ def test_hf(case: Case) -> None:
 
 
 def assert_right_and_lean(case: Case) -> None:
+    skip_where_dynamo_is_wrong(case)
     found = Partitions()
     ours = gradients(case, found)
     if found.found:
