@@ -29,7 +29,7 @@ def prepared(case: Case, backend: Any, **options: Any) -> tuple[nn.Module, Calla
 
 
 def skip_where_dynamo_is_wrong(case: Case) -> None:
-    """Torch 2.11 loses gradients of some Functions of the user's with any backend; see benchmarks/custom_function.py."""
+    """Torch 2.11 loses gradients of some Functions of users with any backend; see benchmarks/custom_function.py."""
     if "custom" not in case.tags:
         return
     gradients = []
