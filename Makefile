@@ -13,11 +13,8 @@ TEST   := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest
 demo: .venv/installed
 	$(BIN)/leangrad demo
 
-# Compiled models have processes of their own: after their tests `owned` was seen to say no to every gradient. That costs
-# memory only; why it does is not known yet.
 test: .venv/installed
-	$(TEST) -n 2 --dist worksteal -q tests/compiled
-	$(TEST) -n 2 --dist worksteal -q --ignore tests/compiled
+	$(TEST) -n 2 --dist worksteal -q
 
 check: .venv/installed
 	$(BIN)/ruff check .

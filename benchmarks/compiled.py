@@ -167,7 +167,7 @@ def run(name: str, setup: Setup, way: str, lock: Path) -> dict[str, Any]:
         row["simulated_peak_gib"] = max((c.outcome.peak_bytes for c in choices), default=0) / 2**30
         row["simulated_kept_gib"] = sum(c.outcome.kept_bytes for c in choices) / 2**30
         row["held_back"] = any(c.is_held_back for c in choices)
-        row["floor_slowdown"] = max((c.floor_slowdown for c in choices), default=1.0)
+        row["lowest_slowdown"] = max((c.lowest_slowdown for c in choices), default=1.0)
     return row
 
 

@@ -285,6 +285,48 @@ def test_the_first_question_may_come_from_anywhere(before, inside, after):
     assert done.stdout.split() == ["True", "False"] * 2, done.stderr
 
 
+BESIDE_A_COMPILED_FUNCTION = """
+import threading, torch
+from leangrad import own
+class Probe(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x): return x.clone()
+    @staticmethod
+    def backward(ctx, grad):
+        print(own.owned(grad))
+        return grad.clone()
+def run(holders):
+    held = []
+    x = torch.randn(3, requires_grad=True)
+    y = Probe.apply(x)
+    if holders: y.register_hook(lambda g: held.extend([g] * holders))
+    (y * 2).sum().backward()
+inside, over = threading.Event(), threading.Event()
+def wait():
+    inside.set()
+    assert over.wait(60)
+def compiled(x):
+    wait()
+    return x + 1
+thread = threading.Thread(target=lambda: torch.compile(compiled, backend="eager")(torch.ones(2)))
+thread.start()
+assert inside.wait(60)
+run(0), run(1)
+over.set()
+thread.join()
+for holders in range(8): run(holders)
+"""
+
+
+@pytest.mark.slow
+def test_the_first_question_may_come_while_a_compiled_function_runs():
+    """Dynamo's evaluator raises the counts: rows measured under it would later match gradients that others hold."""
+    done = subprocess.run(
+        [sys.executable, "-c", BESIDE_A_COMPILED_FUNCTION], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["False", "False", "True"] + ["False"] * 7, done.stderr
+
+
 def test_importing_does_not_start_the_engine():
     """A backward at import would break forked workers on machines with GPUs."""
     done = subprocess.run(

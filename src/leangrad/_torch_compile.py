@@ -7,6 +7,7 @@ compiles with torch's own partitioner and warns once.
 from __future__ import annotations
 
 import contextvars
+import copy
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+
+from leangrad.errors import LeangradError
 
 SYMBOL_BYTES = 1_000_000  # of a symbolic number that is no integer: torch can keep those, but would rather not
 # Of a joint graph and torch's classification of its nodes: what to keep. None: what torch itself would.
@@ -202,6 +205,8 @@ def compile_by_inductor(
     """Compile a captured graph as ``backend="inductor"`` does, with some of its settings changed.
 
     of_backward: asked when a backward is compiled, which is after its graph was partitioned: settings for that alone.
+
+    Raises LeangradError where this machine lacks what Inductor compiles with.
     """
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
@@ -210,8 +215,30 @@ def compile_by_inductor(
         with config.patch(of_backward() if kwargs.get("is_backward") else {}):
             return compile_fx_inner(graph, arguments, **kwargs)
 
-    compiled: Any = compile_fx(gm, list(inputs), inner_compile=compile_one, config_patches=patches)
+    try:
+        compiled: Any = compile_fx(gm, list(inputs), inner_compile=compile_one, config_patches=patches)
+    except Exception as error:
+        if lacks := _lacks(error):
+            raise LeangradError(
+                f"Inductor needs {lacks}; install one, or run eager's own kernels, which need none: "
+                'torch.compile(model, backend="leangrad", options={"leangrad.exact": True})'
+            ) from error
+        raise
     return compiled  # type: ignore[no-any-return]
+
+
+def _lacks(error: BaseException | None) -> str:
+    """What Inductor has missed on this machine, if that is why it failed."""
+    seen: list[BaseException] = []
+    while error is not None and error not in seen:
+        seen.append(error)
+        name = type(error).__name__
+        if name == "InvalidCxxCompiler":
+            return f"a C++ compiler to compile for a CPU, and found no working one ({error})"
+        if name in ("TritonMissing", "GPUTooOldForTriton"):
+            return f"a Triton that works with this GPU ({error})"
+        error = getattr(error, "inner_exception", None) or error.__cause__ or error.__context__
+    return ""
 
 
 def compile_op_by_op(gm: fx.GraphModule, inputs: Sequence[Any], partitioner: Any) -> Callable[..., Any]:
@@ -228,7 +255,8 @@ def compile_op_by_op(gm: fx.GraphModule, inputs: Sequence[Any], partitioner: Any
 
         def run(arguments: list[Any]) -> Any:
             with torch.no_grad():
-                return interpreter.boxed_run(arguments)
+                # An interpreter holds what it gave until it runs again: all that forward keeps, through backward.
+                return copy.copy(interpreter).boxed_run(arguments)
 
         run._boxed_call = True  # type: ignore[attr-defined]
         return run

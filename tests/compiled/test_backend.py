@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
+import gc
+import re
 import sys
 import threading
 import tomllib
@@ -12,7 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from functorch.compile import aot_function, make_boxed_func, min_cut_rematerialization_partition
+from torch import Tensor, fx, nn
 
 import leangrad
 from leangrad import _torch_compile
@@ -20,6 +22,7 @@ from leangrad.compiled import backend as backend_module
 from leangrad.compiled import compile_lean, summary
 from leangrad.compiled.partitioner import Partitioner, Settings, chosen
 from tests.support import assert_same_bits
+from tests.support.processes import in_a_process
 
 ROOT = Path(__file__).parent.parent.parent
 EXACT = {"leangrad.exact": True}
@@ -55,10 +58,29 @@ def test_torch_finds_the_backend_by_its_name(monkeypatch: pytest.MonkeyPatch) ->
     registry._COMPILER_FNS.pop("leangrad", None)
 
 
+UNIMPORTED = """
+import sys, torch
+model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.GELU(), torch.nn.Linear(32, 8))
+step = torch.compile(model, backend="leangrad", options={"leangrad.exact": True})
+step(torch.randn(4, 8)).sum().backward()
+print("chosen", len(sys.modules["leangrad.compiled.partitioner"].chosen))
+"""
+
+
+def test_a_process_that_never_imports_leangrad_has_the_backend(tmp_path: Path) -> None:
+    """As an installed package tells torch: by the entry points in its metadata."""
+    (told,) = (tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"],)
+    metadata = tmp_path / "leangrad-0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: leangrad\nVersion: 0\n")
+    lines = ["[torch_dynamo_backends]", *(f"{k} = {v}" for k, v in told["torch_dynamo_backends"].items())]
+    (metadata / "entry_points.txt").write_text("\n".join(lines))
+    assert in_a_process(UNIMPORTED, paths=[str(tmp_path)]).split() == ["chosen", "1"]
+
+
 def test_importing_leangrad_does_not_import_the_compiler() -> None:
     names = {"torch._dynamo", "torch._inductor", "leangrad.compiled", "leangrad.policy"}
-    code = f"import sys, leangrad; assert not {names} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": ":".join(sys.path)})
+    in_a_process(f"import sys, leangrad; assert not {names} & set(sys.modules)")
 
 
 @pytest.mark.parametrize(
@@ -75,9 +97,80 @@ def test_importing_leangrad_does_not_import_the_compiler() -> None:
     ],
 )
 def test_bad_options_are_told(options: dict[str, Any], kind: type[Exception], words: str) -> None:
-    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=words) as caught:
-        torch.compile(mlp(), backend=compile_lean, options=options)(torch.randn(4, 8))
-    assert isinstance(caught.value.inner_exception, kind)
+    with pytest.raises(kind, match=words):
+        compile_lean(fx.symbolic_trace(mlp()), [torch.randn(4, 8)], options=options)
+
+
+REFUSED = """
+import torch
+from leangrad.compiled import compile_lean
+try:
+    torch.compile(torch.nn.Linear(8, 8), backend=compile_lean, options={"leangrad.exat": True})(torch.randn(4, 8))
+except torch._dynamo.exc.BackendCompilerFailed as error:
+    print(error)
+"""
+
+
+def test_torch_hands_the_words_on() -> None:
+    """In a process of its own: after a compile that raised, Dynamo evaluates the frames of the whole process."""
+    assert "unknown option 'leangrad.exat'; leangrad's are leangrad.exact" in in_a_process(REFUSED)
+
+
+UNCOMPILED = """
+import torch
+from leangrad.compiled import compile_lean
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU())
+try:
+    torch.compile(model, backend=compile_lean)(torch.randn(4, 8))
+except torch._dynamo.exc.BackendCompilerFailed as error:
+    print(error)
+torch._dynamo.reset()
+torch.compile(model, backend=compile_lean, options={"leangrad.exact": True})(torch.randn(4, 8)).sum().backward()
+print("exact", model[0].weight.grad is not None)
+"""
+
+
+def test_without_a_cpp_compiler_one_is_told_what_is_missing_and_what_needs_none(tmp_path: Path) -> None:
+    told = in_a_process(UNCOMPILED, CXX=str(tmp_path / "none"), TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
+    assert "Inductor needs a C++ compiler to compile for a CPU, and found no working one" in told
+    assert 'options={"leangrad.exact": True}' in told
+    assert "exact True" in told
+
+
+def test_without_triton_one_is_told_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import compile_fx, exc
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        try:
+            raise exc.TritonMissing(None)
+        except exc.TritonMissing as error:
+            raise exc.InductorError(error, None) from None
+
+    monkeypatch.setattr(compile_fx, "compile_fx", fail)
+    with pytest.raises(leangrad.errors.LeangradError, match=r"needs a Triton that works.*leangrad\.exact"):
+        compile_lean(fx.symbolic_trace(mlp()), [torch.randn(4, 8)])
+
+
+def test_other_failures_of_inductor_are_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import compile_fx
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise ValueError("another")
+
+    monkeypatch.setattr(compile_fx, "compile_fx", fail)
+    with pytest.raises(ValueError, match="another"):
+        compile_lean(fx.symbolic_trace(mlp()), [torch.randn(4, 8)])
+
+
+def test_a_torch_that_is_too_old_has_names_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._functorch import partitioners
+
+    monkeypatch.delattr(partitioners, "choose_saved_values_set")
+    _torch_compile.missing.cache_clear()
+    try:
+        assert _torch_compile.missing() == ("torch._functorch.partitioners.choose_saved_values_set",)
+    finally:
+        _torch_compile.missing.cache_clear()
 
 
 def test_an_unknown_mode_is_told() -> None:
@@ -117,9 +210,10 @@ def test_the_key_of_the_caches_holds_every_setting() -> None:
 
 
 def test_two_threads_with_different_backends_do_not_meet() -> None:
-    """One thread is inside its choice while the other partitions: that one gets torch's own."""
-    from functorch.compile import aot_function, make_boxed_func, min_cut_rematerialization_partition
+    """One thread is inside its choice while the other partitions: that one gets torch's own.
 
+    Traced they are one after the other: torch's own tracing does not run in two threads at once.
+    """
     is_inside, is_done = threading.Event(), threading.Event()
     calls: list[int] = []
 
@@ -159,6 +253,32 @@ def test_the_summary_tells_what_was_chosen() -> None:
     torch.compile(mlp(), backend=compile_lean, options=EXACT)(torch.randn(64, 8)).sum().backward()
     (line,) = summary().splitlines()[1:]
     assert float(line.split()[0]) > 0
+
+
+def test_the_measured_peak_of_exact_is_the_expected_one() -> None:
+    """But for what ops allocate and free inside themselves, and the number 1 that backward begins with."""
+    model, x = nn.Sequential(mlp(), mlp()), torch.randn(256, 8)
+    run = torch.compile(lambda x: model(x).square().mean(), backend=compile_lean, options=EXACT, fullgraph=True)
+
+    def step() -> None:
+        model.zero_grad()
+        run(x).backward()
+
+    measured = leangrad.measure(step, timed_runs=2)
+    (found,) = chosen
+    outcome = found.choice.outcome
+    assert outcome.peak_bytes <= measured.peak_bytes <= 1.05 * outcome.peak_bytes
+    assert measured.kept_bytes == outcome.kept_bytes + 4
+    assert re.search(r"measured peak: .* MB, 1\.0\d\d times the expected one$", summary(measured))
+    chosen.append(found)
+    assert "not compared: 2 graphs were compiled" in summary(measured)
+
+
+def test_nothing_that_exact_keeps_outlives_its_backward() -> None:
+    model, x = mlp(), torch.randn(61, 8)
+    torch.compile(model, backend=compile_lean, options=EXACT)(x).sum().backward()
+    gc.collect()
+    assert [one for one in gc.get_objects() if type(one) is Tensor and one.shape == (61, 32)] == []
 
 
 def test_without_gradients_nothing_is_chosen() -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,7 @@ from leangrad.compiled import compile_lean
 from leangrad.compiled.partitioner import chosen
 from tests.support import assert_same_bits, same_bits
 from tests.support.partitions import Partitions
+from tests.support.processes import in_a_process
 
 EXACT = {"leangrad.exact": True}
 pytestmark = [
@@ -190,6 +190,13 @@ def test_fsdp2_per_block() -> None:
         torch.testing.assert_close(p.grad.full_tensor(), q.grad)
 
 
+@contextmanager
+def no_caches() -> Iterator[None]:
+    """Nothing comes out of torch's caches on disk: what another run has compiled is chosen anew."""
+    with torch._functorch.config.patch(enable_autograd_cache=False), torch._inductor.config.patch(fx_graph_cache=False):
+        yield
+
+
 CACHED = """
 import sys, torch
 from torch import nn
@@ -208,14 +215,7 @@ print("hits", counters["aot_autograd"]["autograd_cache_hit"], "chosen", len(chos
 @pytest.mark.slow
 def test_a_second_process_starts_warm_and_other_settings_miss(tmp_path: Path) -> None:
     """With Inductor's own code generation: the caches of torch hold what a process compiled before."""
-    path = ":".join(p or "." for p in sys.path)
-    env = {**os.environ, "PYTHONPATH": path, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    told = [
-        subprocess.run(
-            [sys.executable, "-c", CACHED, slowdown], env=env, capture_output=True, text=True, check=True
-        ).stdout
-        for slowdown in ("1.1", "1.1", "1.5")
-    ]
+    told = [in_a_process(CACHED, slowdown, TORCHINDUCTOR_CACHE_DIR=str(tmp_path)) for slowdown in ("1.1", "1.1", "1.5")]
     assert [one.strip() for one in told] == ["hits 0 chosen 1", "hits 1 chosen 0", "hits 0 chosen 1"]
 
 
@@ -227,8 +227,9 @@ def test_masks_with_inductors_own_kernels() -> None:
         return sum(F.dropout(x * 2.0**k, 0.5) for k in range(13))
 
     x = torch.ones(64, 33, requires_grad=True)
-    result = torch.compile(step, backend=compile_lean)(x)
-    result.sum().backward()
+    with no_caches():
+        result = torch.compile(step, backend=compile_lean)(x)
+        result.sum().backward()
     assert same_bits(x.grad, result.detach())
     assert len(set(x.grad.flatten().tolist())) > 100
     assert chosen[0].choice.outcome.kept_bytes <= 8 * 13

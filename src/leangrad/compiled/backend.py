@@ -13,6 +13,7 @@ from torch import fx
 
 from leangrad import _torch_compile
 from leangrad.compiled.partitioner import Partitioner, Settings, chosen
+from leangrad.measure import Measurement
 from leangrad.policy.choice import REUSED_READS
 
 __all__ = ["compile_lean", "read_options", "summary"]
@@ -113,8 +114,11 @@ def _warn_of_missing(missing: tuple[str, ...]) -> None:
     )
 
 
-def summary() -> str:
+def summary(measured: Measurement | None = None) -> str:
     """What the graphs that were compiled last keep for backward, and what the policy expects of them.
+
+    measured: of a step, by `leangrad.measure`. How far its peak is from the expected one is then told as well. A step
+        of several graphs has no expected peak: each knows only its own.
 
     >>> from leangrad import compiled
     >>> text = compiled.summary()
@@ -127,6 +131,17 @@ def summary() -> str:
         line = f"{outcome.kept_bytes / 1e6:>10.3f} {floor.kept_bytes / 1e6:>10.3f} {outcome.peak_bytes / 1e6:>10.3f}"
         line += f" {choice.slowdown:>6.3f}"
         if choice.is_held_back:
-            line += f"  the floor would take {choice.floor_slowdown:.2f} times the work; raise leangrad.slowdown for it"
+            line += f"  {choice.lowest.peak_bytes / 1e6:.3f} MB would take {choice.lowest_slowdown:.2f} times the work"
+            line += "; raise leangrad.slowdown for it"
         lines.append(line)
+    if measured is not None:
+        lines.append(_compared(measured.peak_bytes))
     return "\n".join(lines)
+
+
+def _compared(peak_bytes: int) -> str:
+    line = f"measured peak: {peak_bytes / 1e6:.3f} MB, "
+    if len(chosen) > 1:
+        return line + f"not compared: {len(chosen)} graphs were compiled, and each knows only its own peak"
+    expected = chosen[0].choice.outcome.peak_bytes
+    return line + f"{peak_bytes / max(expected, 1):.3f} times the expected one"

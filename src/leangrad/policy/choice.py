@@ -33,12 +33,13 @@ NEAR = 1.02  # peaks within this factor of the lowest count as equal: then the l
 
 @dataclass(frozen=True)
 class Choice:
-    """The values to keep, how the step plays out with them, and whether the cheapest cut would be too much work."""
+    """The values to keep, and how the step plays out with them."""
 
     kept: frozenset[int]
     outcome: Outcome
     floor: Outcome  # of the cheapest cut
-    is_held_back: bool
+    lowest: Outcome  # of the cut that would be chosen if work did not matter
+    is_held_back: bool  # because that would be too much work
     step_work: int  # of the step, if what costs much to make again is kept
     reused_reads: int  # the limit of `Fusion` for the kernels of backward
 
@@ -48,9 +49,9 @@ class Choice:
         return self.outcome.work / max(self.step_work, 1)
 
     @property
-    def floor_slowdown(self) -> float:
-        """The same for the cheapest cut."""
-        return self.floor.work / max(self.step_work, 1)
+    def lowest_slowdown(self) -> float:
+        """The same for the cut that would be chosen if work did not matter."""
+        return self.lowest.work / max(self.step_work, 1)
 
 
 Try = tuple[frozenset[int], int, Outcome]  # what is kept, the limit on reads, and how that plays out
@@ -84,7 +85,7 @@ def choose(graph: Graph, *, slowdown: float, limits: Sequence[int] = REUSED_READ
     allowed = [one for one in tried if one[2].work <= bound] or [min(tried, key=_work)]  # the user may force more work
     lowest = min(outcome.peak_bytes for _, _, outcome in allowed)
     kept, limit, outcome = min((one for one in allowed if one[2].peak_bytes <= NEAR * lowest), key=_work)
-    return Choice(kept, outcome, floor, is_held_back, step, limit)
+    return Choice(kept, outcome, floor, best[2], is_held_back, step, limit)
 
 
 def _work(one: Try) -> tuple[int, int, int, list[int]]:

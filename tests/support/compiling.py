@@ -1,0 +1,42 @@
+"""A step of a case of the zoo, compiled; and the warnings of Dynamo's that its users cannot help."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.zoo import Case
+
+# Of a graph that begins with what another made, of a Function that Dynamo calls, of a cache that it looks into.
+DYNAMOS_OWN = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+    pytest.mark.filterwarnings("ignore:<class 'torch.autograd.function.Function'> should not be instantiated"),
+    pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`"),
+]
+
+
+def prepared(case: Case, backend: Any, **options: Any) -> tuple[nn.Module, Callable[..., Tensor], tuple[Any, ...]]:
+    """The model of a case, its step with the loss, compiled unless `backend` is None, and a batch."""
+    torch.manual_seed(0)
+    model, batch = case.make(), case.batch()
+
+    def step(*batch: Any) -> Tensor:
+        return case.step(model, batch)
+
+    return model, step if backend is None else torch.compile(step, backend=backend, **options), batch
+
+
+def skip_where_dynamo_is_wrong(case: Case) -> None:
+    """Torch 2.11 loses gradients of some Functions of users with any backend; see benchmarks/custom_function.py."""
+    if "custom" not in case.tags:
+        return
+    gradients = []
+    for backend in (None, "eager"):
+        model, step, batch = prepared(case, backend)
+        step(*batch).backward()
+        gradients.append([p.grad for p in model.parameters()])
+    torch._dynamo.reset()
+    if not all(torch.allclose(p, q, rtol=1e-3, atol=1e-6) for p, q in zip(*gradients, strict=True)):
+        pytest.skip("Dynamo's own eager backend gives this model other gradients than plain PyTorch")
