@@ -2,14 +2,20 @@
 
     python -m benchmarks.compiled --write compiled_h200                       # the four models of the table
     python -m benchmarks.compiled --timm --write compiled_timm_h200           # timm, batch 128, channels_last
-    for k in 0 1 2 3; do python -m benchmarks.compiled --timm --shard $k/4 --write timm_$k & done; wait
+
+Compiling takes most of the time and can be shared out, if measuring comes after it, with torch's caches warm:
+
+    for k in 0 1 2 3; do python -m benchmarks.compiled --all --shard $k/4 --compile-only --write first & done; wait
+    for k in 0 1 2 3; do python -m benchmarks.compiled --all --shard $k/4 --beside first --write rows & done; wait
+    python -m benchmarks.compiled --join rows --write compiled_h200
 
 A row is one model trained in one way: the step in milliseconds, as training runs them (``ms``) and waited for
 (``waited_ms``), the time of its kernels alone (``device_ms``), the peak of allocated bytes above parameters and
 optimizer state, the bytes alive between forward and backward, the seconds of the first step, which compiles, and for
 ``leangrad`` what the policy foresaw (``simulated_peak_gib``, ``simulated_kept_gib``) and the seconds it took to choose.
-Ratios are to ``compile`` of the same model in the same run. Shards compile side by side; a file lock lets one of them
-at a time measure, while the others compile on the host.
+Ratios are to ``compile`` of the same model in the same run. A file lock lets one process at a time measure. What is
+known when a graph is compiled for the first time (``first_step_s``, what the policy foresaw) comes from the rows
+``--beside`` if measuring is done by a second process.
 
 compile     torch.compile(model)
 budget      the same with activation_memory_budget 0.5
@@ -24,6 +30,7 @@ from __future__ import annotations
 import argparse
 import fcntl
 import gc
+import json
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -39,7 +46,7 @@ from torch.utils.checkpoint import checkpoint
 
 import leangrad
 from benchmarks import models
-from benchmarks.environment import write_rows
+from benchmarks.environment import RESULTS, write_rows
 from benchmarks.models import _in_a_row, _memory, _step_of, _waited, kernels
 from leangrad.compiled import compile_lean
 from leangrad.compiled.partitioner import chosen
@@ -136,7 +143,7 @@ def _alone(lock: Path) -> Iterator[None]:
         yield
 
 
-def run(name: str, setup: Setup, way: str, lock: Path) -> dict[str, Any]:
+def run(name: str, setup: Setup, way: str, lock: Path, *, compile_only: bool = False) -> dict[str, Any]:
     """Measure one model in one way."""
     torch._dynamo.reset()
     chosen.clear()
@@ -152,40 +159,59 @@ def run(name: str, setup: Setup, way: str, lock: Path) -> dict[str, Any]:
         step()
         torch.cuda.synchronize()
         row["first_step_s"] = time.perf_counter() - start
-        for _ in range(4):
-            step()
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    with _alone(lock):
-        row |= _memory(lambda: loss(ready), optimizer)
-        turns = [_in_a_row(step)["ms_in_a_row"] for _ in range(TURNS)]
-        row |= {"ms": min(turns), "waited_ms": _waited(step), "device_ms": kernels(step)}
-    if way == "leangrad":
+    if way == "leangrad" and chosen:
         choices = [one.choice for one in chosen]
         row["choosing_s"] = sum(one.seconds for one in chosen)
         row["graphs"] = len(choices)
-        row["simulated_peak_gib"] = max((c.outcome.peak_bytes for c in choices), default=0) / 2**30
+        row["simulated_peak_gib"] = max(c.outcome.peak_bytes for c in choices) / 2**30
         row["simulated_kept_gib"] = sum(c.outcome.kept_bytes for c in choices) / 2**30
+        row["slowdown"] = max(c.slowdown for c in choices)
+        row["reused_reads"] = max(c.reused_reads for c in choices)
         row["held_back"] = any(c.is_held_back for c in choices)
-        row["lowest_slowdown"] = max((c.lowest_slowdown for c in choices), default=1.0)
+        row["lowest_slowdown"] = max(c.lowest_slowdown for c in choices)
+    if compile_only:
+        return row
+    with _alone(lock):
+        for _ in range(4):
+            step()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        row |= _memory(lambda: loss(ready), optimizer)
+        turns = [_in_a_row(step)["ms_in_a_row"] for _ in range(TURNS)]
+        row |= {"ms": min(turns), "waited_ms": _waited(step), "device_ms": min(kernels(step) for _ in range(TURNS))}
     return row
+
+
+def _rows(name: str) -> list[dict[str, Any]]:
+    """The rows of all shards of a run."""
+    files = sorted(RESULTS.glob(f"{name}_*.json")) or [RESULTS / f"{name}.json"]
+    return [row for file in files for row in json.loads(file.read_text())["rows"]]
 
 
 def main() -> None:
     """Measure models in several ways and print a row for each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--timm", action="store_true", help="timm's architectures instead of the four models")
+    parser.add_argument("--all", action="store_true", help="both")
     parser.add_argument("--only", nargs="*", help="names of models")
+    parser.add_argument("--compile-only", action="store_true", help="one step of each, to fill torch's caches")
+    parser.add_argument("--beside", default="", help="name of the rows of such a run")
+    parser.add_argument("--join", default="", help="name of the rows of shards, to be written into one file")
     parser.add_argument("--ways", nargs="*", default=list(WAYS), choices=list(WAYS))
     parser.add_argument("--batch", type=int, default=128, help="for timm")
     parser.add_argument("--shard", default="0/1", help="K/N: every Nth model from the Kth on")
     parser.add_argument("--lock", type=Path, default=Path(tempfile.gettempdir()) / "leangrad_measures")
     parser.add_argument("--write", default="", help="name of the file of rows; the shard is added to it")
     arguments = parser.parse_args()
+    if arguments.join:
+        write_rows(arguments.write, "cuda", _rows(arguments.join))
+        return
+    earlier = {(row["case"], row["way"]): row for row in _rows(arguments.beside)} if arguments.beside else {}
     torch.set_float32_matmul_precision("high")
     cases: dict[str, Setup] = {case.name: _table(case) for case in models.CASES}
-    if arguments.timm:
-        cases = {name: _timm(name, arguments.batch) for name in TIMM}
+    timm = {name: _timm(name, arguments.batch) for name in TIMM}
+    if arguments.timm or arguments.all:
+        cases = {**cases, **timm} if arguments.all else timm
     shard, shards = map(int, arguments.shard.split("/"))
     names = [name for name in arguments.only or cases if name in cases][shard::shards]
     rows: list[dict[str, Any]] = []
@@ -193,7 +219,8 @@ def main() -> None:
         stock: dict[str, Any] = {}
         for way in arguments.ways:
             try:
-                row = run(name, cases[name], way, arguments.lock)
+                row = run(name, cases[name], way, arguments.lock, compile_only=arguments.compile_only)
+                row |= earlier.get((name, way), {})
             except Exception as error:  # one of them must not cost the others their turn on the machine
                 row = {"case": name, "way": way, "error": repr(error)[:400]}
             if way == "compile":

@@ -28,8 +28,8 @@ ABOVE_FLOOR = {
     "views": 1.073,
     "custom": 1.686,
     "hf_resnet": 1.076,
+    "hf_mamba": 1.090,
 }
-HELD_BACK: set[str] = set()  # where the lowest peak would take more work than leangrad.slowdown allows
 # What Dynamo does not take into one graph: bytes between graphs are not those of the floor.
 SEVERAL_GRAPHS = {"lstm_gru_tied", "moe", "hf_gpt2"}
 SMALL_ZOO = pytest.mark.parametrize(
@@ -79,9 +79,9 @@ def assert_right_and_lean(case: Case) -> None:
         torch.manual_seed(0)
         least = floor(case.make(), case.batch(), case.loss).bytes
         assert_near_floor(case.name, sum(choice.floor.kept_bytes for choice in choices) / least)
-    assert any(choice.is_held_back for choice in choices) == (case.name in HELD_BACK)
-    for choice in choices:
-        assert choice.outcome.peak_bytes <= NEAR * choice.floor.peak_bytes
+    for choice in choices:  # these models are narrow: work that is small beside wide products is not beside theirs
+        assert choice.slowdown <= found.settings.slowdown
+        assert choice.is_held_back or choice.outcome.peak_bytes <= NEAR * choice.floor.peak_bytes
 
 
 def assert_near(ours: list[Tensor | None], plain: list[Tensor | None]) -> None:

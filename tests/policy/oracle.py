@@ -113,9 +113,7 @@ def phase(kernels: Kernels, held: AbstractSet[int]) -> int:
     sizes = [sum(values[m].nbytes for m in held if not values[m].is_standing)]
     for tick in range(len(order)):
         live = {
-            m
-            for m in memories
-            if (m in held or place[m] <= tick) and (m in lasting or any(t >= tick for t in busy[m]))
+            m for m in memories if (m in held or place[m] <= tick) and (m in lasting or any(t >= tick for t in busy[m]))
         }
         sizes.append(sum(values[m].nbytes for m in live if not values[m].is_standing))
     return max(sizes)

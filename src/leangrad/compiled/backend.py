@@ -100,9 +100,9 @@ def _patches(mode: str | None, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _limits(patches: Mapping[str, Any]) -> tuple[int, ...]:
-    """The limits on reads that backward may be compiled with: a user's own, or Inductor's and what we know beside it."""
-    set_by_user = patches.get(READS, _torch_compile.inductor_setting(READS))
-    return REUSED_READS if set_by_user == REUSED_READS[0] and READS not in patches else (set_by_user,)
+    """The limits on reads that backward may be compiled with: the user's own, if there is one."""
+    limit = patches.get(READS, _torch_compile.inductor_setting(READS))
+    return (limit,) if READS in patches or limit != REUSED_READS[0] else REUSED_READS
 
 
 @functools.cache

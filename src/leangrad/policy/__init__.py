@@ -5,8 +5,9 @@ writes its step down as such a graph: ``leangrad.compiled.joint_graph`` does it 
 ``benchmarks.floor`` for what eager PyTorch runs.
 
 Read in this order: ``graph`` (values, what they take and what they are made from), ``ops`` (which ops are never run
-twice, by name), ``max_flow`` and ``cut`` (the cheapest set of values to keep), ``kernels`` (which values a code generator
-writes to memory), ``peak`` (what a step holds at its worst moment under a cut), ``choice`` (the cut that an engine takes).
+twice, by name), ``max_flow`` and ``cut`` (the cheapest set of values to keep), ``kernels`` (which values a code
+generator writes to memory), ``peak`` (what a step holds at its worst moment under a cut), ``choice`` (the cut that an
+engine takes).
 
 heavy       an op that never runs twice: a product, a convolution, an attention, a sort, a collective
 source      an op that draws random numbers; it never runs twice either
