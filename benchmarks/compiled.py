@@ -55,8 +55,8 @@ TIMM = (
     "beit_base_patch16_224", "convnext_tiny", "cspresnet50", "davit_tiny", "deit3_small_patch16_224", "densenet121",
     "eca_nfnet_l0", "efficientnet_b0", "fastvit_t8", "focalnet_tiny_srf", "gmlp_s16_224", "hrnet_w18", "inception_v3",
     "maxvit_tiny_rw_224", "mixer_b16_224", "mobilenetv3_large_100", "mobilevit_s", "nf_resnet50", "pit_s_224",
-    "poolformer_s12", "regnety_016", "repvgg_a2", "res2net50_26w_4s", "swin_tiny_patch4_window7_224", "tf_efficientnetv2_s",
-    "vit_base_patch16_224", "xcit_tiny_12_p16_224",
+    "poolformer_s12", "regnety_016", "repvgg_a2", "res2net50_26w_4s", "swin_tiny_patch4_window7_224",
+    "tf_efficientnetv2_s", "vit_base_patch16_224", "xcit_tiny_12_p16_224",
 )  # fmt: skip
 BLOCKS = ("Bottleneck", "EncoderBlock")  # of torchvision, which has no switch for checkpoints
 TURNS = 3
