@@ -30,8 +30,8 @@ def simulate(record: Record, cut: frozenset[int]) -> tuple[int, int, int]:
     peak = sum(items[n].nbytes for n in kept)
     for tick, read in enumerate(reads):
         live = set().union(*used[tick:]) | alive[tick]
-        given = record.gradients[tick] if record.gradients else items[read].nbytes
-        peak = max(peak, sum(items[n].nbytes for n in live) + given + items[read].nbytes)
+        gradients = record.gradients[tick] if record.gradients else 2 * items[read].nbytes
+        peak = max(peak, sum(items[n].nbytes for n in live) + gradients)
     return peak, sum(items[n].nbytes for n in kept), rebuilt_bytes
 
 

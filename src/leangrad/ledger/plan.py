@@ -42,7 +42,7 @@ class Record:
 
     items: tuple[Item, ...]
     reads: tuple[int, ...]
-    gradients: tuple[int, ...] = ()  # the bytes of what each reader was given, its op's gradient, and of its scratch
+    gradients: tuple[int, ...] = ()  # of each read: the bytes of all gradients alive by then, and of its op's scratch
 
 
 @dataclass
@@ -174,11 +174,11 @@ def play(record: Record, cut: frozenset[int], held: frozenset[int] = frozenset()
         change[first] += items[n].nbytes
         change[last + 1] -= items[n].nbytes
     live = peak = kept
-    given = record.gradients or tuple(items[read].nbytes for read in reads)
-    for tick, read in enumerate(reads):
+    # An op of which nothing else is known holds the gradient it was given and the one it writes.
+    gradients = record.gradients or tuple(2 * items[read].nbytes for read in reads)
+    for tick, nbytes in enumerate(gradients):
         live += change[tick]
-        # The op that asked holds the gradient it was given and the one it writes, the size of what it asked for.
-        peak = max(peak, live + given[tick] + items[read].nbytes)
+        peak = max(peak, live + nbytes)
     return Outcome(peak, kept, run.rebuilt_bytes)
 
 
