@@ -86,7 +86,7 @@ def _lowered(record: Record, cut: frozenset[int]) -> frozenset[int]:
     of the logits, which nobody else needs.
     """
     best = play(record, cut)
-    for n in dict.fromkeys(record.reads[:FIRST_READS]):
+    for n in list(dict.fromkeys(r for r in record.reads if record.items[r].nbytes))[:FIRST_READS]:
         outcome = play(record, cut | {n})
         frees_source = outcome.kept_bytes < best.kept_bytes + record.items[n].nbytes
         if frees_source and outcome.peak_bytes * NEAR < best.peak_bytes:
@@ -163,13 +163,11 @@ def play(record: Record, cut: frozenset[int], held: frozenset[int] = frozenset()
     run = _Run(record, cut, held)
     for tick, read in enumerate(reads):
         run.need(read, tick)
-    for n, item in enumerate(items):
-        if item.pinned:
-            run.last_use[n] = len(reads) - 1
+    last_use = _last_uses(record, cut)
     change = [0] * (len(reads) + 1)
-    for n, last in run.last_use.items():
+    for n, last in last_use.items():
         change[last + 1] -= items[n].nbytes
-    kept = sum(items[n].nbytes for n in run.last_use)
+    kept = sum(items[n].nbytes for n in last_use)
     for n, first, last in run.spans:
         change[first] += items[n].nbytes
         change[last + 1] -= items[n].nbytes
@@ -180,6 +178,24 @@ def play(record: Record, cut: frozenset[int], held: frozenset[int] = frozenset()
         live += change[tick]
         peak = max(peak, live + nbytes)
     return Outcome(peak, kept, run.rebuilt_bytes)
+
+
+def _is_kept(record: Record, cut: frozenset[int], n: int) -> bool:
+    return not record.items[n].sources or n in cut
+
+
+def _last_uses(record: Record, cut: frozenset[int]) -> dict[int, int]:
+    """Of each kept item: the last read of itself, or of what is rebuilt from it.
+
+    Also of what was rebuilt before and held since: it has its recipe for as long, and the recipe holds what it reads.
+    """
+    last = {read: tick for tick, read in enumerate(record.reads)}
+    for n in range(len(record.items) - 1, -1, -1):  # sources come before what is rebuilt from them
+        if n in last and not _is_kept(record, cut, n):
+            for source in record.items[n].sources:
+                last[source] = max(last.get(source, 0), last[n])
+    last |= {n: len(record.reads) - 1 for n, item in enumerate(record.items) if item.pinned}
+    return {n: tick for n, tick in last.items() if _is_kept(record, cut, n) or record.items[n].pinned}
 
 
 def _counts(record: Record) -> list[int]:
@@ -194,7 +210,6 @@ class _Run:
     record: Record
     cut: frozenset[int]
     held: frozenset[int]
-    last_use: dict[int, int] = field(default_factory=dict)  # of what is kept
     spans: list[tuple[int, int, int]] = field(default_factory=list)  # (item, built, let go) of what is rebuilt
     rebuilt_bytes: int = 0
 
@@ -202,20 +217,14 @@ class _Run:
         self.left = _counts(self.record)
         self.built: dict[int, int] = {}
 
-    def is_kept(self, n: int) -> bool:
-        return not self.record.items[n].sources or n in self.cut
-
     def need(self, read: int, tick: int) -> None:
-        """Build what ``read`` stands on, note what is used, and let go of what has no reader left."""
+        """Build what ``read`` stands on, and let go of what has no reader left."""
         stack, seen = [read], set()
         while stack:
             n = stack.pop()
-            if n in seen or n in self.built:
+            if n in seen or n in self.built or _is_kept(self.record, self.cut, n):
                 continue
             seen.add(n)
-            if self.is_kept(n):
-                self.last_use[n] = tick
-                continue
             item = self.record.items[n]
             if n == read or n in self.held or not item.again:
                 self.built[n] = tick

@@ -383,16 +383,33 @@ class Recorder:
 
     def record(self) -> Record:
         """The step as data, for the plan."""
+        alive = self._alive()
+        segments = dict(self._segments)
+        others = [number for number in alive.keys() - {r.node for r in self.readers}]
+        others.sort()
+        items, reads, gradients = (*self.items, Item(0)), [], []
+        for at, (read, reader) in enumerate(zip(self.reads, self.readers, strict=True)):
+            nbytes = alive.get(reader.node, reader.guess) + reader.scratch
+            if reader.convolution is not None:
+                nbytes += self._scratch.get(reader.convolution, 0)
+            if at in segments:
+                nbytes = segments[at].peak_bytes()
+            between = 0
+            while others and others[-1] > reader.node >= 0:
+                between = max(between, alive[others.pop()])
+            if between > nbytes:  # nodes that read nothing, and so use none of the items
+                reads.append(len(self.items))
+                gradients.append(between)
+            reads.append(read)
+            gradients.append(nbytes)
+        return Record(items, tuple(reads), tuple(gradients))
+
+    def _alive(self) -> dict[int, int]:
+        """The bytes of gradients that are alive while each node runs."""
         assert self.recording is not None
-        silent = {r.node for readers in self._readers.values() for r in readers} - {r.node for r in self.readers}
-        alive = self.recording.graph.alive(without=silent)
-        gradients = [
-            alive.get(r.node, r.guess) + r.scratch + (self._scratch.get(r.convolution, 0) if r.convolution else 0)
-            for r in self.readers
-        ]
-        for at, segment in self._segments:
-            gradients[at] = segment.peak_bytes()
-        return Record(tuple(self.items), tuple(self.reads), tuple(gradients))
+        ran = {r.node for r in self.readers}
+        idle = {r.node for readers in self._readers.values() for r in readers} - ran
+        return self.recording.graph.alive(without=idle)
 
     def entries_under(self, cut: frozenset[int] | None) -> list[Entry]:
         """The entries as later steps make them, which follow ``cut``."""
