@@ -22,6 +22,7 @@ SLACKS = (0, 1, 2, 3, 4, 6, 8, 12, 16)  # in units of the largest tensor
 FIRST_READS = 3  # of backward: those of the loss
 NEAR = 1.002  # peaks within this factor of the lowest count as equal
 AGAIN = 2  # times the bytes of rebuilding each link once: so much may be rebuilt, where links are made again
+MAX_REFINED = 256  # links; with more of them each is left as the best candidate has it
 LEAN = 1.02  # among those, kept bytes within this factor of the fewest count as equal: then the least rebuilding wins
 
 
@@ -64,7 +65,7 @@ def best_cut(record: Record) -> frozenset[int]:
     near = [(o, cut) for cut, o in tried.items() if o.peak_bytes <= lowest * NEAR]
     fewest = min(o.kept_bytes for o, _ in near)
     lean = [(o.rebuilt_bytes, cut) for o, cut in near if o.kept_bytes <= fewest * LEAN]
-    return _lowered(record, min(lean, key=lambda pair: pair[0])[1])
+    return _lowered(record, _refined(record, min(lean, key=lambda pair: pair[0])[1]))
 
 
 def _outcome(record: Record, cut: frozenset[int]) -> Outcome | None:
@@ -77,6 +78,21 @@ def _outcome(record: Record, cut: frozenset[int]) -> Outcome | None:
             outcome = play(record, cut, holds(record, cut))
             return outcome if outcome.rebuilt_bytes <= limit else None
     return outcome
+
+
+def _refined(record: Record, cut: frozenset[int]) -> frozenset[int]:
+    """Keep or rebuild one link more where that lowers the peak, then rebuild what is kept to no purpose."""
+    choices = [n for n, item in enumerate(record.items) if item.choice]
+    best = play(record, cut)
+    for n in choices if len(choices) <= MAX_REFINED else ():
+        outcome = _outcome(record, cut ^ {n})
+        if outcome is not None and outcome.peak_bytes * NEAR < best.peak_bytes:
+            cut, best = cut ^ {n}, outcome
+    for n in sorted(cut):
+        outcome = _outcome(record, cut - {n})
+        if outcome is not None and outcome.peak_bytes <= best.peak_bytes and outcome.kept_bytes < best.kept_bytes:
+            cut, best = cut - {n}, outcome
+    return cut
 
 
 def _lowered(record: Record, cut: frozenset[int]) -> frozenset[int]:
