@@ -8,7 +8,7 @@ complete, and counts the memory of their gradients.
 
 [Note: gradients that share memory] Some nodes hand on the very memory that they are given: both branches of an addition
 get one gradient, those of a concatenation get views that hold the whole of it. A sum over branches takes new memory
-unless what waits is the only holder of its own.
+unless what waits is no view and the only holder of its own.
 
 A parameter's gradient is counted while the node that wrote it runs: in most steps it is added to one that is there.
 """
@@ -25,13 +25,13 @@ from leangrad.ledger.nodes import AccumulateGrad
 
 __all__ = ["Graph"]
 
+# These nodes write views of what they are given: see [Note: gradients that share memory].
 VIEWS = {
     f"{name}Backward{n}"
-    for name in ("Alias", "Cat", "Permute", "ReshapeAlias", "Squeeze", "Stack", "Sum", "T", "Transpose", "UnsafeView")
-    + ("Unsqueeze", "View")
+    for name in "Alias Cat Permute ReshapeAlias Squeeze Stack Sum T Transpose UnsafeView Unsqueeze View".split()
     for n in range(3)
 }
-# These hand it on to operands of its size, and sum it over what was expanded for the others.
+# These hand on the very thing, to operands of its size.
 WHOLE = {"AddBackward0", "CloneBackward0", "ExpandBackward0", "SubBackward0"}
 
 
@@ -41,7 +41,7 @@ class Edge(NamedTuple):
     node: int  # the number of the node that made it; LEAF: it is a parameter
     nr: int  # which of that node's outputs it is
     nbytes: int  # of its gradient
-    shares: bool  # the gradient lies in the memory of the one that the node is given
+    gives: str  # what the gradient is: NEW, or the SAME that the node is given, or a VIEW of that
 
 
 class Node(NamedTuple):
@@ -52,6 +52,7 @@ class Node(NamedTuple):
 
 
 LEAF = -1
+NEW, SAME, VIEW = "new", "same", "view"
 
 
 class Graph:
@@ -90,9 +91,9 @@ def _edges(node: Any, given: int) -> tuple[Edge, ...]:
     for place, (before, nr) in enumerate(node.next_functions):
         if before is not None:
             nbytes = _torch.output_nbytes(before, nr)
-            shares = name in VIEWS or (name in WHOLE and nbytes == given and not (place and _is_scaled(node, name)))
+            whole = name in WHOLE and nbytes == given and not (place and _is_scaled(node, name))
             number = LEAF if type(before) is AccumulateGrad else before._sequence_nr()
-            edges.append(Edge(number, nr, nbytes, shares))
+            edges.append(Edge(number, nr, nbytes, VIEW if name in VIEWS else SAME if whole else NEW))
     return tuple(edges)
 
 
@@ -108,12 +109,19 @@ class _Memory:
         self.nbytes, self.holders = nbytes, 0
 
 
+class _Gradient(NamedTuple):
+    """A gradient that waits, or that a node is given."""
+
+    memory: _Memory
+    is_view: bool = False
+
+
 class _Engine:
     """Autograd's engine, with the sizes of gradients in their stead."""
 
     def __init__(self, nodes: dict[int, Node]) -> None:
         self._nodes = nodes
-        self._waiting: dict[int, dict[int, _Memory]] = {}  # by node and output
+        self._waiting: dict[int, dict[int, _Gradient]] = {}  # by node and output
         self._alive = 0
 
     def run(self, without: Collection[int]) -> Iterator[tuple[int, int]]:
@@ -126,41 +134,49 @@ class _Engine:
             if given or number not in without:
                 yield number, self._run(self._nodes[number], given)
 
-    def _run(self, node: Node, given: list[_Memory]) -> int:
+    def _run(self, node: Node, given: list[_Gradient]) -> int:
         if not given:  # backward begins here
-            given = [self._hold(_Memory(node.given))]
-        written = [self._hold(given[0] if edge.shares else _Memory(edge.nbytes)) for edge in node.edges]
+            given = [self._hold(_Gradient(_Memory(node.given)))]
+        written = [self._hold(_written(edge, given[0])) for edge in node.edges]
         most = self._alive
-        for memory in given:
-            self._let_go(memory)
-        for edge, memory in zip(node.edges, written, strict=True):
-            most = max(most, self._hand_on(edge, memory))
+        for gradient in given:
+            self._let_go(gradient)
+        for edge, gradient in zip(node.edges, written, strict=True):
+            most = max(most, self._hand_on(edge, gradient))
         return most
 
-    def _hand_on(self, edge: Edge, memory: _Memory) -> int:
+    def _hand_on(self, edge: Edge, gradient: _Gradient) -> int:
         """Put a gradient where it waits; the bytes that are alive at most if it has to be added to another."""
         if edge.node == LEAF:
-            self._let_go(memory)
+            self._let_go(gradient)
             return 0
         waiting = self._waiting.setdefault(edge.node, {})
         before = waiting.get(edge.nr)
         if before is None:
-            waiting[edge.nr] = memory
+            waiting[edge.nr] = gradient
             return 0
-        total = before if before.holders == 1 and before.nbytes == edge.nbytes else _Memory(edge.nbytes)
-        waiting[edge.nr] = self._hold(total)
+        in_place = not before.is_view and before.memory.holders == 1 and before.memory.nbytes == edge.nbytes
+        waiting[edge.nr] = self._hold(before if in_place else _Gradient(_Memory(edge.nbytes)))
         most = self._alive
         self._let_go(before)
-        self._let_go(memory)
+        self._let_go(gradient)
         return most
 
-    def _hold(self, memory: _Memory) -> _Memory:
+    def _hold(self, gradient: _Gradient) -> _Gradient:
+        memory = gradient.memory
         if not memory.holders:
             self._alive += memory.nbytes
         memory.holders += 1
-        return memory
+        return gradient
 
-    def _let_go(self, memory: _Memory) -> None:
+    def _let_go(self, gradient: _Gradient) -> None:
+        memory = gradient.memory
         memory.holders -= 1
         if not memory.holders:
             self._alive -= memory.nbytes
+
+
+def _written(edge: Edge, given: _Gradient) -> _Gradient:
+    if edge.gives == NEW:
+        return _Gradient(_Memory(edge.nbytes))
+    return _Gradient(given.memory, given.is_view or edge.gives == VIEW)

@@ -22,7 +22,7 @@ SLACKS = (0, 1, 2, 3, 4, 6, 8, 12, 16)  # in units of the largest tensor
 FIRST_READS = 3  # of backward: those of the loss
 NEAR = 1.002  # peaks within this factor of the lowest count as equal
 AGAIN = 2  # times the bytes of rebuilding each link once: so much may be rebuilt, where links are made again
-MAX_REFINED = 256  # links; with more of them each is left as the best candidate has it
+MAX_REFINED = 1 << 18  # links times reads, which takes about a second; beyond that the best candidate is taken as it is
 LEAN = 1.02  # among those, kept bytes within this factor of the fewest count as equal: then the least rebuilding wins
 
 
@@ -83,8 +83,10 @@ def _outcome(record: Record, cut: frozenset[int]) -> Outcome | None:
 def _refined(record: Record, cut: frozenset[int]) -> frozenset[int]:
     """Keep or rebuild one link more where that lowers the peak, then rebuild what is kept to no purpose."""
     choices = [n for n, item in enumerate(record.items) if item.choice]
+    if len(choices) * len(record.reads) > MAX_REFINED:
+        return cut
     best = play(record, cut)
-    for n in choices if len(choices) <= MAX_REFINED else ():
+    for n in choices:
         outcome = _outcome(record, cut ^ {n})
         if outcome is not None and outcome.peak_bytes * NEAR < best.peak_bytes:
             cut, best = cut ^ {n}, outcome

@@ -385,9 +385,9 @@ class Recorder:
         """The step as data, for the plan."""
         alive = self._alive()
         segments = dict(self._segments)
-        others = [number for number in alive.keys() - {r.node for r in self.readers}]
-        others.sort()
-        items, reads, gradients = (*self.items, Item(0)), [], []
+        others = sorted(alive.keys() - {r.node for r in self.readers})
+        reads: list[int] = []
+        gradients: list[int] = []
         for at, (read, reader) in enumerate(zip(self.reads, self.readers, strict=True)):
             nbytes = alive.get(reader.node, reader.guess) + reader.scratch
             if reader.convolution is not None:
@@ -402,7 +402,7 @@ class Recorder:
                 gradients.append(between)
             reads.append(read)
             gradients.append(nbytes)
-        return Record(items, tuple(reads), tuple(gradients))
+        return Record((*self.items, Item(0)), tuple(reads), tuple(gradients))
 
     def _alive(self) -> dict[int, int]:
         """The bytes of gradients that are alive while each node runs."""
