@@ -26,11 +26,8 @@ from leangrad.ledger.nodes import AccumulateGrad
 __all__ = ["Graph"]
 
 # These nodes write views of what they are given: see [Note: gradients that share memory].
-VIEWS = {
-    f"{name}Backward{n}"
-    for name in "Alias Cat Permute ReshapeAlias Squeeze Stack Sum T Transpose UnsafeView Unsqueeze View".split()
-    for n in range(3)
-}
+_NAMES = "Alias Cat Permute ReshapeAlias Squeeze Stack Sum T Transpose UnsafeView Unsqueeze View"
+VIEWS = {f"{name}Backward{n}" for name in _NAMES.split() for n in range(3)}
 # These hand on the very thing, to operands of its size.
 WHOLE = {"AddBackward0", "CloneBackward0", "ExpandBackward0", "SubBackward0"}
 
