@@ -89,6 +89,29 @@ def test_the_peak_is_that_of_backward(name: str) -> None:
     assert max(found.values()) // MAP == maps
 
 
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype")
+def test_nested_tensors_have_no_size_that_is_known(layout: torch.layout) -> None:
+    """They are counted for nothing, and run as ever."""
+    graph = Graph(_torch.next_sequence_nr())
+    parts = [torch.randn(n, 8, requires_grad=True) for n in (2, 5)]
+    nested = torch.nested.as_nested_tensor(parts, layout=layout) * 2.0
+    graph.add(nested)
+    assert 0 in graph.alive().values()
+    model = leangrad.lean(
+        torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 8)), min_bytes=0
+    )
+    for _ in range(3):
+        model.zero_grad()
+        out = model(torch.nested.as_nested_tensor([p.detach() for p in parts], layout=layout))
+        torch.nested.to_padded_tensor(out, 0.0).sum().backward()
+        found = model[0].weight.grad.clone()
+        model.zero_grad()
+        sum(leangrad.plain(model)(p.detach()).sum() for p in parts).backward()
+        torch.testing.assert_close(found, model[0].weight.grad)
+        leangrad.lean(model, min_bytes=0)
+
+
 UNARY: list[Callable[[Tensor], Tensor]] = [
     lambda x: x * 3.0,
     lambda x: x.transpose(1, 2).reshape(SHAPE),

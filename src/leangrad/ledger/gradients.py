@@ -69,8 +69,7 @@ class Graph:
                 continue
             number = node._sequence_nr()
             if number >= self._first and number not in self._nodes:
-                outputs = len(node._input_metadata)
-                given = sum(_torch.output_nbytes(node, nr) for nr in range(outputs))
+                given = _torch.outputs_nbytes(node)
                 self._nodes[number] = Node(given, _edges(node, given))
                 stack.extend(before for before, _ in node.next_functions)
 
