@@ -1,14 +1,18 @@
 """Every activation of the table: torch's bits, written into the buffers that are given, over the gradient too."""
 
 import pickle
+from collections.abc import Iterator
 from copy import deepcopy
 
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import example, given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from leangrad.ops.activation import ACTIVATIONS, FRESH, OVER, Activation, resolve
+from tests.fuzz import fuzz_settings
 from tests.support import same_bits
 
 
@@ -100,6 +104,28 @@ def test_forward_and_backward_are_torchs(name, shape, dtype):
         assert record.backward(g, kept, record.parameter, g) is g
         assert same_bits(g, dx)
     assert same_bits(kept, untouched)
+
+
+@pytest.fixture
+def _same_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("_same_threads")
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("name", [name for name, record in ACTIVATIONS.items() if not record.gated])
+@fuzz_settings(6, 200)
+@given(numel=st.integers(2**15, 2**20))
+@example(numel=2**19 + 12)
+@example(numel=3 * 2**18 + 13)
+def test_they_are_torchs_wherever_threads_split_a_tensor(name, threads, numel):
+    """Each thread ends in a scalar loop, which may round otherwise than the vector one."""
+    torch.set_num_threads(threads)
+    record, x, y, g, dx = case(name, (numel,), torch.float32)
+    assert same_bits(record.forward(x, record.parameter, torch.empty_like(y)), y)
+    assert same_bits(record.backward(g, x if record.keeps == "input" else y, record.parameter, g), dx)
 
 
 @pytest.mark.parametrize("name", [name for name, record in ACTIVATIONS.items() if record.keeps == "input"])

@@ -24,7 +24,9 @@ RANDOM = "each dropout on a CPU keeps the state of its generator, 5 KB"
 EARLY = "decided as each tensor was saved, without sight of the whole graph; not traced further"
 ABOVE_FLOOR = {
     "resnet_inplace": (1.112, PEAK),
-    "unet": (1.157, f"{PEAK}; the rest was {EARLY}"),
+    "resnet": (1.113, PEAK),
+    "unet": (1.366, f"{PEAK}; the rest was {EARLY}"),
+    "convnext": (1.063, PEAK),
     "depthwise": (1.021, PEAK),
     "t5": (1.026, RANDOM),
     "dit": (1.089, f"{PEAK}; {SMALL}"),
@@ -35,7 +37,8 @@ ABOVE_FLOOR = {
     "dropout": (1.085, f"{RANDOM}; {EARLY}"),
     "views": (1.077, "a tensor that was written to slice by slice has no recipe"),
     "custom": (2.738, "an autograd Function of the user's is never run twice"),
-    "hf_t5": (1.020, RANDOM),
+    "hf_t5": (1.052, f"{PEAK}; {RANDOM}"),
+    "hf_resnet": (1.180, PEAK),
     "hf_mamba": (1.316, f"{PEAK}, for a quarter of it; {EARLY}"),
     "hf_clip": (1.034, EARLY),
 }
@@ -135,11 +138,7 @@ def test_the_ratio_to_the_floor_is_held_from_both_sides() -> None:
 
 @pytest.mark.parametrize("name", ["resnet_inplace", "hf_resnet", "dit", "depthwise", "unet", "frozen"])
 def test_the_cut_has_no_higher_peak_than_any_constant_depth(name: str) -> None:
-    """Within 1%: of the scratch memory that ops take the plan knows only what convolutions take.
-
-    A gradient that waits for that of another branch it does not know either: at the joins of a U-Net that is a map. On
-    an x86-64 processor with AVX-512 its cut is 2.5% above the best constant depth.
-    """
+    """Within 1%: of the scratch memory that ops take the plan knows only what convolutions take."""
     case = next(c for c in CASES if c.name == name)
     model, batch = made(case)
     peaks = {}
@@ -149,4 +148,4 @@ def test_the_cut_has_no_higher_peak_than_any_constant_depth(name: str) -> None:
         peaks[depth] = leangrad.measure(
             lambda ledger=ledger: loss_of(case, model, batch, ledger, False).backward(), timed_runs=0
         ).peak_bytes
-    assert peaks["auto"] <= (1.03 if name == "unet" else 1.01) * min(peaks.values())
+    assert peaks["auto"] <= 1.01 * min(peaks.values())

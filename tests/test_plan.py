@@ -9,7 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import leangrad
-from leangrad.ledger.plan import MAX_DEPTH, NEAR, Item, Record, best_cut, constant_cut, growing_cut, play
+from leangrad.ledger.plan import (
+    MAX_DEPTH,
+    NEAR,
+    Item,
+    Record,
+    _candidates,
+    _lowered,
+    best_cut,
+    constant_cut,
+    growing_cut,
+    play,
+)
 from tests.fuzz import fuzz_settings
 from tests.support.plan_oracle import every_cut, simulate
 
@@ -110,18 +121,52 @@ def test_what_the_loss_reads_at_once_is_rebuilt_if_its_source_is_kept_anyway() -
     assert best_cut(Record((logits, log_probabilities), (1, 0))) == frozenset()
 
 
-def test_a_product_is_given_a_gradient_of_the_size_of_its_output() -> None:
+def test_gradients_that_are_known_count_in_the_stead_of_two_of_what_is_read() -> None:
     """Of a wide layer that a narrow one reads: the moment it is read is not the highest, so no link need be kept."""
     link, wide = Item(100, sources=(0, 1), choice=True), Item(400)
     items, reads = (Item(100), Item(100), link, wide), (2, 3, 2, 1, 0)
     alike = Record(items, reads)
-    narrow = Record(items, reads, gradients=(100, 100, 100, 100, 100))
+    narrow = Record(items, reads, gradients=(200, 500, 200, 200, 200))
     assert play(alike, frozenset()).peak_bytes == 100 + 100 + 100 + 400 + 2 * 400
     assert play(narrow, frozenset()).peak_bytes == 100 + 100 + 100 + 400 + 400 + 100
 
 
-def test_readers_of_a_recorded_step_are_known_by_their_products() -> None:
-    """Backward comes to them from the last on, and each is given the gradient of its own output."""
+def test_what_is_held_holds_what_it_was_rebuilt_from() -> None:
+    """A recipe is there for as long as its readers, and with it the logits, under the log-probabilities' last read."""
+    logits, log_probabilities = Item(100), Item(200, sources=(0,))
+    twice = Record((logits, log_probabilities), (1, 1), gradients=(0, 1000))
+    assert play(twice, frozenset()).peak_bytes == 100 + 200 + 1000
+    assert play(twice, frozenset({1})).peak_bytes == 200 + 1000
+    once = Record((logits, log_probabilities, Item(1)), (1, 2), gradients=(0, 1000))
+    assert play(once, frozenset()).peak_bytes == 1 + 1000
+
+
+def test_single_links_are_kept_or_rebuilt_after_the_best_candidate() -> None:
+    refined = 0
+    for seed in range(100):
+        record = random_chain(random.Random(seed))
+        lowest = min(play(record, _lowered(record, cut)).peak_bytes for cut in _candidates(record))
+        peak = play(record, best_cut(record)).peak_bytes
+        assert peak <= lowest * NEAR
+        refined += peak < lowest
+    assert refined
+
+
+# ----------------------------------------------------------------------------------------------- of a recorded step
+
+
+def gradients_of(ledger: leangrad.ledger.Ledger) -> list[tuple[int, int]]:
+    """Of each read: the bytes of what is read, and of the gradients alive by then."""
+    assert ledger._recorded is not None
+    record = ledger._recorded.record()
+    return [(record.items[r].nbytes, g) for r, g in zip(record.reads, record.gradients, strict=True)]
+
+
+def test_readers_of_a_recorded_step_hold_the_gradients_of_their_own_nodes() -> None:
+    """Backward comes to them from the last on; each is given the gradient of its output and writes those of its inputs.
+
+    The gradient of ``h`` from the second waits while the first one runs.
+    """
     wide = torch.randn(8, 64, requires_grad=True)
     square, *weights = (torch.randn(n, 64, requires_grad=True) for n in (64, 4, 2))
     ledger = leangrad.saving(min_bytes=0)
@@ -131,8 +176,52 @@ def test_readers_of_a_recorded_step_are_known_by_their_products() -> None:
     y.backward()
     recorder = ledger._recorded
     assert recorder is not None
-    given = [g for r, g in zip(recorder.reads, recorder.record().gradients, strict=True) if recorder.items[r].sources]
-    assert given == [8 * 2 * 4, 8 * 4 * 4]
+    record = recorder.record()
+    found = [g for r, g in zip(record.reads, record.gradients, strict=True) if record.items[r].sources]
+    h_bytes, scalar = 8 * 64 * 4, 4  # the gradient of a sum is a scalar, expanded; both products read the same one
+    # Beside those of h: that of a weight.
+    assert found == [scalar + h_bytes + 2 * 64 * 4, scalar + 2 * h_bytes + 4 * 64 * 4]
+
+
+def test_a_gradient_that_waits_at_a_join_is_alive_all_the_while() -> None:
+    x, nbytes = torch.randn(64, 64, requires_grad=True), 64 * 64 * 4
+    for program, most in ((lambda h: h.sin().sin().sin(), 2), (lambda h: h + h.sin().sin().sin(), 3)):
+        ledger = leangrad.saving(min_bytes=0)
+        with ledger:
+            y = (program(x @ x) * 2.0).sum()
+        y.backward()
+        assert max(g for n, g in gradients_of(ledger) if n == nbytes) // nbytes == most
+
+
+def test_nodes_that_read_nothing_are_moments_of_their_own() -> None:
+    """The backward of a selection writes a whole map, which is added to that of another one, and reads nothing."""
+    x, nbytes = torch.randn(64, 4, requires_grad=True), 64 * 64 * 4
+    ledger = leangrad.saving(min_bytes=0)
+    with ledger:
+        h = x.sin() @ x.t()
+        y = h.select(0, 1).sin().sum() + h.select(0, 2).sin().sum()
+    y.backward()
+    (at,) = (at for at, (n, _) in enumerate(gradients_of(ledger)) if n == 0)
+    found = [g // nbytes for _, g in gradients_of(ledger)]
+    assert found[at] == 2
+    assert max(found[:at] + found[at + 1 :]) == 1
+
+
+def test_an_output_that_the_loss_does_not_use_has_no_gradient() -> None:
+    x, nbytes = torch.randn(64, 64, requires_grad=True), 64 * 64 * 4
+    ledger = leangrad.saving(min_bytes=0)
+    with ledger:
+        h = x @ x
+        used, unused = h.sin(), h.cos()
+    used.sum().backward()
+    first = gradients_of(ledger)[0]
+    assert first == (nbytes, 2 * nbytes)
+    ledger = leangrad.saving(min_bytes=0)
+    with ledger:
+        h = x @ x
+        used, unused = h.sin(), h.cos()
+    (used + unused).sum().backward()
+    assert max(g for _, g in gradients_of(ledger)) == 3 * nbytes
 
 
 # ------------------------------------------------------------------------------------------ beside a second simulation
@@ -173,11 +262,11 @@ def random_graph(choose: random.Random) -> Record:
     return Record(tuple(items), tuple(choose.randrange(len(items)) for _ in range(choose.randint(1, 16))))
 
 
-@pytest.mark.parametrize(("make", "share", "worst"), [(random_chain, 0.85, 1.12), (random_graph, 0.95, 1.2)])
+@pytest.mark.parametrize(("make", "share", "worst"), [(random_chain, 0.92, 1.09), (random_graph, 0.98, 1.09)])
 def test_best_cut_beside_every_cut(make, share: float, worst: float) -> None:
-    """The candidates are a few of all cuts: most often the lowest peak is among them, and else one near it.
+    """The candidates are a few of all cuts: most often the refined best has the lowest peak, and else one near it.
 
-    ``share`` and ``worst`` are what the candidates reach over these seeds, rounded down and up.
+    ``share`` and ``worst`` are what it reaches over these seeds, rounded down and up.
     """
     ratios = []
     for seed in range(300):

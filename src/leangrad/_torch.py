@@ -192,11 +192,19 @@ def output_facts(node: Any, nr: int = 0) -> Any:
 
 
 def output_nbytes(node: Any, nr: int) -> int:
-    """The bytes of output `nr` of a node; 0 where autograd does not know it."""
+    """The bytes of output `nr` of a node; 0 where autograd does not know it, as of a nested tensor."""
     known = node._input_metadata
     if nr >= len(known):
         return 0
-    return int(math.prod(known[nr].shape) * known[nr].dtype.itemsize)
+    try:
+        return int(math.prod(known[nr].shape) * known[nr].dtype.itemsize)
+    except (AttributeError, RuntimeError):
+        return 0
+
+
+def outputs_nbytes(node: Any) -> int:
+    """The bytes of all outputs of a node."""
+    return sum(output_nbytes(node, nr) for nr in range(len(node._input_metadata)))
 
 
 def packed(saved: Any) -> Any:

@@ -1,8 +1,8 @@
 """What a record of one step comes to under a cut, by the plainest means: sets, tick by tick, and every cut there is.
 
 It shares nothing with ``leangrad.ledger.plan.play`` but what that promises: what is kept lives from the beginning of
-backward to its last use; what is rebuilt lives from the read that needs it for as long as it will be read itself; and
-the op that reads holds two gradients.
+backward to the last read of it or of what is rebuilt from it; what is rebuilt lives from the read that needs it for as
+long as it will be read itself; and an op of which nothing else is known holds two gradients.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ def simulate(record: Record, cut: frozenset[int]) -> tuple[int, int, int]:
     items, reads = record.items, record.reads
     held: set[int] = set()  # rebuilt before, and to be read again
     alive: list[set[int]] = []  # by tick: what is rebuilt and not yet let go
-    used: list[set[int]] = []  # by tick: what is kept and used then
+    used: list[set[int]] = []  # by tick: what is kept and the item that is read, or its recipe, holds
     rebuilt_bytes = 0
     for tick, read in enumerate(reads):
-        fresh, touched = needs(record, cut, read, held)
+        fresh, _ = needs(record, cut, read, held)
         rebuilt_bytes += sum(items[n].nbytes for n in fresh)
         alive.append(held | fresh)
-        used.append(touched)
+        used.append(needs(record, cut, read, set())[1])
         held = (held | fresh) & set(reads[tick + 1 :])
     kept = set().union(*used)
     peak = sum(items[n].nbytes for n in kept)
     for tick, read in enumerate(reads):
         live = set().union(*used[tick:]) | alive[tick]
-        given = record.gradients[tick] if record.gradients else items[read].nbytes
-        peak = max(peak, sum(items[n].nbytes for n in live) + given + items[read].nbytes)
+        gradients = record.gradients[tick] if record.gradients else 2 * items[read].nbytes
+        peak = max(peak, sum(items[n].nbytes for n in live) + gradients)
     return peak, sum(items[n].nbytes for n in kept), rebuilt_bytes
 
 

@@ -4,10 +4,10 @@ Read in this order: ``value`` (what backward may ask for, with ``memos``), ``rul
 ``origins`` (where tensors come from, with ``functions``, our own nodes), ``notes`` (what nodes forget, with
 ``calls``, ``draws`` and ``changes``), ``region`` (the decision, with ``hooks``, ``cast``, ``seen``, ``waiting``,
 ``opened`` and ``rest``), ``shape_only`` (what backward reads only the shape of), ``plan`` (where to cut a residual
-chain), ``record`` and ``course`` (what one step shows, and how later ones follow it), ``scratch`` (what an op's
-backward takes beside its operands), ``checkpoint`` (segments that backward runs again), ``ledger`` (what is learned
-from step to step), ``summary``. How a chain is replayed as one kernel: ``fused``, ``pattern``, ``chain``,
-``assembly``, ``builder``, ``lowering``, ``exact``.
+chain), ``record`` and ``course`` (what one step shows, and how later ones follow it), ``gradients`` and
+``scratch`` (what backward holds beside the tensors that were saved), ``checkpoint`` (segments that backward runs
+again), ``ledger`` (what is learned from step to step), ``summary``. How a chain is replayed as one kernel: ``fused``,
+``pattern``, ``chain``, ``assembly``, ``builder``, ``lowering``, ``exact``.
 """
 
 from leangrad.ledger.ledger import MIN_BYTES, Ledger

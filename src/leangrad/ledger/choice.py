@@ -91,7 +91,7 @@ class Choice:
             return value
         base = tensor._base
         owner: Any = node if base is None else base.grad_fn
-        if owner is None or tensor.layout is not torch.strided:
+        if owner is None or tensor.layout is not torch.strided or tensor.is_nested:
             return Bare(tensor.detach(), tensor._version)
         if type(owner).__name__ == NODE and self.recorder is None:
             short = self._cast(tensor, tensor if base is None else base, owner)

@@ -31,6 +31,7 @@ from leangrad.ledger.calls import Handler
 from leangrad.ledger.cast import Packed
 from leangrad.ledger.changes import write_out
 from leangrad.ledger.checkpoint import mark_made, mark_outside
+from leangrad.ledger.gradients import Graph
 from leangrad.ledger.hooks import TAKEN_BACK, Hooks
 from leangrad.ledger.notes import HANDLERS, Notes, handler_of
 from leangrad.ledger.notes import Book as NotesBook
@@ -125,6 +126,7 @@ class Recording:
 
     def __init__(self, book: Book, packed: Sequence[Packed]) -> None:
         self.calls: list[Saved] = []
+        self.graph = Graph(_torch.next_sequence_nr())
         self._book = book
         self._packed = packed
 
@@ -145,6 +147,8 @@ class Recording:
         nbytes = out.nbytes if type(out) is Tensor and out.layout is torch.strided else 0
         convolution = convolution_of(out, args) if function in CONVOLUTIONS else None
         handled, graded = handler is not None, _is_graded(out, args)
+        if graded:
+            self.graph.add(out)
         # Not at a call such as ``x.shape``, or all of these would be part of the course.
         begins = graded is True and self._book.finds_reentrant(args) | self._book.finds_checkpoint()
         self.calls.append(Saved(function, handled, size, nbytes, graded, convolution, first, names, begins))

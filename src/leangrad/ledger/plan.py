@@ -22,6 +22,7 @@ SLACKS = (0, 1, 2, 3, 4, 6, 8, 12, 16)  # in units of the largest tensor
 FIRST_READS = 3  # of backward: those of the loss
 NEAR = 1.002  # peaks within this factor of the lowest count as equal
 AGAIN = 2  # times the bytes of rebuilding each link once: so much may be rebuilt, where links are made again
+MAX_REFINED = 1 << 18  # links times reads, which takes about a second; beyond that the best candidate is taken as it is
 LEAN = 1.02  # among those, kept bytes within this factor of the fewest count as equal: then the least rebuilding wins
 
 
@@ -42,7 +43,7 @@ class Record:
 
     items: tuple[Item, ...]
     reads: tuple[int, ...]
-    gradients: tuple[int, ...] = ()  # the bytes of what each reader was given, its op's gradient, and of its scratch
+    gradients: tuple[int, ...] = ()  # of each read: the bytes of all gradients alive by then, and of its op's scratch
 
 
 @dataclass
@@ -64,7 +65,7 @@ def best_cut(record: Record) -> frozenset[int]:
     near = [(o, cut) for cut, o in tried.items() if o.peak_bytes <= lowest * NEAR]
     fewest = min(o.kept_bytes for o, _ in near)
     lean = [(o.rebuilt_bytes, cut) for o, cut in near if o.kept_bytes <= fewest * LEAN]
-    return _lowered(record, min(lean, key=lambda pair: pair[0])[1])
+    return _lowered(record, _refined(record, min(lean, key=lambda pair: pair[0])[1]))
 
 
 def _outcome(record: Record, cut: frozenset[int]) -> Outcome | None:
@@ -79,6 +80,23 @@ def _outcome(record: Record, cut: frozenset[int]) -> Outcome | None:
     return outcome
 
 
+def _refined(record: Record, cut: frozenset[int]) -> frozenset[int]:
+    """Keep or rebuild one link more where that lowers the peak, then rebuild what is kept to no purpose."""
+    choices = [n for n, item in enumerate(record.items) if item.choice]
+    if len(choices) * len(record.reads) > MAX_REFINED:
+        return cut
+    best = play(record, cut)
+    for n in choices:
+        outcome = _outcome(record, cut ^ {n})
+        if outcome is not None and outcome.peak_bytes * NEAR < best.peak_bytes:
+            cut, best = cut ^ {n}, outcome
+    for n in sorted(cut):
+        outcome = _outcome(record, cut - {n})
+        if outcome is not None and outcome.peak_bytes <= best.peak_bytes and outcome.kept_bytes < best.kept_bytes:
+            cut, best = cut - {n}, outcome
+    return cut
+
+
 def _lowered(record: Record, cut: frozenset[int]) -> frozenset[int]:
     """Keep what backward reads at once in the stead of its source, if rebuilding it only adds to the peak.
 
@@ -86,7 +104,7 @@ def _lowered(record: Record, cut: frozenset[int]) -> frozenset[int]:
     of the logits, which nobody else needs.
     """
     best = play(record, cut)
-    for n in dict.fromkeys(record.reads[:FIRST_READS]):
+    for n in list(dict.fromkeys(r for r in record.reads if record.items[r].nbytes))[:FIRST_READS]:
         outcome = play(record, cut | {n})
         frees_source = outcome.kept_bytes < best.kept_bytes + record.items[n].nbytes
         if frees_source and outcome.peak_bytes * NEAR < best.peak_bytes:
@@ -163,23 +181,39 @@ def play(record: Record, cut: frozenset[int], held: frozenset[int] = frozenset()
     run = _Run(record, cut, held)
     for tick, read in enumerate(reads):
         run.need(read, tick)
-    for n, item in enumerate(items):
-        if item.pinned:
-            run.last_use[n] = len(reads) - 1
+    last_use = _last_uses(record, cut)
     change = [0] * (len(reads) + 1)
-    for n, last in run.last_use.items():
+    for n, last in last_use.items():
         change[last + 1] -= items[n].nbytes
-    kept = sum(items[n].nbytes for n in run.last_use)
+    kept = sum(items[n].nbytes for n in last_use)
     for n, first, last in run.spans:
         change[first] += items[n].nbytes
         change[last + 1] -= items[n].nbytes
     live = peak = kept
-    given = record.gradients or tuple(items[read].nbytes for read in reads)
-    for tick, read in enumerate(reads):
+    # An op of which nothing else is known holds the gradient it was given and the one it writes.
+    gradients = record.gradients or tuple(2 * items[read].nbytes for read in reads)
+    for tick, nbytes in enumerate(gradients):
         live += change[tick]
-        # The op that asked holds the gradient it was given and the one it writes, the size of what it asked for.
-        peak = max(peak, live + given[tick] + items[read].nbytes)
+        peak = max(peak, live + nbytes)
     return Outcome(peak, kept, run.rebuilt_bytes)
+
+
+def _is_kept(record: Record, cut: frozenset[int], n: int) -> bool:
+    return not record.items[n].sources or n in cut
+
+
+def _last_uses(record: Record, cut: frozenset[int]) -> dict[int, int]:
+    """Of each kept item: the last read of itself, or of what is rebuilt from it.
+
+    Also of what was rebuilt before and held since: it has its recipe for as long, and the recipe holds what it reads.
+    """
+    last = {read: tick for tick, read in enumerate(record.reads)}
+    for n in range(len(record.items) - 1, -1, -1):  # sources come before what is rebuilt from them
+        if n in last and not _is_kept(record, cut, n):
+            for source in record.items[n].sources:
+                last[source] = max(last.get(source, 0), last[n])
+    last |= {n: len(record.reads) - 1 for n, item in enumerate(record.items) if item.pinned}
+    return {n: tick for n, tick in last.items() if _is_kept(record, cut, n) or record.items[n].pinned}
 
 
 def _counts(record: Record) -> list[int]:
@@ -194,7 +228,6 @@ class _Run:
     record: Record
     cut: frozenset[int]
     held: frozenset[int]
-    last_use: dict[int, int] = field(default_factory=dict)  # of what is kept
     spans: list[tuple[int, int, int]] = field(default_factory=list)  # (item, built, let go) of what is rebuilt
     rebuilt_bytes: int = 0
 
@@ -202,20 +235,14 @@ class _Run:
         self.left = _counts(self.record)
         self.built: dict[int, int] = {}
 
-    def is_kept(self, n: int) -> bool:
-        return not self.record.items[n].sources or n in self.cut
-
     def need(self, read: int, tick: int) -> None:
-        """Build what ``read`` stands on, note what is used, and let go of what has no reader left."""
+        """Build what ``read`` stands on, and let go of what has no reader left."""
         stack, seen = [read], set()
         while stack:
             n = stack.pop()
-            if n in seen or n in self.built:
+            if n in seen or n in self.built or _is_kept(self.record, self.cut, n):
                 continue
             seen.add(n)
-            if self.is_kept(n):
-                self.last_use[n] = tick
-                continue
             item = self.record.items[n]
             if n == read or n in self.held or not item.again:
                 self.built[n] = tick

@@ -7,8 +7,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from leangrad import _torch
@@ -23,7 +21,6 @@ from leangrad.ledger.scratch import Convolution
 from leangrad.ledger.seen import Seen
 from leangrad.ledger.shape_only import ShapeOnly, Slot
 from leangrad.ledger.value import Value
-from leangrad.overridable import is_product
 
 # Reasons, as the summary shows them.
 SHARED = "kept or rebuilt once for all that read it"
@@ -46,9 +43,11 @@ class Entry:
 
 
 class Reader(NamedTuple):
-    """An op whose backward reads a saved tensor."""
+    """A node that reads a saved tensor in backward."""
 
-    given: int  # the bytes of the gradient that it is given
+    node: int  # its number
+    guess: int  # the bytes of the gradients at that time, where the graph does not tell
+    scratch: int = 0  # the bytes that it takes beside them
     convolution: Convolution | None = None  # whose scratch counts too
 
 
@@ -109,8 +108,8 @@ class Recorder:
         self.entries: list[Entry] = []
         self.items: list[Item] = []
         self.reads: list[int] = []
-        self.gradients: list[Reader] = []  # of each read: what the op which reads was given, and the scratch it takes
-        self._readers: dict[int, list[Reader]] = {}  # of each item: the same for those that will read it, in order
+        self.readers: list[Reader] = []  # of each read
+        self._readers: dict[int, list[Reader]] = {}  # of each item: those that will read it, in order
         self._scratch: dict[Convolution, int] = {}  # what they take, in bytes
         self.caught: set[int] = set()  # the calls of which a tensor was kept although autograd did not ask for it
         self._ops: list[str] = []  # of every decision, in order
@@ -121,6 +120,7 @@ class Recorder:
         self._decisions: list[int] = []  # the item of every decision
         self._kept: list[bool] = []  # what became of it
         self.saved: list[Packed] = []  # what every saved tensor in order became
+        self._saved_by: list[int] = []  # the number of the node that saved each
         self._saved_in: list[str] = []  # the module that ran
         self.recording: Recording | None = None
         self._has_node: list[bool] = []
@@ -179,6 +179,10 @@ class Recorder:
     def module(self) -> str:
         """The path of the module that runs now."""
         return self._stack[-1] if self._stack else self._root_name
+
+    def saving(self) -> None:
+        """A tensor is about to be saved, by the node that was made last."""
+        self._saved_by.append(_torch.next_sequence_nr() - 1)
 
     def packed(self, packed: Packed) -> None:
         """A tensor was saved."""
@@ -262,17 +266,17 @@ class Recorder:
                     self.entries.append(Entry("", v.op, "kept", v.nbytes, EXTRA, "", is_extra=True))
 
     def _note_readers(self) -> None:
-        """Of each reader: the bytes of the gradient that it will be given, and whose scratch it will take.
-
-        The gradient of a product has the size of its output, all others' about that of what they ask for.
-        """
+        """Of each item: who will read it, and whose scratch that will take."""
         assert self.recording is not None
-        for call in self.recording.calls:
-            for item in self._fates[call.first : call.first + len(call.names)]:
-                if item >= 0:
-                    given = call.nbytes if call.function in PRODUCTS or is_product(call.function) else 0
-                    reader = Reader(given or self.items[item].nbytes, call.convolution)
-                    self._readers.setdefault(item, []).append(reader)
+        convolutions = {
+            place: call.convolution
+            for call in self.recording.calls
+            for place in range(call.first, call.first + len(call.names))
+        }
+        for place, (item, node) in enumerate(zip(self._fates, self._saved_by, strict=False)):
+            if item >= 0:
+                reader = Reader(node, 2 * self.items[item].nbytes, convolution=convolutions.get(place))
+                self._readers.setdefault(item, []).append(reader)
 
     def _spare(self) -> None:
         """Keep the smallest of what would be rebuilt: a recipe costs the host the same however little it saves."""
@@ -346,42 +350,66 @@ class Recorder:
 
     def read(self, packed: Packed | Slot | None) -> None:
         """Backward asked for what was saved. A step is learned from only if its backward came to its end."""
+        node = -1
         if type(packed) is Slot:
-            packed = packed.packed
+            node, packed = self._saved_by[packed.number], packed.packed
         if not self._is_reading:
             self._is_reading = True
             self.was_read = not _torch.after_backward(self._end)
         if type(packed) is ShapeOnly:
-            self._note_scratch(packed.taken_bytes)
+            self._note_reader(Reader(node, packed.nbytes, packed.stand_in_bytes))
             return
         value = _value_of(packed)
         if value is not None and value.recorder is self:  # autocast hands one thread the cast that another made
             self.reads.append(value.ordinal)
             readers = self._readers.get(value.ordinal)  # backward comes to the last of them first
-            self.gradients.append(readers.pop() if readers else Reader(self.items[value.ordinal].nbytes))
+            self.readers.append(readers.pop() if readers else Reader(node, 2 * self.items[value.ordinal].nbytes))
 
     def _end(self) -> None:
         self.was_read = True
         if any(item.choice for item in self.items):  # else there is nothing to plan
-            self._scratch = scratch.measure(r.convolution for r in self.gradients if r.convolution is not None)
+            self._scratch = scratch.measure(r.convolution for r in self.readers if r.convolution is not None)
 
     def runs_again(self, segment: Segment) -> None:
         """Backward has come to a checkpoint and runs its segment again: the plan takes it for a read with scratch."""
         self._segments.append((len(self.reads), segment))
-        self._note_scratch(0)
+        self._note_reader(Reader(-1, 0))
 
-    def _note_scratch(self, nbytes: int) -> None:
-        """Backward takes so much just now, for an op that reads nothing which was kept or rebuilt."""
+    def _note_reader(self, reader: Reader) -> None:
+        """Backward is just now at a node that reads nothing which was kept or rebuilt."""
         self.reads.append(len(self.items))
-        self.gradients.append(Reader(nbytes))
+        self.readers.append(reader)
         self.items.append(Item(0))
 
     def record(self) -> Record:
         """The step as data, for the plan."""
-        given = [r.given + (self._scratch.get(r.convolution, 0) if r.convolution else 0) for r in self.gradients]
-        for at, segment in self._segments:
-            given[at] = segment.peak_bytes()
-        return Record(tuple(self.items), tuple(self.reads), tuple(given))
+        alive = self._alive()
+        segments = dict(self._segments)
+        others = sorted(alive.keys() - {r.node for r in self.readers})
+        reads: list[int] = []
+        gradients: list[int] = []
+        for at, (read, reader) in enumerate(zip(self.reads, self.readers, strict=True)):
+            nbytes = alive.get(reader.node, reader.guess) + reader.scratch
+            if reader.convolution is not None:
+                nbytes += self._scratch.get(reader.convolution, 0)
+            if at in segments:
+                nbytes = segments[at].peak_bytes()
+            between = 0
+            while others and others[-1] > reader.node >= 0:
+                between = max(between, alive[others.pop()])
+            if between > nbytes:  # nodes that read nothing, and so use none of the items
+                reads.append(len(self.items))
+                gradients.append(between)
+            reads.append(read)
+            gradients.append(nbytes)
+        return Record((*self.items, Item(0)), tuple(reads), tuple(gradients))
+
+    def _alive(self) -> dict[int, int]:
+        """The bytes of gradients that are alive while each node runs."""
+        assert self.recording is not None
+        ran = {r.node for r in self.readers}
+        idle = {r.node for readers in self._readers.values() for r in readers} - ran
+        return self.recording.graph.alive(without=idle)
 
     def entries_under(self, cut: frozenset[int] | None) -> list[Entry]:
         """The entries as later steps make them, which follow ``cut``."""
@@ -479,9 +507,6 @@ def _is_cast(packed: Packed) -> bool:
 
 
 KEPT, REBUILT, SHAPE = -1, -2, -3
-# Whose gradients have the size of what they gave, which may be other than that of what they read.
-PRODUCTS = {F.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm, torch.addmm, Tensor.addmm}
-PRODUCTS |= scratch.FUNCTIONS
 
 # Of the kept bytes, on an accelerator: the casts of a ResNet's weights are half of its recipes and 1% of it; those of
 # the attention of a ViT-L a quarter of its recipes and 3%.

@@ -155,6 +155,8 @@ class Region(Choice):
         if self.packs == ENDED:
             return self.pack_along(tensor)
         self.packing = True
+        if self.recorder is not None:
+            self.recorder.saving()
         try:
             packed = self.pack_along(tensor)
         finally:

@@ -91,9 +91,14 @@ class ShapeOnly(NamedTuple):
     device: torch.device
 
     @property
-    def taken_bytes(self) -> int:
-        """What backward takes at its reader: a gradient of this shape, and the stand-in if that has a layout."""
-        return self.sizes.numel() * self.dtype.itemsize * (1 if self.strides is None else 2)
+    def nbytes(self) -> int:
+        """The bytes of the tensor."""
+        return self.sizes.numel() * self.dtype.itemsize
+
+    @property
+    def stand_in_bytes(self) -> int:
+        """What backward takes for the stand-in at its reader."""
+        return 0 if self.strides is None else self.nbytes
 
     def unpack(self) -> Tensor:
         """Autograd wants its tensor back: a stand-in, whose values nobody reads."""

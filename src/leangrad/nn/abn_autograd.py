@@ -167,7 +167,8 @@ def _backward(ctx: Any, dz: Tensor, mine: bool) -> tuple[Tensor | None, ...]:
             kept_map, dz, residual, vectors, dy_out=None if linear else dy, out=dx
         )  # fmt: skip
     else:
-        kept = ops.Kept(kept_map, call.invert, residual, channels, spare)
+        kept = [ops.Kept(kept_map, call.invert, residual, channels, spare)]
+        del residual
         dx, dweight, dbias = _backward_in_steps(ctx, kept, dz, vectors, dy, mine)
     if call.sign is not None and dweight is not None:
         dweight = dweight * call.sign
@@ -191,10 +192,14 @@ def _saved(ctx: Any) -> tuple[Any, ...]:
 
 
 def _backward_in_steps(
-    ctx: Any, kept: ops.Kept, dz: Tensor, vectors: Tensor, dy: Tensor | None, mine: bool
+    ctx: Any, taken: list[ops.Kept], dz: Tensor, vectors: Tensor, dy: Tensor | None, mine: bool
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """dx, dγ̂ and dβ: the sums, then over all processes, then dx."""
+    """dx, dγ̂ and dβ: the sums, then over all processes, then dx.
+
+    What was kept is taken out of its list: nobody else holds a residual that was rebuilt, and dx may have its memory.
+    """
     call: Call = ctx.call
+    kept = taken.pop()
     act = call.activation
     need_x, need_weight, need_bias, need_residual = ctx.needs_input_grad[:4]
     sums = None

@@ -100,12 +100,19 @@ def _backward_of(op: Any, **options: Any) -> Callable[..., Tensor]:
     return run
 
 
-def _run_in_chunks(op: Any, into: Tensor | None, g: Tensor, x: Tensor) -> Tensor:
-    """The same for a backward op that cannot write into a buffer: bounded scratch instead of a whole map."""
+def _run_in_chunks(op: Any, into: Tensor | None, g: Tensor, x: Tensor, *, rounds_alike: bool) -> Tensor:
+    """The same for a backward op that cannot write into a buffer: bounded scratch instead of a whole map.
+
+    rounds_alike: the scalar loop of its CPU kernel rounds as the vector loop does. Each thread runs the former over the
+    last elements of its part of a tensor. The parts of a chunk end elsewhere than those of the whole, so with several
+    threads another op runs on the whole: as much scratch as plain PyTorch takes.
+    """
     if into is None:
         dx: Tensor = op.default(g, x)
         return dx
-    if into.numel() <= _CHUNK or not (into.is_contiguous() and g.is_contiguous() and x.is_contiguous()):
+    splits_alike = rounds_alike or not into.is_cpu or torch.get_num_threads() == 1
+    dense = into.is_contiguous() and g.is_contiguous() and x.is_contiguous()
+    if into.numel() <= _CHUNK or not dense or not splits_alike:
         return into.copy_(op.default(g, x))
     for into_c, g_c, x_c in zip(*(t.view(-1).split(_CHUNK) for t in (into, g, x)), strict=True):
         into_c.copy_(op.default(g_c, x_c))
@@ -240,7 +247,7 @@ def _hardswish(x: Tensor, parameter: float, out: Tensor | None) -> Tensor:
 
 
 def _hardswish_backward(g: Tensor, x: Tensor, parameter: float, into: Tensor | None) -> Tensor:
-    return _run_in_chunks(aten.hardswish_backward, into, g, x)
+    return _run_in_chunks(aten.hardswish_backward, into, g, x, rounds_alike=True)
 
 
 # mish: y = x tanh(softplus(x))
@@ -254,7 +261,7 @@ def _mish_backward(g: Tensor, x: Tensor, parameter: float, into: Tensor | None) 
     if into is None and torch.is_grad_enabled():  # torch has no derivative of mish_backward
         t = torch.tanh(F.softplus(x))
         return g * (t + x * torch.sigmoid(x) * (1 - t * t))
-    return _run_in_chunks(aten.mish_backward, into, g, x)
+    return _run_in_chunks(aten.mish_backward, into, g, x, rounds_alike=False)  # of exp and log1p
 
 
 # softmax over the last dimension: dx = y (g - Σ g y)
