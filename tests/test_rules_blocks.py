@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import leangrad
 from leangrad.ledger import forms
 from leangrad.ledger.rules import RULES
-from leangrad.ledger.shape_only import packed_in
+from leangrad.ledger.slot import packed_in
 from leangrad.ledger.value import Value
 from tests.rule_cases import Case, check
 from tests.rule_cases.case import step, table

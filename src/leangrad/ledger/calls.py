@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from leangrad import _torch
+from leangrad.ledger.function_mode import Notes
 from leangrad.ledger.nodes import NOTE
 from leangrad.ledger.origins import Operand
+from leangrad.ledger.slot import Slot, claims
 
-if TYPE_CHECKING:
-    from leangrad.ledger.notes import Notes
-
-Handler = Callable[["Notes", Any, tuple[Any, ...], dict[str, Any]], Any]
+Handler = Callable[[Notes, Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
 def leave_note(out: Any, names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -72,3 +73,39 @@ def argument(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str
         parameters = inspect.signature(func).parameters
         place = _PARAMETERS[func, name] = list(parameters).index(name), parameters[name].default
     return args[place[0]] if place[0] < len(args) else place[1]
+
+
+def deferring(handler: Handler | None = None, *, inplace: bool = False) -> Handler:
+    """A handler of a function that may make a node of ``SHAPE_ONLY``.
+
+    See [Note: decided when the call has ended] in ``slot.py``.
+
+    handler: what else has to be done around the call.
+    inplace: the function changes its first argument. One that is a view is left alone: its node is that of its base.
+    """
+
+    def run(notes: Notes, func: Any, *args: Any, **kwargs: Any) -> Any:
+        book = notes.book
+        if book.slots is not None or (inplace and args and args[0]._is_view()):
+            return func(*args, **kwargs)
+        first = _torch.next_sequence_nr()
+        slots: list[Slot] = []
+        book.slots = slots
+        try:
+            out = func(*args, **kwargs)
+        except BaseException:
+            for slot in slots:
+                slot.keep()
+            raise
+        finally:
+            book.slots = None
+        if slots:
+            book.resolve(slots, claims(out, first))
+        return out
+
+    def handle(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if handler is None:
+            return run(notes, func, *args, **kwargs)
+        return handler(notes, partial(run, notes, func), args, kwargs)
+
+    return handle

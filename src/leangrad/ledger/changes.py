@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, is_grad_enabled
@@ -18,12 +18,10 @@ from torch import Tensor, is_grad_enabled
 from leangrad import _torch
 from leangrad.ledger.calls import Handler, argument, constants_of, leave_note
 from leangrad.ledger.cast import Anchor
+from leangrad.ledger.function_mode import Book, Notes
 from leangrad.ledger.nodes import NOTE, OPAQUE, VALUES
 from leangrad.ledger.opened import open_region
 from leangrad.ledger.value import Value
-
-if TYPE_CHECKING:
-    from leangrad.ledger.notes import Book, Notes
 
 
 def before_change(notes: Notes, target: Any) -> None:

@@ -33,7 +33,7 @@ from leangrad.ledger.nodes import MADE, OPAQUE
 from leangrad.ledger.opened import opened, regions_are_forbidden
 from leangrad.ledger.saved import Bare
 from leangrad.ledger.seen import Seen
-from leangrad.ledger.shape_only import Slot
+from leangrad.ledger.slot import Slot
 from leangrad.ledger.value import Value
 
 Read = Callable[[Packed | Slot], Any]

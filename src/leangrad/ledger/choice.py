@@ -19,7 +19,8 @@ from leangrad.ledger.origins import Walk
 from leangrad.ledger.products import Products
 from leangrad.ledger.saved import Bare
 from leangrad.ledger.seen import Seen
-from leangrad.ledger.shape_only import INDEXED, SIZES, Claim, ShapeOnly, Slot, packed_in
+from leangrad.ledger.shape_only import INDEXED, SIZES, ShapeOnly
+from leangrad.ledger.slot import Claim, Slot, packed_in
 from leangrad.ledger.value import Value
 from leangrad.ledger.waiting import wait
 

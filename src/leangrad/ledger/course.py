@@ -31,13 +31,14 @@ from leangrad.ledger.calls import Handler
 from leangrad.ledger.cast import Packed
 from leangrad.ledger.changes import write_out
 from leangrad.ledger.checkpoint import mark_made, mark_outside
+from leangrad.ledger.function_mode import Book as NotesBook
+from leangrad.ledger.function_mode import Notes
 from leangrad.ledger.gradients import Graph
 from leangrad.ledger.hooks import TAKEN_BACK, Hooks
-from leangrad.ledger.notes import HANDLERS, Notes, handler_of
-from leangrad.ledger.notes import Book as NotesBook
+from leangrad.ledger.notes import HANDLERS, handler_of
 from leangrad.ledger.scratch import FUNCTIONS as CONVOLUTIONS
 from leangrad.ledger.scratch import Convolution, convolution_of
-from leangrad.ledger.shape_only import packed_in
+from leangrad.ledger.slot import packed_in
 
 ALL = ANY_SIZE = sys.maxsize
 

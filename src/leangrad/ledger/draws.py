@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, is_grad_enabled
@@ -18,11 +18,9 @@ from leangrad import _torch
 from leangrad.ledger import rng
 from leangrad.ledger.calls import Handler, argument
 from leangrad.ledger.changes import after_change, before_change
+from leangrad.ledger.function_mode import Notes
 from leangrad.ledger.nodes import NOTE
 from leangrad.ledger.value import Value
-
-if TYPE_CHECKING:
-    from leangrad.ledger.notes import Notes
 
 
 class Draw:

@@ -10,7 +10,7 @@ from torch import Tensor
 from leangrad import _torch
 from leangrad._torch import graph_task, saved_tensor_hooks_active
 from leangrad.ledger.cast import Packed
-from leangrad.ledger.shape_only import Slot
+from leangrad.ledger.slot import Slot
 
 TAKEN_BACK = -1
 

@@ -14,60 +14,23 @@ mutated   a change in place that autograd did not record ends every recipe throu
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, is_grad_enabled
-from torch.overrides import TorchFunctionMode
 
 from leangrad import _torch
-from leangrad.ledger.calls import PLAIN, Handler, argument, leave_note, note_one
-from leangrad.ledger.cast import Anchor
+from leangrad.ledger.calls import PLAIN, Handler, argument, deferring, leave_note, note_one
 from leangrad.ledger.changes import after_change, aliased, before_change, leaked, mutating, swapped, write_out
 from leangrad.ledger.draws import dropout, dropout_inside
 from leangrad.ledger.forms import origin_of
+from leangrad.ledger.function_mode import Notes
 from leangrad.ledger.nodes import NOTE, OPAQUE
 from leangrad.ledger.origins import Operand
-from leangrad.ledger.products import Products
-from leangrad.ledger.shape_only import Claim, Slot, deferring
 from leangrad.ledger.value import Value
 from leangrad.overridable import is_product
-
-
-class Book(Protocol):
-    """What the notes ask of their region."""
-
-    min_bytes: int
-    fence: int
-    packing: bool  # the region itself is at work
-    changing: Any  # the tensor that a function is changing in place right now
-    call: int  # the number of the call that runs, while a step is recorded
-    catches: int  # not 0: the output of a product is held for a while, to be kept in the stead of a larger tensor
-    # Anchors that plain would not have kept: parameters by their id, other tensors by their memory.
-    watched_parameters: dict[int, list[weakref.ref[Anchor]]]
-    watched_memory: dict[int, list[weakref.ref[Anchor]]]
-    anchors: list[weakref.ref[Value]]  # those that plain has kept too
-    rewritten: dict[int, int]  # memory that was changed unseen, and the number of the first node after that
-    products: Products
-    slots: list[Slot] | None  # of the tensors saved in the call that runs, if they are decided when it has ended
-
-    def resolve(self, slots: Sequence[Slot], claimed: Mapping[int, Claim]) -> None:
-        """Decide what becomes of the tensors that a call has saved."""
-
-    def settle(self, node: Any, nr: int, name: str) -> None:
-        """Give the recipe of output ``nr`` of ``node`` to the value that was kept as its saved ``name``."""
-
-
-class Notes(TorchFunctionMode):
-    """The function override of one region, as handlers see it; ``course.py`` runs the calls."""
-
-    def __init__(self, book: Book) -> None:
-        super().__init__()
-        self.book = book
-
 
 HANDLERS: dict[Any, Handler | None] = {}  # None: the call passes through
 

@@ -23,7 +23,7 @@ from leangrad.ledger.functions import NoRecipeError
 from leangrad.ledger.nodes import LIVE, NOTE, VALUES, AccumulateGrad, Node
 from leangrad.ledger.saved import Bare
 from leangrad.ledger.seen import Seen
-from leangrad.ledger.shape_only import packed_in
+from leangrad.ledger.slot import packed_in
 from leangrad.ledger.value import Value, is_there, leaf_value
 from leangrad.ledger.waiting import wait
 

@@ -19,7 +19,8 @@ from leangrad.ledger.plan import Item, Record, holds
 from leangrad.ledger.saved import unpack
 from leangrad.ledger.scratch import Convolution
 from leangrad.ledger.seen import Seen
-from leangrad.ledger.shape_only import ShapeOnly, Slot
+from leangrad.ledger.shape_only import ShapeOnly
+from leangrad.ledger.slot import Slot
 from leangrad.ledger.value import Value
 
 # Reasons, as the summary shows them.

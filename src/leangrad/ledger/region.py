@@ -22,7 +22,7 @@ from leangrad.ledger.products import Products
 from leangrad.ledger.record import Recorder
 from leangrad.ledger.saved import unpack
 from leangrad.ledger.seen import Seen
-from leangrad.ledger.shape_only import Slot
+from leangrad.ledger.slot import Slot
 from leangrad.ledger.value import Value
 
 ENDED = -1

@@ -17,7 +17,7 @@ from leangrad.ledger.choice import DEEPEST, Choice
 from leangrad.ledger.nodes import NOTE, OPAQUE, VALUES
 from leangrad.ledger.saved import Bare
 from leangrad.ledger.seen import Seen
-from leangrad.ledger.shape_only import Slot
+from leangrad.ledger.slot import Slot
 from leangrad.ledger.value import Value
 
 Way = Callable[[Choice, Tensor], Packed | Slot]
