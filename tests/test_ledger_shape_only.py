@@ -19,6 +19,7 @@ from leangrad.errors import ChangedError
 from leangrad.ledger import shape_only
 from leangrad.ledger.shape_only import ENTRIES as SHAPE_ONLY
 from leangrad.ledger.shape_only import SIZES
+from leangrad.ledger.slot import Slot
 from tests import support
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # of a CPU that has no bfloat16
@@ -463,7 +464,7 @@ def test_a_change_inside_the_call_is_seen() -> None:
     leaf = torch.randn(4, requires_grad=True)
     with leangrad.saving(min_bytes=0):
         x = leaf * 2
-        slot = shape_only.Slot(x, 0)
+        slot = Slot(x, 0)
         with torch.no_grad():
             x.mul_(3)
     slot.keep()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 from weakref import ref
 
 import torch
@@ -24,9 +24,6 @@ from leangrad.ledger.slot import Claim, Slot, packed_in
 from leangrad.ledger.value import Value
 from leangrad.ledger.waiting import wait
 
-if TYPE_CHECKING:
-    from leangrad.ledger.record import Recorder
-
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 DEEPEST = 32  # joins that a recipe may run through: each takes some frames of Python's stack
 
@@ -44,6 +41,24 @@ class Decision(NamedTuple):
 # decisions were made before it. In the recorded step a walk gives every tensor on its way a value, and a tensor that
 # has one already needs no decision of its own: ``silu(x)``, saved after ``silu(x).mean()`` was. Where the plan keeps
 # the mean, later steps do not walk from there, and ``silu(x)`` is decided for the first time.
+
+
+class Recorder(Protocol):
+    """What is told of a step that is recorded; ``record.py`` writes it down."""
+
+    on_accelerator: bool
+
+    def packed(self, packed: Packed) -> None:
+        """This became of the next saved tensor."""
+
+    def decided(self, value: Value, op: str, why: str, number: int) -> None:
+        """A saved tensor is kept or rebuilt as ``value``, because of ``why``; ``number``: of the node that made it."""
+
+    def shared(self, value: Value, nbytes: int) -> None:
+        """A saved tensor is a value that was decided before."""
+
+    def shape_only(self, op: str, nbytes: int, number: int) -> None:
+        """A saved tensor is read for its shape alone."""
 
 
 class Choice:

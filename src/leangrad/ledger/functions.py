@@ -8,7 +8,7 @@ never computed twice.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
@@ -16,10 +16,19 @@ from leangrad._torch import HOOK_NODE, node_class, output_nbytes
 from leangrad.ledger.nodes import OPAQUE, Node
 from leangrad.ledger.value import Value
 
-if TYPE_CHECKING:
-    from leangrad.ledger.origins import Walk
-
 Replay = tuple[Callable[..., Any], tuple[Any, ...]]  # a function and its arguments, values among them
+
+
+class Walk(Protocol):
+    """What is asked here of the walk along the graph, which ``origins.py`` has."""
+
+    sizes: bool  # whether the bytes of outputs are asked for
+
+    def count_step(self) -> None:
+        """One node more."""
+
+    def input(self, node: Any, nr: int) -> Value:
+        """The value of output ``nr`` of ``node``."""
 
 
 class NoRecipeError(Exception):
@@ -31,7 +40,7 @@ class Known:
 
     __slots__ = ("_applies", "_name", "_replay")
 
-    def __init__(self, name: str, replay: Callable[[Walk, Node], Replay], applies: Callable[[Node], bool]) -> None:
+    def __init__(self, name: str, replay: Callable[[Any, Node], Replay], applies: Callable[[Node], bool]) -> None:
         self._name, self._replay, self._applies = name, replay, applies
 
     def applies(self, node: Node, nr: int) -> bool:
@@ -70,7 +79,7 @@ if HOOK_NODE is not None:
 
 def know(
     function: type[torch.autograd.Function],
-    replay: Callable[[Walk, Node], Replay],
+    replay: Callable[[Any, Node], Replay],
     applies: Callable[[Node], bool] = lambda node: True,
 ) -> None:
     """Let the ledger rebuild the output of ``function``, the only one, where ``applies(node)``.

@@ -33,11 +33,11 @@ from leangrad._torch import dispatch_modes_active
 from leangrad.ledger.assembly import PROOFS, CutError, InexactError, Plan
 from leangrad.ledger.builder import RefusedError
 from leangrad.ledger.chain import TABLE, Chain, Taken, may_chain
-from leangrad.ledger.lowering import LOWERINGS, NORMS, VARIANTS
+from leangrad.ledger.lowering import LOWERINGS, NORMS, VARIANTS, VIEWS
 from leangrad.ledger.memos import remember
 from leangrad.ledger.pattern import AGAIN, Pattern, UnlikeError
 from leangrad.ledger.rules import RULES
-from leangrad.ledger.value import Value, _stream
+from leangrad.ledger.value import Value, _stream, replayers
 
 MIN_BYTES = 32 * 1024  # below this a launch costs more than the passes over memory that it saves
 MAX_PLANS = 4096
@@ -256,6 +256,11 @@ def _kind_of(chain: Chain) -> Key:
 
 def _kind(tensor: Tensor) -> Key:
     return tensor.dtype, tensor.shape, tensor.stride(), tensor.device, tensor.is_neg()
+
+
+def register() -> None:
+    """From now on recipes are replayed as one kernel where they can be."""
+    replayers.update(dict.fromkeys(LOWERINGS.keys() - VIEWS, replay))
 
 
 def report() -> dict[str, Any]:

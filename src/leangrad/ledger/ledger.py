@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import functools
-import sys
 import threading
 import warnings
 from collections.abc import Collection, Hashable, Sequence
-from types import TracebackType
+from types import ModuleType, TracebackType
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from leangrad import _torch
+from leangrad import _torch, kernels
 from leangrad.ledger.choice import DEEPEST, Decision
 from leangrad.ledger.course import Course
 from leangrad.ledger.opened import region_is_open
@@ -136,6 +135,7 @@ class Ledger:
         if self._decisions is not None:
             self._steps += 1
             return None
+        _fused()
         if self._plan():
             return None
         if self._pause > 0:
@@ -267,8 +267,19 @@ class Ledger:
         Of the step that was recorded last, with the choices of the steps that follow it.
         """
         text = summarize(self.entries(planned=True), small_bytes=self.small_bytes(), status=self.trace_status)
-        fused = sys.modules.get("leangrad.ledger.fused")  # imported by the first rebuild on a GPU
+        fused = _fused()
         return f"{text}\n{fused.summarize()}" if fused is not None and fused.report()["programs"] else text
+
+
+@functools.cache
+def _fused() -> ModuleType | None:
+    """What replays chains of recipes as one kernel, where Triton has a device; it takes a while to import."""
+    if not kernels.has_device():
+        return None
+    from leangrad.ledger import fused
+
+    fused.register()
+    return fused
 
 
 def _is_ours(pack: Any) -> bool:

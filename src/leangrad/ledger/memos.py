@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING
+from typing import Protocol
+
+from torch import Tensor
 
 from leangrad._torch import after_backward
 
-if TYPE_CHECKING:
-    from leangrad.ledger.value import Value
 
-memos: dict[int, list[weakref.ref[Value]]] = {}  # by backward pass
+class Holder(Protocol):
+    """A value that holds a tensor for readers to come."""
+
+    memo: Tensor | None
 
 
-def remember(value: Value, task: int) -> None:
+memos: dict[int, list[weakref.ref[Holder]]] = {}  # by backward pass
+
+
+def remember(value: Holder, task: int) -> None:
     """Let go of the value's memo at the end of this backward pass: a reader that takes no part in it never comes."""
     held = memos.get(task)
     if held is None:

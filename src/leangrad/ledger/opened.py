@@ -5,12 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import Any
 
 from leangrad import _torch
-
-if TYPE_CHECKING:
-    from leangrad.ledger.region import Region
 
 opened = threading.local()
 _entered = [0]
@@ -37,8 +34,8 @@ def regions_are_forbidden() -> bool:
     return getattr(opened, "region", None) is no_regions
 
 
-def open_region() -> Region | None:
-    """The region that is open in this thread."""
+def open_region() -> Any:
+    """The ``Region`` that is open in this thread, or None."""
     region = getattr(opened, "region", None)
     return None if region is no_regions else region
 

@@ -3,23 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from leangrad.ledger.value import Value
-
-
-def blocking(values: Iterable[Value]) -> tuple[Value, ...]:
-    """The absent values under ``values``, each once."""
-    found: list[Value] = []
-    for v in values:
-        if v.tensor is not None:
-            continue
-        for b in v.blocked if v.function is not None else (v,):
-            if b not in found:
-                found.append(b)
-    return tuple(found)
+from leangrad.ledger.value import Value
 
 
 def wait(value: Value) -> None:
