@@ -8,34 +8,30 @@ their last reader is done; see [Note: two buffers] in `leangrad.tape`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
+from leangrad.engine.var import Moves, Var
 from leangrad.lease import Lease
 from leangrad.ops.activation import Activation
 from leangrad.ops.linear import linear_backward_bias, linear_backward_input, linear_backward_weight
 
-if TYPE_CHECKING:
-    from leangrad.tape import Tape, Var
-
 __all__ = ["activate_backward", "add_backward", "linear_backward", "mul_backward", "reshape_backward"]
 
 
-def room(tape: Tape, x: Var, like: Tensor) -> Lease:
+def room(tape: Moves, x: Var, like: Tensor) -> Lease:
     """Memory for the gradient of x: the caller's to keep where x is an input, else scratch or dead memory."""
     return tape.pool.give(x.shape, like) if x.fixed else tape.pool.borrow(x.shape, like)
 
 
-def add_backward(tape: Tape, g: Lease, out: Var, again: bool, a: Var, b: Var) -> None:
+def add_backward(tape: Moves, g: Lease, out: Var, again: bool, a: Var, b: Var) -> None:
     """Both get the same gradient, lent where both want it."""
     if a.needs_grad and b.needs_grad:
         tape.receive(a, g.lend())
     tape.receive(b if b.needs_grad else a, g)
 
 
-def reshape_backward(tape: Tape, g: Lease, out: Var, again: bool, a: Var) -> None:
+def reshape_backward(tape: Moves, g: Lease, out: Var, again: bool, a: Var) -> None:
     """The same memory in another shape, where that can be."""
     view = g.tensor.reshape(a.shape)
     if view.data_ptr() == g.tensor.data_ptr():
@@ -45,7 +41,7 @@ def reshape_backward(tape: Tape, g: Lease, out: Var, again: bool, a: Var) -> Non
         tape.pool.release(g)
 
 
-def mul_backward(tape: Tape, g: Lease, out: Var, again: bool, a: Var, b: Var) -> None:
+def mul_backward(tape: Moves, g: Lease, out: Var, again: bool, a: Var, b: Var) -> None:
     """da = g b, db = g a: the last one is written over g where it is owned."""
     if a.needs_grad and b.needs_grad:
         into = room(tape, a, g.tensor)
@@ -61,7 +57,7 @@ def mul_backward(tape: Tape, g: Lease, out: Var, again: bool, a: Var, b: Var) ->
     tape.done(b, again)
 
 
-def linear_backward(tape: Tape, g: Lease, out: Var, again: bool, x: Var, weight: Var, bias: Var | None) -> None:
+def linear_backward(tape: Moves, g: Lease, out: Var, again: bool, x: Var, weight: Var, bias: Var | None) -> None:
     """dW, db, then dx: over a rebuilt x, into dead memory, or over a kept output of relu."""
     into = None
     if weight.needs_grad:
@@ -83,7 +79,7 @@ def linear_backward(tape: Tape, g: Lease, out: Var, again: bool, x: Var, weight:
         tape.done(weight, again)
 
 
-def _write_over(tape: Tape, x: Var, again: bool, readers: int) -> Lease | None:
+def _write_over(tape: Moves, x: Var, again: bool, readers: int) -> Lease | None:
     """The memory of a kept output of relu, whose zeros are noted first; None where there is better or it is needed."""
     if not x.maskable or again or x.fixed or not tape.private or x.readers != readers or not tape.pool.is_empty:
         return None
@@ -93,7 +89,7 @@ def _write_over(tape: Tape, x: Var, again: bool, readers: int) -> Lease | None:
 
 
 def activate_backward(
-    tape: Tape, g: Lease, out: Var, again: bool, x: Var, record: Activation, kept: Var | None
+    tape: Moves, g: Lease, out: Var, again: bool, x: Var, record: Activation, kept: Var | None
 ) -> None:
     """Over the gradient where it is owned; for a gated one over the kept input, which is as large."""
     if out.zeros is not None:  # `_write_over` has put g where `out` was, for this tape alone

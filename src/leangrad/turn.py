@@ -7,14 +7,11 @@ whom each returned gradient belongs to is read off the memory that it lies in.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from leangrad.engine.var import Moves, Var
 from leangrad.lease import Lease, borrowed
-
-if TYPE_CHECKING:
-    from leangrad.tape import Tape, Var
 
 __all__ = ["Backward", "Forward", "Turn"]
 
@@ -31,7 +28,7 @@ class Turn:
 
     __slots__ = ("_inputs", "_rooms", "_tape", "grad", "kept", "needs", "output", "owned", "values")
 
-    def __init__(self, tape: Tape, gradient: Lease, inputs: tuple[Var | None, ...]):
+    def __init__(self, tape: Moves, gradient: Lease, inputs: tuple[Var | None, ...]):
         self.grad, self.owned = gradient.tensor, gradient.owned
         self.needs = tuple(x is not None and x.needs_grad for x in inputs)
         self.values: tuple[Tensor | None, ...] = ()
@@ -70,7 +67,7 @@ def fix_shared(x: Var, value: Tensor, made: tuple[Var, ...]) -> bool:
 
 
 def step_backward(
-    tape: Tape,
+    tape: Moves,
     gradient: Lease,
     out: Var,
     again: bool,

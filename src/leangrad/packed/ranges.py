@@ -14,7 +14,7 @@ whether somebody holds an earlier one; then the next gradient stays outside the 
 """
 
 import threading
-from typing import TYPE_CHECKING, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -23,9 +23,6 @@ from torch.utils.weak import TensorWeakRef
 from leangrad import _torch
 
 from .streams import stream_of
-
-if TYPE_CHECKING:
-    from .slots import Slot
 
 #: Gradients start at multiples of this, the coarsest alignment that a vectorised kernel asks for.
 ALIGNMENT_BYTES = 256
@@ -37,7 +34,7 @@ HAS_GRAD_DTYPE = hasattr(Tensor, "grad_dtype")
 class Watcher(Protocol):
     """Somebody who waits for the gradients of a range: the reduction over processes."""
 
-    def arrived(self, slot: "Slot") -> None:
+    def arrived(self, slot: Any) -> None:
         """The gradient of `slot` is complete in this backward."""
 
     def has_sent(self, range_: "Range") -> bool:
@@ -49,7 +46,7 @@ class Range:
 
     def __init__(self, device: torch.device, dtype: torch.dtype, parameter_dtype: torch.dtype) -> None:
         self.device, self.dtype, self.parameter_dtype = device, dtype, parameter_dtype
-        self.slots: list[Slot] = []
+        self.slots: list[Any] = []  # of `Slot`, one for each parameter
         self.numel = 0
         self.generation = 0  # how many buffers have stood
         self.watcher: Watcher | None = None
@@ -65,8 +62,8 @@ class Range:
         """The size of the buffer while it stands."""
         return self.numel * self.dtype.itemsize
 
-    def append(self, slot: "Slot") -> None:
-        """Give `slot` the next aligned place."""
+    def append(self, slot: Any) -> None:
+        """Give a `Slot` the next aligned place."""
         step = ALIGNMENT_BYTES // self.dtype.itemsize
         slot.offset = self.numel
         end = slot.offset + slot.numel
