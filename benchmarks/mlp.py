@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.environment import write_rows
-from leangrad.lease import release_scratch
+from leangrad.engine.grad_buffer import release_scratch
 from leangrad.measure import measure
 from leangrad.nn import MLP
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from leangrad.lease import release_scratch
+from leangrad.engine.grad_buffer import release_scratch
 from leangrad.measure import measure
 from leangrad.nn import TransformerBlock
 

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from leangrad.engine.grad_buffer import release_scratch
 from leangrad.kernels import rebuild
 from leangrad.kernels.rebuild import rebuild_and_backward
-from leangrad.lease import release_scratch
 from leangrad.measure import measure
 from leangrad.nn import MLP
 from leangrad.ops import chain

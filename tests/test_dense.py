@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from leangrad.engine.grad_buffer import release_scratch
 from leangrad.errors import ConsumedError
-from leangrad.lease import release_scratch
 from leangrad.measure import measure
 from leangrad.nn import MLP, Activate, Dense
 from leangrad.ops import chain
@@ -226,9 +226,9 @@ def test_retained_graphs_give_the_same_again(activation):
 
 
 def test_where_torch_does_not_tell_the_graph_is_kept(monkeypatch):
-    from leangrad import node
+    from leangrad.engine import single_node
 
-    monkeypatch.setattr(node, "graph_is_kept", lambda: True)
+    monkeypatch.setattr(single_node, "graph_is_kept", lambda: True)
     mlp, plain = pair("relu")
     x, g = torch.randn(4, 5, requires_grad=True), torch.randn(4, 3)
     same(grads_of(mlp, x, g), grads_of(plain, x, g))

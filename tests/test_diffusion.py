@@ -10,7 +10,7 @@ from torch import nn
 
 import leangrad
 from benchmarks.floor import floor
-from leangrad.lease import release_scratch
+from leangrad.engine.grad_buffer import release_scratch
 from leangrad.measure import measure
 from leangrad.nn import DiffusionBlock, TransformerBlock
 from leangrad.nn.diffusion import embed_time, precondition

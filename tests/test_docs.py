@@ -118,7 +118,11 @@ def test_examples_of(name: str) -> None:
 
 def test_there_are_examples() -> None:
     finder = doctest.DocTestFinder()
-    found = [test for name in ("leangrad.lean", "leangrad.own") for test in finder.find(importlib.import_module(name))]
+    found = [
+        test
+        for name in ("leangrad.lean", "leangrad.engine.ownership")
+        for test in finder.find(importlib.import_module(name))
+    ]
     assert sum(len(test.examples) for test in found) > 10
 
 

@@ -13,8 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from leangrad import own
-from leangrad.own import owned
+from leangrad.engine import ownership as own
+from leangrad.engine.ownership import owned
 from tests.fuzz import fuzz_settings
 from tests.support import same_bits
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from leangrad import own
+from leangrad.engine import ownership as own
+from leangrad.engine.ownership import owned, take
 from leangrad.errors import ConsumedError
-from leangrad.own import owned, take
 
 
 class Probe(torch.autograd.Function):
@@ -248,7 +248,7 @@ def test_a_trace_function_makes_it_careful_not_wrong():
 CALIBRATED_ELSEWHERE = """
 import sys, threading, torch
 {before}
-from leangrad import own
+from leangrad.engine import ownership as own
 class Probe(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x): return x.clone()
@@ -287,7 +287,7 @@ def test_the_first_question_may_come_from_anywhere(before, inside, after):
 
 BESIDE_A_COMPILED_FUNCTION = """
 import threading, torch
-from leangrad import own
+from leangrad.engine import ownership as own
 class Probe(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x): return x.clone()
@@ -330,7 +330,7 @@ def test_the_first_question_may_come_while_a_compiled_function_runs():
 def test_importing_does_not_start_the_engine():
     """A backward at import would break forked workers on machines with GPUs."""
     done = subprocess.run(
-        [sys.executable, "-c", "import leangrad.own as own; print(own._exclusive)"],
+        [sys.executable, "-c", "import leangrad.engine.ownership as own; print(own._exclusive)"],
         capture_output=True,
         text=True,
         check=True,

@@ -10,11 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from leangrad import lease, tape
+from leangrad import tape
+from leangrad.engine import grad_buffer
+from leangrad.engine.grad_buffer import Lease, Pool, borrowed, release_scratch
+from leangrad.engine.single_node import run
 from leangrad.errors import ConsumedError
-from leangrad.lease import Lease, Pool, borrowed, release_scratch
 from leangrad.measure import measure
-from leangrad.node import run
 from leangrad.ops.activation import ACTIVATIONS
 from leangrad.tape import Tape
 from tests.fuzz import fuzz_settings
@@ -317,9 +318,9 @@ def test_scratch_waits_for_the_next_tape_and_can_be_released():
     release_scratch()
     step, map_bytes = chain(3, "gelu")
     step()
-    assert [t.numel() * 4 for t in lease._waiting[torch.float32]] == [map_bytes]
+    assert [t.numel() * 4 for t in grad_buffer._waiting[torch.float32]] == [map_bytes]
     release_scratch()
-    assert not lease._waiting
+    assert not grad_buffer._waiting
 
 
 def test_uneven_widths_after_warm_up(rebuilding):

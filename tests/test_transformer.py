@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from leangrad import lease
+from leangrad.engine import grad_buffer as lease
 from leangrad.errors import ConsumedError
 from leangrad.nn import AttentionContext, TransformerBlock, transformer
 from leangrad.ops import norm

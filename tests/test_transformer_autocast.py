@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from leangrad.lease import release_scratch
+from leangrad.engine.grad_buffer import release_scratch
 from leangrad.measure import measure
 from leangrad.nn import TransformerBlock
 from tests.support import same_bits

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from benchmarks.floor import floor
-from leangrad.lease import release_scratch
+from leangrad.engine.grad_buffer import release_scratch
 from leangrad.measure import measure
 from leangrad.nn import TransformerBlock
 from leangrad.ops import norm

@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from leangrad.engine.single_node import run
 from leangrad.measure import measure
-from leangrad.node import run
 from leangrad.tape import Tape
 from tests.support import same_bits
 

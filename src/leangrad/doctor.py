@@ -12,7 +12,7 @@ from torch import Tensor
 
 import leangrad
 from leangrad import _torch
-from leangrad.own import owned
+from leangrad.engine.ownership import owned
 from leangrad.switch import NAME, disabled
 
 __all__ = ["Finding", "examine"]

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from leangrad._torch import is_watched
+from leangrad.engine.ownership import owned
 from leangrad.ledger.functions import Replay, know
 from leangrad.ops.activation import Activation, resolve
 from leangrad.overridable import overridable
-from leangrad.own import owned
 
 __all__ = ["activate", "are_ordinary", "autocast_enabled", "runs_plain"]
 

@@ -1,6 +1,6 @@
 """A Wengert list whose backward moves gradients: taken, lent, added in place; never cloned.
 
-A gradient is a lease on memory that counts its claims (`leangrad.lease`); whoever has the only one may overwrite it:
+A gradient is a lease on memory that counts its claims (`engine.grad_buffer`). Who has the only one may overwrite it:
 
     take         a step takes the gradient out of its output's slot; the slot is empty afterwards
     lend         an op that hands one gradient to two inputs (add, reshape) gives both a claim on the same memory
@@ -14,7 +14,7 @@ it. The kept input is dead after that, and becomes the buffer for the next layer
 gradient that is written first; where no dead memory is at hand (at the top of a chain) its zeros are noted, one byte
 each, and the gradient is written over it.
 
-`Tape` can be used on its own; `leangrad.node.run` runs a program on a private one as a single autograd node.
+`Tape` can be used on its own; `engine.single_node.run` runs a program on a private one as a single autograd node.
 """
 
 from collections.abc import Callable, Iterable
@@ -24,12 +24,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from leangrad.engine.custom_step import Backward, Forward, fix_shared, share_memory, step_backward
+from leangrad.engine.grad_buffer import Lease, Pool, borrowed
+from leangrad.engine.tape_ops import activate_backward, add_backward, linear_backward, mul_backward, reshape_backward
 from leangrad.engine.var import Var
 from leangrad.errors import ConsumedError
-from leangrad.lease import Lease, Pool, borrowed
 from leangrad.ops.activation import Activation, resolve
-from leangrad.steps import activate_backward, add_backward, linear_backward, mul_backward, reshape_backward
-from leangrad.turn import Backward, Forward, fix_shared, share_memory, step_backward
 
 __all__ = ["Tape", "Var"]
 

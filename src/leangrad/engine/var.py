@@ -7,8 +7,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from leangrad.engine.grad_buffer import Lease, Pool
 from leangrad.errors import ConsumedError
-from leangrad.lease import Lease, Pool
 from leangrad.ops.activation import Activation
 
 __all__ = ["Moves", "Var"]

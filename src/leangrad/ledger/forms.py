@@ -40,11 +40,11 @@ from collections.abc import Callable
 from typing import Any
 
 from leangrad._torch import output_facts, output_nbytes
+from leangrad.engine.generated_code import compiled
 from leangrad.ledger.functions import FUNCTIONS, NoRecipeError
 from leangrad.ledger.nodes import OPAQUE, AccumulateGrad, Node, join
 from leangrad.ledger.rules import RULES, Rule
 from leangrad.ledger.value import Value, fuses
-from leangrad.written import compiled
 
 Origin = Callable[..., Value]  # of a walk, a node, the number of its output, its metadata, and the output itself
 

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from leangrad._torch import raw_stream
+from leangrad.engine.generated_code import compiled
 from leangrad.ledger.chain import TABLE, Taken, is_number
 from leangrad.ledger.value import Value
-from leangrad.written import compiled
 
 Places = tuple[tuple[int, int], ...]
 SINGLE = (type(None), bool, torch.dtype, torch.memory_format, torch.layout)  # equal only where they are one object

@@ -19,13 +19,13 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from leangrad._torch import graph_is_kept
+from leangrad.engine.ownership import owned
 from leangrad.errors import ConsumedError, LeangradError
 from leangrad.kernels import serves
 from leangrad.nn.abn_recipe import Recipe
 from leangrad.nn.abn_spare import Answer, Limits, note_backward, poison, wider
 from leangrad.ops import abn as ops
 from leangrad.overridable import overridable
-from leangrad.own import owned
 
 __all__ = ["Call", "apply_abn", "once"]
 

@@ -31,7 +31,7 @@ __all__ = ["Block", "Inputs", "Replay"]
 
 
 class Inputs(NamedTuple):
-    """Everything that a block reads, in the order in which it is given to `leangrad.node.run`; x is (B·T, D)."""
+    """Everything that a block reads, in the order in which `single_node.run` is given it; x is (B·T, D)."""
 
     x: Tensor
     norm1_weight: Tensor | None

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from leangrad.lease import Lease
+from leangrad.engine.grad_buffer import Lease
 from leangrad.nn.prepare import Prepare, take_over
 from leangrad.nn.recorded_attention import Recorded, record_attention
 from leangrad.ops.attention import attend as attend_plainly

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from leangrad._torch import graph_task, has_memory
+from leangrad.engine.ownership import owned
 from leangrad.errors import ChangedError
 from leangrad.functional import autocast_enabled, runs_plain
 from leangrad.ops import context as ops
 from leangrad.overridable import overridable
-from leangrad.own import owned
 
 __all__ = ["AttentionContext", "apply_context", "update_context"]
 

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from leangrad._torch import autocast_may_be_on, bare_modules, is_watched
+from leangrad.engine.single_node import run_recorded
 from leangrad.functional import activate, are_ordinary, autocast_enabled
-from leangrad.node import run_recorded
 from leangrad.ops.activation import Activation, resolve
 from leangrad.ops.chain import Chain
 

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from leangrad.lease import Lease
+from leangrad.engine.grad_buffer import Lease
 from leangrad.ops.activation import Activation
 from leangrad.ops.norm import Norm, Statistics
 from leangrad.tape import Tape, Var

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from leangrad._torch import has_global_hooks, has_hooks_of_others
+from leangrad.engine.single_node import run
 from leangrad.functional import autocast_enabled, runs_plain
 from leangrad.ledger.changes import tell
 from leangrad.ledger.opened import ledger_saves
@@ -24,7 +25,6 @@ from leangrad.nn.block import Block, Replay
 from leangrad.nn.block_steps import Heads
 from leangrad.nn.context import AttentionContext
 from leangrad.nn.masks import fit_mask
-from leangrad.node import run
 from leangrad.ops.activation import ACTIVATIONS, Activation, resolve
 from leangrad.ops.attention import attend, rotary_tables, rotate
 

@@ -24,8 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from leangrad.engine.grad_buffer import return_scratch, take_scratch
 from leangrad.kernels.rebuild import rebuild_and_backward
-from leangrad.lease import return_scratch, take_scratch
 from leangrad.ops.activation import FRESH, OVER, Activation
 
 __all__ = ["Chain"]

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from leangrad import _torch, node
+from leangrad import _torch
+from leangrad.engine import single_node
 from leangrad.functional import activate
 from leangrad.ledger.opened import ledger_saves
 from leangrad.switch import disabled
@@ -120,7 +121,7 @@ def register_writer(plain_forward: Callable[..., Any], packed_forward: Callable[
 
 register_writer(nn.Linear.forward, _packed_linear)
 register_writer(nn.Embedding.forward, _packed_embedding)
-node.register_writer(node_writer)
+single_node.register_writer(node_writer)
 
 
 def teach(module: nn.Module) -> bool:

@@ -195,7 +195,7 @@ def _rows(tensor: Tensor) -> Tensor:
 
 
 class NodeWriter:
-    """Writes the gradients of the parameters among the tensors of a node of `leangrad.node`, such as an MLP's."""
+    """Writes the gradients of the parameters among the tensors of a node of `single_node`, such as an MLP's."""
 
     def __init__(self, node: Any, tensors: Sequence[Tensor | None]) -> None:
         self._node, self._tensors = node, tensors

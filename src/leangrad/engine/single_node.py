@@ -22,13 +22,13 @@ from leangrad._torch import (
     transforms_active,
     version,
 )
+from leangrad.engine.ownership import held_alone, owned, take
 from leangrad.ledger.functions import Replay, know
 from leangrad.ledger.opened import ledger_saves
 from leangrad.ledger.saved import Bare
 from leangrad.ledger.value import Value
 from leangrad.ops.chain import Chain, Writer
 from leangrad.overridable import overridable
-from leangrad.own import held_alone, owned, take
 from leangrad.tape import Tape, Var
 
 __all__ = ["Recording", "register_writer", "run", "run_recorded"]

@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from leangrad.engine.grad_buffer import Lease
 from leangrad.engine.var import Moves, Var
-from leangrad.lease import Lease
 from leangrad.ops.activation import Activation
 from leangrad.ops.linear import linear_backward_bias, linear_backward_input, linear_backward_weight
 

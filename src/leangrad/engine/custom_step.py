@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
+from leangrad.engine.grad_buffer import Lease, borrowed
 from leangrad.engine.var import Moves, Var
-from leangrad.lease import Lease, borrowed
 
 __all__ = ["Backward", "Forward", "Turn"]
 
