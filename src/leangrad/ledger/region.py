@@ -69,6 +69,7 @@ class Region(Choice):
     # so long: then every call passes, and every tensor is simply kept.
     packing = True
     packs = ENDED
+    recorder: Recorder | None
 
     def __init__(
         self, ledger: Knowledge, recorder: Recorder | None, module: nn.Module | None = None, outer: Any = None

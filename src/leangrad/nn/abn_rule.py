@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from leangrad import _torch
 from leangrad.ledger.changes import before_change
+from leangrad.ledger.function_mode import Notes
 from leangrad.ledger.functions import Replay, know
-from leangrad.ledger.notes import HANDLERS, Notes
+from leangrad.ledger.notes import HANDLERS
 from leangrad.ledger.origins import Operand, Walk
 from leangrad.ledger.overwriting import with_out
 from leangrad.nn.abn_autograd import ABNFunction, Call, apply_abn

@@ -1,0 +1,85 @@
+"""The rooms of the source: imports point one way. Read off the files, lazy and type-checking imports included."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parent.parent / "src"
+# A package's `__init__` shares its name with the package: `from leangrad import nn` reads the one, means the other.
+Graph = dict[str, set[str]]
+
+
+def modules(source: Path) -> dict[str, Path]:
+    """The files under ``source`` by their module's name."""
+    found = {}
+    for path in sorted(source.rglob("*.py")):
+        parts = path.relative_to(source).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imports(source: Path) -> Graph:
+    """For each module, those that any line of its file imports."""
+    known = modules(source)
+    graph: Graph = {}
+    for name, path in known.items():
+        package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+        found: set[str] = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                found.update(alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                base = package.rsplit(".", node.level - 1)[0] if node.level else ""
+                origin = ".".join(part for part in (base, node.module) if part)
+                inside = {f"{origin}.{alias.name}" for alias in node.names}
+                found.update(inside & known.keys())
+                if inside - known.keys():
+                    found.add(origin)
+        graph[name] = (found & known.keys()) - {name}
+    return graph
+
+
+def circles(graph: Graph) -> list[list[str]]:
+    """Groups of modules each of which imports, through others, itself."""
+    reach: Graph = {name: set() for name in graph}
+    for name in graph:
+        frontier = [name]
+        while frontier:
+            for other in graph[frontier.pop()]:
+                if other not in reach[name]:
+                    reach[name].add(other)
+                    frontier.append(other)
+    groups = {frozenset(b for b in reach[a] if a in reach[b]) for a in graph if a in reach[a]}
+    return sorted(sorted(group) for group in groups)
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    assert circles(imports(SOURCE)) == []
+
+
+def test_circles_are_found(tmp_path: Path) -> None:
+    (tmp_path / "house" / "room").mkdir(parents=True)
+    (tmp_path / "house" / "__init__.py").write_text("from house.door import open\n")
+    (tmp_path / "house" / "door.py").write_text("def open():\n    from .room import chair\n")
+    (tmp_path / "house" / "room" / "__init__.py").write_text("")
+    (tmp_path / "house" / "room" / "chair.py").write_text("from ..door import open\nfrom . import table\n")
+    (tmp_path / "house" / "room" / "table.py").write_text(
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import house.room.chair\n"
+    )
+    assert circles(imports(tmp_path)) == [["house.door", "house.room.chair", "house.room.table"]]
+
+
+@pytest.mark.parametrize(
+    ("low", "high"), [("policy", "torch"), ("policy", "compiled"), ("ops", "nn"), ("kernels", "ops")]
+)
+def test_lower_rooms_do_not_know_higher_ones(low: str, high: str) -> None:
+    graph = imports(SOURCE)
+    found = {name: graph[name] for name in graph if name.startswith(f"leangrad.{low}")}
+    assert found
+    assert [name for name, read in found.items() if any(other.startswith(f"leangrad.{high}") for other in read)] == []
+    if high == "torch":
+        text = [path.read_text() for name, path in modules(SOURCE).items() if name.startswith(f"leangrad.{low}")]
+        assert not any("import torch" in words or "from torch" in words for words in text)
