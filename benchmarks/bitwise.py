@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import leangrad
 from benchmarks.environment import write_rows
 from benchmarks.models import CASES, Case
-from leangrad.ledger import fused
+from leangrad.ledger.fuse import fused
 
 STEPS = 8
 

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.environment import write_rows
-from leangrad.ledger import fused
-from leangrad.ledger.assembly import PROOFS
-from leangrad.ledger.rules import RULES
-from leangrad.ledger.value import Value
+from leangrad.ledger.fuse import fused
+from leangrad.ledger.fuse.fused_plan import PROOFS
+from leangrad.ledger.origins.rules import RULES
+from leangrad.ledger.values.value import Value
 
 ROUNDS = 20
 bf16, f32 = torch.bfloat16, torch.float32

@@ -36,7 +36,8 @@ from torch.autograd.graph import saved_tensors_hooks
 import leangrad
 from benchmarks.environment import write_rows
 from benchmarks.overhead import PassThrough
-from leangrad.ledger import fused, no_regions
+from leangrad.ledger import no_regions
+from leangrad.ledger.fuse import fused
 
 STEPS, FIRST = 12, 4
 ROUNDS = 6  # of steps in a row; half as many of steps that are waited for

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 import leangrad
 from benchmarks.environment import write_rows
 from benchmarks.floor import floor
-from leangrad.ledger.overwriting import IN_PLACE
-from leangrad.ledger.value import Value
+from leangrad.ledger.values.inplace_variants import IN_PLACE
+from leangrad.ledger.values.value import Value
 from tests.zoo import CASES, Case, FastBFloat16, case
 
 ROUNDS = 7

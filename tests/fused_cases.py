@@ -19,13 +19,13 @@ from torch import Tensor, nn
 
 import leangrad
 from leangrad.kernels.pointwise import BLOCK, OPS, Input, Program, Step, compiled, source
-from leangrad.ledger import fused
-from leangrad.ledger.assembly import PROOFS, Plan
-from leangrad.ledger.builder import RefusedError, find_terms
-from leangrad.ledger.chain import MAX_STREAMS
-from leangrad.ledger.memos import memos
-from leangrad.ledger.rules import RULES
-from leangrad.ledger.value import Value
+from leangrad.ledger.fuse import fused
+from leangrad.ledger.fuse.builder import RefusedError, find_terms
+from leangrad.ledger.fuse.chain import MAX_STREAMS
+from leangrad.ledger.fuse.fused_plan import PROOFS, Plan
+from leangrad.ledger.origins.rules import RULES
+from leangrad.ledger.values.memos import memos
+from leangrad.ledger.values.value import Value
 from tests.support import same_bits
 
 f32, bf16, f16 = torch.float32, torch.bfloat16, torch.float16

@@ -8,14 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from leangrad.engine import chain
+from leangrad.engine.chain import Chain
 from leangrad.engine.grad_buffer import release_scratch
 from leangrad.kernels import rebuild
 from leangrad.kernels.rebuild import rebuild_and_backward
 from leangrad.measure import measure
 from leangrad.nn import MLP
-from leangrad.ops import chain
 from leangrad.ops.activation import ACTIVATIONS
-from leangrad.ops.chain import Chain
 from tests.support import same_bits
 from tests.test_activation import PLAIN
 

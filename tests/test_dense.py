@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from leangrad.engine import chain
 from leangrad.engine.grad_buffer import release_scratch
 from leangrad.errors import ConsumedError
 from leangrad.measure import measure
 from leangrad.nn import MLP, Activate, Dense
-from leangrad.ops import chain
 from leangrad.ops.activation import ACTIVATIONS, resolve
 from tests.support import same_bits
 from tests.test_activation import PLAIN

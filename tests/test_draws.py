@@ -12,7 +12,8 @@ from torch import Tensor
 
 from leangrad.errors import LeangradError
 from leangrad.lean import saving
-from leangrad.ledger import draws, rng
+from leangrad.ledger.observe import random_ops as draws
+from leangrad.ledger.observe import rng
 from tests.ledger_programs import backward, leaf
 from tests.support import same_bits
 

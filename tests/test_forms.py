@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from leangrad.ledger import forms
-from leangrad.ledger.rules import RULES
-from leangrad.ledger.value import Value
+from leangrad.ledger.origins import rule_builder as forms
+from leangrad.ledger.origins.rules import RULES
+from leangrad.ledger.values.value import Value
 
 
 def test_the_note_shows_the_code() -> None:

@@ -18,7 +18,7 @@ def test_chains_under_the_interpreter() -> None:
 
 @pytest.mark.gpu
 def test_chains_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    from leangrad.ledger import fused
+    from leangrad.ledger.fuse import fused
     from tests import fused_cases
 
     monkeypatch.setattr(fused, "MIN_BYTES", 0)

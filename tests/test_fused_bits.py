@@ -111,10 +111,10 @@ def test_every_input(op: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_an_op_of_other_bits_is_found_out(dtype: torch.dtype) -> None:
     """erf is not the same in every CUDA: where GELU differs on a single input, no program has it."""
-    from leangrad.ledger.builder import Builder
-    from leangrad.ledger.chain import TABLE
-    from leangrad.ledger.exact import is_exact
-    from leangrad.ledger.value import Value
+    from leangrad.ledger.fuse.bit_exactness import is_exact
+    from leangrad.ledger.fuse.builder import Builder
+    from leangrad.ledger.fuse.chain import TABLE
+    from leangrad.ledger.values.value import Value
 
     same = all(not different(fused("gelu", [x]), F.gelu(x)).any() for x in every(dtype))
     assert same or not torch.version.cuda.startswith("13.")  # the one whose erf is written out

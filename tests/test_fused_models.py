@@ -104,7 +104,7 @@ CASES = {
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("case", CASES)
 def test_blocks(case: str, channels_last: bool) -> None:
-    from leangrad.ledger import fused
+    from leangrad.ledger.fuse import fused
 
     kind, shape, dtype, autocast = CASES[case]
     if channels_last and len(shape) != 4:

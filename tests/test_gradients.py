@@ -16,7 +16,7 @@ from torch import Tensor
 
 import leangrad
 from leangrad import _torch
-from leangrad.ledger.gradients import Graph
+from leangrad.ledger.learn.gradients import Graph
 from tests.fuzz import fuzz_settings
 
 SHAPE = (4, 16, 64)

@@ -72,9 +72,7 @@ def test_circles_are_found(tmp_path: Path) -> None:
     assert circles(imports(tmp_path)) == [["house.door", "house.room.chair", "house.room.table"]]
 
 
-@pytest.mark.parametrize(
-    ("low", "high"), [("policy", "torch"), ("policy", "compiled"), ("ops", "nn")]
-)
+@pytest.mark.parametrize(("low", "high"), [("policy", "torch"), ("policy", "compiled"), ("ops", "nn")])
 def test_lower_rooms_do_not_know_higher_ones(low: str, high: str) -> None:
     graph = imports(SOURCE)
     found = {name: graph[name] for name in graph if name.startswith(f"leangrad.{low}")}

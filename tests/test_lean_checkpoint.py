@@ -24,10 +24,10 @@ import leangrad
 from leangrad import _torch
 from leangrad.errors import ChangedError
 from leangrad.ledger import Ledger
-from leangrad.ledger.checkpoint import Recomputation, Token
-from leangrad.ledger.rng import _marks_tell
-from leangrad.ledger.saved import Bare
-from leangrad.ledger.value import Value
+from leangrad.ledger.observe.checkpoint import Recomputation, Token
+from leangrad.ledger.observe.rng import _marks_tell
+from leangrad.ledger.values.saved import Bare
+from leangrad.ledger.values.value import Value
 from tests.support import same_bits
 
 # A container that is lean, or a module of which a test calls parts, is told so.

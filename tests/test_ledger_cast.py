@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from leangrad.errors import ChangedError, LeangradError
-from leangrad.ledger.cast import Cast
+from leangrad.ledger.values.cast import Cast
 from tests.support import same_bits
 
 

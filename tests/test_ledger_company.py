@@ -12,8 +12,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from leangrad import saving
+from leangrad.ledger.learn.recorder import Totals
 from leangrad.ledger.ledger import _warn_of_other_hooks
-from leangrad.ledger.record import Totals
 from tests.ledger_programs import (
     WITNESS_BYTES,
     assert_same,

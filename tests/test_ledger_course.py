@@ -22,9 +22,9 @@ import leangrad
 from leangrad import _torch
 from leangrad.errors import ChangedError
 from leangrad.ledger import Region
-from leangrad.ledger.choice import Choice
+from leangrad.ledger.decision import Choice
+from leangrad.ledger.learn.recorder import Recorder
 from leangrad.ledger.ledger import _warn_of_other_hooks
-from leangrad.ledger.record import Recorder
 from tests.support import same_bits
 from tests.zoo import CASES, Case
 

@@ -16,8 +16,8 @@ import leangrad
 import leangrad.nn as lnn
 from leangrad import is_lean, lean, ledger_of, pack_gradients, plain, saving
 from leangrad.errors import ChangedError, ConsumedError
-from leangrad.ledger.origins import COPIED_BYTES
-from leangrad.ledger.plan import Item, Record, best_cut, holds, play
+from leangrad.ledger.learn.plan import Item, Record, best_cut, holds, play
+from leangrad.ledger.origins.graph_walk import COPIED_BYTES
 from leangrad.measure import measure
 from leangrad.nn.abn_recipe import _partly_lean
 from tests.support import same_bits

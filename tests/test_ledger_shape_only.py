@@ -16,10 +16,10 @@ from torch.utils.checkpoint import checkpoint
 
 import leangrad
 from leangrad.errors import ChangedError
-from leangrad.ledger import shape_only
-from leangrad.ledger.shape_only import ENTRIES as SHAPE_ONLY
-from leangrad.ledger.shape_only import SIZES
-from leangrad.ledger.slot import Slot
+from leangrad.ledger.values import shape_only
+from leangrad.ledger.values.shape_only import ENTRIES as SHAPE_ONLY
+from leangrad.ledger.values.shape_only import SIZES
+from leangrad.ledger.values.slot import Slot
 from tests import support
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # of a CPU that has no bfloat16

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from leangrad.lean import saving
-from leangrad.ledger import draws
+from leangrad.ledger.learn.recorder import Recorder
 from leangrad.ledger.ledger import Ledger
-from leangrad.ledger.record import Recorder
-from leangrad.ledger.value import Value
+from leangrad.ledger.observe import random_ops as draws
+from leangrad.ledger.values.value import Value
 from tests.ledger_programs import backward, leaf
 
 

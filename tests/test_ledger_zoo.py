@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 import leangrad
 from benchmarks.floor import floor
-from leangrad.ledger import Ledger, scratch
+from leangrad.ledger import Ledger
+from leangrad.ledger.learn import scratch
 from tests.support import same_bits
 from tests.zoo import CASES, Case, FastBFloat16
 

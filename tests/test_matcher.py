@@ -15,10 +15,10 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from leangrad.errors import ChangedError, LeangradError
-from leangrad.ledger.chain import Chain
-from leangrad.ledger.pattern import AGAIN, Pattern
-from leangrad.ledger.rules import RULES
-from leangrad.ledger.value import MANY, Value, leaf_value
+from leangrad.ledger.fuse.chain import Chain
+from leangrad.ledger.fuse.pattern import AGAIN, Pattern
+from leangrad.ledger.origins.rules import RULES
+from leangrad.ledger.values.value import MANY, Value, leaf_value
 
 TASK = 7
 PLAN = SimpleNamespace(device=torch.device("cpu"))

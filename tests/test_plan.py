@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import leangrad
-from leangrad.ledger.plan import (
+from leangrad.ledger.learn.plan import (
     MAX_DEPTH,
     NEAR,
     Item,

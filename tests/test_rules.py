@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from leangrad.ledger.rules import RULES
+from leangrad.ledger.origins.rules import RULES
 from tests.rule_cases import CASES, Case, check
 
 

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import leangrad
-from leangrad.ledger import forms
-from leangrad.ledger.rules import RULES
-from leangrad.ledger.slot import packed_in
-from leangrad.ledger.value import Value
+from leangrad.ledger.origins import rule_builder as forms
+from leangrad.ledger.origins.rules import RULES
+from leangrad.ledger.values.slot import packed_in
+from leangrad.ledger.values.value import Value
 from tests.rule_cases import Case, check
 from tests.rule_cases.case import step, table
 from tests.rule_cases.shapes import repeat_kv, rotary

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import leangrad
-from leangrad.ledger import scratch
+from leangrad.ledger.learn import scratch
 from tests.support import same_bits
 
 CASES: dict[str, tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]] = {

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import leangrad
-from leangrad.ledger.rules import reductions, shorter
+from leangrad.ledger.origins.rules import reductions, shorter
 from tests.support import same_bits
 
 FLOATS = (torch.float32, torch.float64)

@@ -13,7 +13,7 @@ import torch
 
 import leangrad
 from leangrad import _torch
-from leangrad.ledger.value import Value
+from leangrad.ledger.values.value import Value
 
 LEDGER = Path(leangrad.__file__).parent / "ledger"
 NOTED = {"_version", "_base", "_is_view", "_sequence_nr"}  # and those that begin with _saved_ and _raw_saved_

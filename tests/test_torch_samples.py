@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from leangrad.ledger.opened import region_is_open
+from leangrad.ledger.observe.active_region import region_is_open
 from tests.fuzz import examples
 from tests.support.sandwich import Counts, compare
 from tests.support.torch_samples import full_name, module_infos, module_samples_of, op_infos, samples_of

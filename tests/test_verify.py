@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from leangrad.ledger.opened import opened
+from leangrad.ledger.observe.active_region import opened
 from leangrad.ledger.region import Region
 from leangrad.verify import Verification, verify
 from leangrad.verify.comparison import difference

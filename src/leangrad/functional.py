@@ -11,7 +11,7 @@ from torch import Tensor
 
 from leangrad._torch import is_watched
 from leangrad.engine.ownership import owned
-from leangrad.ledger.functions import Replay, know
+from leangrad.ledger.origins.functions import Replay, know
 from leangrad.ops.activation import Activation, resolve
 from leangrad.overridable import overridable
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from leangrad.ledger.opened import regions_entered
+from leangrad.ledger.observe.active_region import regions_entered
 from leangrad.switch import disabled
 
 __all__ = ["Watch"]

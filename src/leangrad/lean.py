@@ -26,7 +26,7 @@ from torch import nn
 from leangrad import _torch, _torch_compile
 from leangrad.inert import Watch
 from leangrad.ledger import MIN_BYTES, Ledger, Region
-from leangrad.ledger.rest import Rest
+from leangrad.ledger.gc_pause import Rest
 
 __all__ = ["is_lean", "lean", "ledger_of", "plain", "saving"]
 

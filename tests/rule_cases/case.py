@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import leangrad
-from leangrad.ledger.seen import Seen
-from leangrad.ledger.value import Value
+from leangrad.ledger.values.saved_view import Seen
+from leangrad.ledger.values.value import Value
 from tests.support import same_bits
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from leangrad.ledger.rules.pointwise import UNARY, node_name
+from leangrad.ledger.origins.rules.pointwise import UNARY, node_name
 from tests.rule_cases.case import FLOATS, WIDE, Case, table
 
 aten = torch.ops.aten

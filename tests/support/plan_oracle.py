@@ -1,6 +1,6 @@
 """What a record of one step comes to under a cut, by the plainest means: sets, tick by tick, and every cut there is.
 
-It shares nothing with ``leangrad.ledger.plan.play`` but what that promises: what is kept lives from the beginning of
+It shares nothing with ``plan.play`` but what that promises: what is kept lives from the beginning of
 backward to the last read of it or of what is rebuilt from it; what is rebuilt lives from the read that needs it for as
 long as it will be read itself; and an op of which nothing else is known holds two gradients.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import combinations
 
-from leangrad.ledger.plan import Record
+from leangrad.ledger.learn.plan import Record
 
 
 def simulate(record: Record, cut: frozenset[int]) -> tuple[int, int, int]:

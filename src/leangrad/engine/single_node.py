@@ -22,14 +22,14 @@ from leangrad._torch import (
     transforms_active,
     version,
 )
+from leangrad.engine.chain import Chain, Writer
 from leangrad.engine.ownership import held_alone, owned, take
-from leangrad.ledger.functions import Replay, know
-from leangrad.ledger.opened import ledger_saves
-from leangrad.ledger.saved import Bare
-from leangrad.ledger.value import Value
-from leangrad.ops.chain import Chain, Writer
+from leangrad.engine.tape import Tape, Var
+from leangrad.ledger.observe.active_region import ledger_saves
+from leangrad.ledger.origins.functions import Replay, know
+from leangrad.ledger.values.saved import Bare
+from leangrad.ledger.values.value import Value
 from leangrad.overridable import overridable
-from leangrad.tape import Tape, Var
 
 __all__ = ["Recording", "register_writer", "run", "run_recorded"]
 

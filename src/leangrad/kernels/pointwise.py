@@ -28,7 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from leangrad.engine import generated_code as written
+from leangrad import _codegen as written
 from leangrad.kernels import INTERPRETED
 from leangrad.kernels.launch import Launch
 

@@ -13,15 +13,15 @@ import torch
 from torch import nn
 
 from leangrad import _torch, kernels
-from leangrad.ledger.choice import DEEPEST, Decision
-from leangrad.ledger.course import Course
-from leangrad.ledger.opened import region_is_open
-from leangrad.ledger.plan import best_cut, play
-from leangrad.ledger.record import Entry, Recorder, Totals
+from leangrad.ledger.decision import DEEPEST, Decision
+from leangrad.ledger.fast_path import Way
+from leangrad.ledger.gc_pause import Rest
+from leangrad.ledger.learn.plan import best_cut, play
+from leangrad.ledger.learn.recorder import Entry, Recorder, Totals
+from leangrad.ledger.learn.trace import Course
+from leangrad.ledger.observe.active_region import region_is_open
 from leangrad.ledger.region import Region
-from leangrad.ledger.rest import Rest
 from leangrad.ledger.summary import summarize
-from leangrad.ledger.ways import Way
 from leangrad.switch import NAME, disabled
 
 MIN_BYTES = 16 * 1024  # below this a tensor costs more to look into than to keep
@@ -276,7 +276,7 @@ def _fused() -> ModuleType | None:
     """What replays chains of recipes as one kernel, where Triton has a device; it takes a while to import."""
     if not kernels.has_device():
         return None
-    from leangrad.ledger import fused
+    from leangrad.ledger.fuse import fused
 
     fused.register()
     return fused

@@ -10,20 +10,20 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from leangrad import _torch
-from leangrad.ledger import ways
-from leangrad.ledger.cast import Anchor, Packed
-from leangrad.ledger.checkpoint import Opener, Recomputation, Token, is_settled
-from leangrad.ledger.choice import Choice, Decision
-from leangrad.ledger.course import Calls, Course, Recording
-from leangrad.ledger.hooks import Hooks
-from leangrad.ledger.opened import enter, opened
-from leangrad.ledger.origins import Operand, Walk
-from leangrad.ledger.products import Products
-from leangrad.ledger.record import Recorder
-from leangrad.ledger.saved import unpack
-from leangrad.ledger.seen import Seen
-from leangrad.ledger.slot import Slot
-from leangrad.ledger.value import Value
+from leangrad.ledger import fast_path as ways
+from leangrad.ledger.decision import Choice, Decision
+from leangrad.ledger.learn.recorder import Recorder
+from leangrad.ledger.learn.trace import Calls, Course, Recording
+from leangrad.ledger.observe.active_region import enter, opened
+from leangrad.ledger.observe.checkpoint import Opener, Recomputation, Token, is_settled
+from leangrad.ledger.observe.hooks import Hooks
+from leangrad.ledger.origins.graph_walk import Operand, Walk
+from leangrad.ledger.values.cast import Anchor, Packed
+from leangrad.ledger.values.saved import unpack
+from leangrad.ledger.values.saved_view import Seen
+from leangrad.ledger.values.slot import Slot
+from leangrad.ledger.values.upstream_anchors import Products
+from leangrad.ledger.values.value import Value
 
 ENDED = -1
 

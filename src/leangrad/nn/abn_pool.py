@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from leangrad.ledger.functions import Replay, know
-from leangrad.ledger.opened import ledger_saves
+from leangrad.ledger.observe.active_region import ledger_saves
+from leangrad.ledger.origins.functions import Replay, know
 from leangrad.nn.abn_autograd import once
 from leangrad.nn.abn_recipe import recipe_of
 from leangrad.nn.abn_rule import can_be_rebuilt

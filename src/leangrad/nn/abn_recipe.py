@@ -33,7 +33,7 @@ from leangrad._torch import (
 )
 from leangrad.errors import ChangedError
 from leangrad.ledger import MIN_BYTES, Ledger, Region
-from leangrad.ledger.opened import open_region
+from leangrad.ledger.observe.active_region import open_region
 from leangrad.ops import abn as ops
 from leangrad.switch import disabled
 

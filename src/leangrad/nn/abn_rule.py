@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from leangrad import _torch
-from leangrad.ledger.changes import before_change
-from leangrad.ledger.function_mode import Notes
-from leangrad.ledger.functions import Replay, know
-from leangrad.ledger.notes import HANDLERS
-from leangrad.ledger.origins import Operand, Walk
-from leangrad.ledger.overwriting import with_out
+from leangrad.ledger.observe.function_mode import Notes
+from leangrad.ledger.observe.handlers import HANDLERS
+from leangrad.ledger.observe.mutation import before_change
+from leangrad.ledger.origins.functions import Replay, know
+from leangrad.ledger.origins.graph_walk import Operand, Walk
+from leangrad.ledger.values.inplace_variants import with_out
 from leangrad.nn.abn_autograd import ABNFunction, Call, apply_abn
 from leangrad.nn.abn_recipe import behind_hooks, note_region
 from leangrad.ops import abn as ops

@@ -19,13 +19,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from leangrad.engine.tape import Tape, Var
 from leangrad.nn.block_steps import Heads, attend, keep_addend, project
 from leangrad.nn.prepare import Activated, Normed
 from leangrad.ops.activation import Activation
 from leangrad.ops.attention import attend as attend_plainly
 from leangrad.ops.attention import rotate
 from leangrad.ops.norm import NORMS
-from leangrad.tape import Tape, Var
 
 __all__ = ["Block", "Inputs", "Replay"]
 

@@ -1,6 +1,6 @@
 """Dense layers whose activations are kept once and moved out by backward: `Dense`, `MLP`.
 
-A chain of layers (`leangrad.ops.chain`) is one autograd node. It keeps the caller's own input, and one map a
+A chain of layers (`leangrad.engine.chain`) is one autograd node. It keeps the caller's own input, and one map a
 layer: the output where the activation can run backward from it (relu, tanh, ...), else the input of the activation.
 Whatever the chain cannot serve (hooks on a child, a child that was replaced, a tensor subclass, `torch.compile`,
 `torch.func`) runs as the plain `nn.Sequential` that an `MLP` also is.
@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from leangrad._torch import autocast_may_be_on, bare_modules, is_watched
+from leangrad.engine.chain import Chain
 from leangrad.engine.single_node import run_recorded
 from leangrad.functional import activate, are_ordinary, autocast_enabled
 from leangrad.ops.activation import Activation, resolve
-from leangrad.ops.chain import Chain
 
 __all__ = ["MLP", "Activate", "Dense"]
 

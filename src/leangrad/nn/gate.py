@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from leangrad.functional import runs_plain
-from leangrad.ledger.functions import Replay, know
+from leangrad.ledger.origins.functions import Replay, know
 from leangrad.ops.activation import Activation, resolve
 from leangrad.overridable import overridable
 

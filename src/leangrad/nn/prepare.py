@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from leangrad.engine.grad_buffer import Lease
+from leangrad.engine.tape import Tape, Var
 from leangrad.ops.activation import Activation
 from leangrad.ops.norm import Norm, Statistics
-from leangrad.tape import Tape, Var
 
 __all__ = ["Activated", "Normed", "Prepare", "take_over"]
 

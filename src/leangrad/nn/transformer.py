@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from leangrad._torch import has_global_hooks, has_hooks_of_others
 from leangrad.engine.single_node import run
 from leangrad.functional import autocast_enabled, runs_plain
-from leangrad.ledger.changes import tell
-from leangrad.ledger.opened import ledger_saves
+from leangrad.ledger.observe.active_region import ledger_saves
+from leangrad.ledger.observe.mutation import tell
 from leangrad.nn.block import Block, Replay
 from leangrad.nn.block_steps import Heads
 from leangrad.nn.context import AttentionContext

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from leangrad import _torch
 from leangrad.engine import single_node
 from leangrad.functional import activate
-from leangrad.ledger.opened import ledger_saves
+from leangrad.ledger.observe.active_region import ledger_saves
 from leangrad.switch import disabled
 
 from .products import node_writer, packed_lookup, packed_product

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
 from leangrad import _torch
-from leangrad.ledger.opened import ledger_saves
+from leangrad.ledger.observe.active_region import ledger_saves
 from leangrad.overridable import overridable
 
 from .slots import SLOTS, Compute, deliver

@@ -1,0 +1,409 @@
+"""The decision, for every tensor that autograd wants to keep: keep it, share it, or store a recipe."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from leangrad import _torch
+from leangrad.ledger.origins.functions import NoRecipeError
+from leangrad.ledger.origins.graph_walk import Walk
+from leangrad.ledger.origins.rule_builder import origin_of
+from leangrad.ledger.values.cast import NODE, Anchor, Cast, Packed
+from leangrad.ledger.values.node_metadata import CAST, LIVE, OPAQUE, VALUES, AccumulateGrad, enter, join
+from leangrad.ledger.values.pending_inputs import wait
+from leangrad.ledger.values.saved import Bare
+from leangrad.ledger.values.saved_view import Seen
+from leangrad.ledger.values.shape_only import INDEXED, SIZES, ShapeOnly
+from leangrad.ledger.values.slot import Claim, Slot, packed_in
+from leangrad.ledger.values.upstream_anchors import Products
+from leangrad.ledger.values.value import Value
+
+PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+DEEPEST = 32  # joins that a recipe may run through: each takes some frames of Python's stack
+
+
+class Decision(NamedTuple):
+    """What was learned of one saved tensor."""
+
+    op: str
+    keeps: bool  # it is simply kept
+    nbytes: int
+    fleeting: bool = False  # recipes that read it do not hold it for its readers: see [Note: made again]
+
+
+# [Note: decisions by saved tensor] What was learned is looked up by the number of the saved tensor, not by how many
+# decisions were made before it. In the recorded step a walk gives every tensor on its way a value, and a tensor that
+# has one already needs no decision of its own: ``silu(x)``, saved after ``silu(x).mean()`` was. Where the plan keeps
+# the mean, later steps do not walk from there, and ``silu(x)`` is decided for the first time.
+
+
+class Recorder(Protocol):
+    """What is told of a step that is recorded; ``recorder.py`` writes it down."""
+
+    on_accelerator: bool
+
+    def packed(self, packed: Packed) -> None:
+        """This became of the next saved tensor."""
+
+    def decided(self, value: Value, op: str, why: str, number: int) -> None:
+        """A saved tensor is kept or rebuilt as ``value``, because of ``why``; ``number``: of the node that made it."""
+
+    def shared(self, value: Value, nbytes: int) -> None:
+        """A saved tensor is a value that was decided before."""
+
+    def shape_only(self, op: str, nbytes: int, number: int) -> None:
+        """A saved tensor is read for its shape alone."""
+
+
+class Choice:
+    """The half of a ``Region`` that decides."""
+
+    min_bytes: int
+    cap: int
+    fence: int
+    sharded: bool
+    decisions: Sequence[Decision | None] | None  # see [Note: decisions by saved tensor]
+    packs: int  # tensors that were saved so far, the one that is being decided included
+    watched_parameters: dict[int, list[weakref.ref[Anchor]]]
+    watched_memory: dict[int, list[weakref.ref[Anchor]]]
+    anchors: list[weakref.ref[Value]]
+    waiting: list[weakref.ref[Value]]
+    products: Products
+    walk: Walk
+    recorder: Recorder | None
+    slots: list[Slot] | None = None  # of the tensors saved in the call that runs, if they are decided when it has ended
+
+    def differ(self, why: str) -> None:
+        """This step is not like the one that was recorded, because of ``why``: what was learned serves it no more."""
+        raise NotImplementedError
+
+    @property
+    def learned(self) -> Decision | None:
+        """What was learned of the tensor that is being decided."""
+        decisions, n = self.decisions, self.packs - 1
+        return decisions[n] if decisions is not None and n < len(decisions) else None
+
+    def decide(self, tensor: Tensor) -> Packed:
+        """Autograd wants to keep ``tensor``: look into all that it may be.
+
+        Half of what a model saves are parameters, views of parameters, and statistics that need no gradient. They are
+        kept as they are, with their version and no value around them.
+        """
+        node: Any = tensor.grad_fn
+        if node is None:
+            if tensor.requires_grad:
+                return Bare(tensor, tensor._version)
+            if tensor.layout is not torch.strided or tensor.nbytes < self.min_bytes:
+                return Bare(tensor.detach(), tensor._version)
+            value = self._kept(tensor, "input", free=True)  # it may turn out to be an op's second output, or its noise
+            self.anchors.append(ref(value))
+            value.readers += 1
+            return value
+        base = tensor._base
+        owner: Any = node if base is None else base.grad_fn
+        if owner is None or tensor.layout is not torch.strided or tensor.is_nested:
+            return Bare(tensor.detach(), tensor._version)
+        if type(owner).__name__ == NODE and self.recorder is None:
+            short = self._cast(tensor, tensor if base is None else base, owner)
+            if short is not None:
+                return short
+        if base is not None:
+            seen = self.seen(tensor, base, node)
+            (seen.owner if isinstance(seen, Seen) else seen).readers += 1
+            return seen
+        value = self.value(tensor, node)
+        value.readers += 1
+        return value
+
+    def watch(self, value: Value) -> None:
+        """``value`` is an anchor that plain PyTorch would not have kept: it must not change under its recipe.
+
+        Parameters are known by themselves, which is quick and enough: what else shares their memory is looked up when
+        it is made (``changes.aliased``).
+        """
+        assert value.tensor is not None
+        if value.op == "leaf":
+            self.watched_parameters.setdefault(id(value.tensor), []).append(weakref.ref(value))
+        else:
+            memory = value.tensor.untyped_storage().data_ptr()
+            self.watched_memory.setdefault(memory, []).append(weakref.ref(value))
+
+    def value(self, tensor: Tensor, node: Any) -> Value:
+        """The value of a tensor that has a node and is no view."""
+        metadata = node.metadata
+        key = VALUES[tensor.output_nr]
+        fresh = node._sequence_nr() >= self.fence
+        if metadata:
+            fresh = fresh and OPAQUE not in metadata
+            known = metadata.get(key)
+            value: Value | Seen | None = known() if known is not None else None
+            if type(value) is Value:
+                if value.tensor is not None:
+                    if value.version == tensor._version and (fresh or value.before is None):
+                        self._share(value)
+                        return value
+                elif fresh and value.function is not None and not value.blocked:
+                    self._share(value)
+                    return value
+                elif fresh and type(tensor) in PLAIN_TYPES:  # absent until now, or its recipe waits for what is absent
+                    self.anchors.append(ref(value))
+                    return self._choose(tensor, node, metadata, waiting=value)
+        if type(tensor) not in PLAIN_TYPES:
+            return self._kept(tensor, type(node).__name__)
+        if not fresh:  # it cannot be rebuilt, but it is kept now as it is, and others may be rebuilt from it
+            value = self._kept(tensor, type(node).__name__)
+        elif tensor.nbytes < self.min_bytes:
+            value = self._kept(tensor, type(node).__name__, free=True)
+        else:
+            value = self._choose(tensor, node, metadata)
+        metadata[key] = ref(value)
+        self.anchors.append(metadata[key])
+        return value
+
+    def seen(self, tensor: Tensor, base: Tensor, node: Any) -> Value | Seen:
+        """A view that autograd saves is its base, seen through a stride: kept or rebuilt once for all views."""
+        metadata = node.metadata
+        if (metadata and OPAQUE in metadata) or node._sequence_nr() < self.fence or type(tensor) not in PLAIN_TYPES:
+            return self._kept(tensor, type(node).__name__)
+        key = VALUES[tensor.output_nr]
+        found: Value | Seen
+        owner: Any = base.grad_fn
+        if owner is None or base.dtype != tensor.dtype or tensor.is_conj() or tensor.is_neg():
+            known = metadata.get(key)
+            value = known() if known is not None else None
+            if type(value) is Value and value.tensor is None and value.function is not None and not value.blocked:
+                self._share(value)
+                return value
+            found = self._kept(tensor, type(node).__name__, free=owner is None)
+            self.anchors.append(ref(found))
+        else:
+            found = Seen(self.value(base, owner), tensor, base)
+        metadata[key] = ref(found)
+        return found
+
+    def _cast(self, tensor: Tensor, owner: Tensor, node: Any) -> Cast | None:
+        """The short way for ``owner``, or a view of it, if it is the cast of a parameter and to be rebuilt."""
+        before = node.next_functions[0][0]
+        if type(before) is not AccumulateGrad or node._sequence_nr() < self.fence or self.sharded:
+            return None
+        metadata = node.metadata
+        if metadata and (VALUES[0] in metadata or OPAQUE in metadata):
+            return None
+        parameter: Tensor = before.variable
+        if (
+            type(parameter) not in PLAIN_TYPES
+            or type(tensor) is not Tensor
+            or owner.nbytes < self.min_bytes
+            or parameter.device != owner.device
+            # Strides do not tell the rest.
+            or (tensor is not owner and (tensor.dtype != owner.dtype or tensor.is_conj() or tensor.is_neg()))
+        ):
+            return None
+        if CAST not in metadata:
+            if self.decisions is not None:
+                learned = self.learned
+                if learned is None or learned[:2] != (NODE, False):
+                    return None
+            metadata[CAST] = True
+        made = Cast(parameter, tensor, owner)
+        self.watched_parameters.setdefault(id(parameter), []).append(ref(made))
+        return made
+
+    def _kept(self, tensor: Tensor, op: str, *, free: bool = False) -> Value:
+        value = Value(op)
+        value.keep(tensor)
+        value.free = free
+        return value
+
+    def _share(self, value: Value) -> None:
+        if self.recorder is not None:
+            self.recorder.shared(value, value.nbytes)
+
+    def _choose(self, tensor: Tensor, node: Any, metadata: dict[Any, Any], waiting: Value | None = None) -> Value:
+        """Keep ``tensor`` or store a recipe; ``waiting``: its value, if a recipe downstream has asked for it before."""
+        cap, recorded, fleeting = self.cap, 0, False
+        if self.decisions is not None:
+            learned = self.learned
+            if learned is None or type(node).__name__ != learned.op:
+                expected = "no tensor to decide on" if learned is None else f"an output of {learned.op}"
+                self.differ(f"an output of {type(node).__name__} was saved where {expected} was before")
+            elif learned.keeps:  # the plan says so
+                value = waiting or Value(learned.op)
+                value.keep(tensor)
+                return value
+            else:
+                cap, recorded, fleeting = DEEPEST, learned.nbytes, learned.fleeting
+        value = self.recipe(tensor, node, metadata, cap, recorded, waiting)
+        if fleeting:
+            value.fleeting = True
+        return value
+
+    def recipe(
+        self,
+        tensor: Tensor,
+        node: Any,
+        metadata: dict[Any, Any],
+        cap: int,
+        recorded: int,
+        waiting: Value | None = None,
+    ) -> Value:
+        """The value of ``tensor``, with a recipe or kept; ``recorded``: the bytes that it had when it was learned."""
+        nbytes = tensor.nbytes
+        why = ""
+        try:
+            if waiting is None:
+                walk = self.walk
+                value = walk.start(node, tensor.output_nr, metadata, tensor)
+                if walk.early and not self.products.serve(walk.early, nbytes, recorded):
+                    value.unread()
+                    del value
+                    value = walk.start(node, tensor.output_nr, metadata, tensor)
+                if walk.operand_bytes >= nbytes:
+                    raise NoRecipeError("rebuilding it would take as many bytes of other inputs")
+            else:
+                value = waiting
+            if value.function is None:
+                raise NoRecipeError(f"{value.op} is never computed twice")
+        except NoRecipeError as reason:
+            value, why = waiting or Value(type(node).__name__), str(reason)
+            value.keep(tensor)
+        else:
+            if value.layout is None and value.tensor is None:
+                value.layout = (tensor.shape, tensor.stride())
+                value.nbytes = nbytes
+                value.cap = cap
+                if value.depth > cap or value.blocked:
+                    why = self._keep_all_the_same(value, tensor, cap)
+        if self.recorder is not None:
+            self.recorder.decided(value, type(node).__name__, why, node._sequence_nr())
+            self.recorder.on_accelerator |= tensor.is_cuda
+        return value
+
+    def _keep_all_the_same(self, value: Value, tensor: Tensor, cap: int) -> str:
+        """A recipe was found that is too deep, or waits for what is not kept: say why ``tensor`` is kept, if it is."""
+        if value.depth > cap:
+            value.keep(tensor)
+            if self.recorder is None:
+                value.forget_recipe()
+            return f"it lies more than {cap} residual sums after the last kept tensor"
+        if self.products.catch(value):
+            return ""
+        value.keep(tensor)
+        wait(value)
+        self.waiting.append(weakref.ref(value))
+        return "it is made from the output of " + ", ".join(b.op for b in value.blocked) + ", which nothing keeps"
+
+    # ---------------------------------------------------------------- see [Note: decided when the call has ended]
+
+    def defer(self, tensor: Tensor, *, expected: bool = False) -> Slot:
+        """Autograd wants to keep ``tensor`` in a call that may make a node of ``SHAPE_ONLY``: decide later.
+
+        expected: a stand-in served in the recorded step.
+        """
+        assert self.slots is not None
+        slot = Slot(tensor, self.packs - 1, expected)
+        self.slots.append(slot)
+        return slot
+
+    def resolve(self, slots: Sequence[Slot], claimed: Mapping[int, Claim]) -> None:
+        """The call has ended: decide what becomes of the tensors that it saved.
+
+        claimed: of the slots whose tensors are on the list, by their id, who reads them.
+        """
+        saved = self.packs
+        with torch.no_grad():  # as in a hook
+            for slot in slots:
+                tensor, claim = slot.tensor, claimed.get(id(slot))
+                self.packs = slot.number + 1
+                assert tensor is not None
+                if claim is not None and self.is_shape_only(tensor, claim, expected=slot.expected):
+                    strides = None if claim.kind == SIZES else tensor.stride()
+                    slot.packed = ShapeOnly(tensor.shape, strides, tensor.dtype, tensor.device)
+                    if self.recorder is not None:
+                        node: Any = tensor.grad_fn
+                        self.recorder.shape_only(type(node).__name__, tensor.nbytes, node._sequence_nr())
+                elif tensor._version != slot.version:  # the call itself has changed it
+                    slot.keep()
+                else:
+                    slot.packed = self.decide(tensor)
+                slot.tensor = None
+                if self.recorder is not None:
+                    assert slot.packed is not None
+                    self.recorder.packed(slot.packed)
+        self.packs = saved
+
+    def is_shape_only(self, tensor: Tensor, claim: Claim, *, expected: bool = False) -> bool:
+        """Whether a stand-in serves a reader that reads only the shape of ``tensor``, and takes less memory.
+
+        expected: it did in the recorded step.
+        """
+        if (
+            type(tensor) not in PLAIN_TYPES
+            or tensor.is_leaf
+            or tensor.layout is not torch.strided
+            or tensor.nbytes < self.min_bytes
+            or tensor.is_conj()
+            or tensor.is_neg()
+        ):
+            return False
+        if claim.kind != SIZES:
+            span = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+            if span > tensor.numel():  # it lies in more memory than its own, which the stand-in would take too
+                return False
+        return expected or self._stand_in_pays(tensor, claim)
+
+    def _stand_in_pays(self, tensor: Tensor, claim: Claim) -> bool:
+        """Whether less is kept if ``tensor`` is not kept for the node of ``claim``.
+
+        What the op gives could be rebuilt from ``tensor``, were that kept. So if the op gives more bytes, as a padding
+        does, ``tensor`` must be known to be at hand all the same: kept or rebuilt for another reader, or a product
+        that can be caught. A max pooling also gives indices, which could be rebuilt too.
+
+        The stand-in for a layout takes as much as the tensor while its node runs. So a tensor that is kept for an
+        earlier op is handed out itself: backward comes to that op later, so this reader does not prolong its life.
+        """
+        base = tensor._base
+        owner = tensor if base is None or base.grad_fn is None else base
+        node: Any = owner.grad_fn
+        known = node.metadata.get(VALUES[owner.output_nr])
+        value = known() if known is not None else None
+        is_caught = LIVE in node.metadata
+        gives = _torch.output_nbytes(claim.node, 0)
+        if gives > tensor.nbytes and value is None and not is_caught:
+            return False
+        if claim.kind == SIZES:
+            return True
+        if type(value) is Value and value.tensor is not None and value.readers:
+            return False
+        if claim.kind != INDEXED:
+            return True
+        indices = gives // tensor.itemsize * torch.int64.itemsize
+        return (is_caught or origin_of(node, owner.output_nr) is None) and gives + indices < tensor.nbytes
+
+    # ---------------------------------------------------------------- second outputs
+
+    def settle(self, node: Any, nr: int, name: str) -> None:
+        """Output ``nr`` of ``node``, kept as its saved ``name`` because it has no node of its own, gets its recipe."""
+        raw = getattr(node, "_raw_saved_" + name, None)  # the last node of a tensor subclass is that of an alias
+        value = None if raw is None else packed_in(raw)
+        if type(value) is not Value or value.tensor is None or node._sequence_nr() < self.fence:
+            return
+        try:
+            origin = self.walk.start(node, nr, node.metadata)
+        except NoRecipeError:
+            return
+        if origin.blocked or origin.depth > self.cap:
+            return
+        value.layout = (value.tensor.shape, value.tensor.stride())
+        assert origin.function is not None
+        value.op = origin.op
+        value.set_recipe(origin.function, origin.args, origin.kwargs)
+        value.tensor, value.part = None, origin.part
+        enter(node, nr, value)
+        join(node, nr, value)

@@ -1,0 +1,220 @@
+"""The program of a chain over tensors of one kind: assembled, compiled, compared and run."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import zip_longest
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor, empty_strided
+
+from leangrad import kernels
+from leangrad._torch import raw_stream
+from leangrad.kernels.launch import stream_for
+from leangrad.kernels.pointwise import BLOCK, Kernel, Program, Term, compiled
+from leangrad.ledger.fuse.bit_exactness import is_exact, same_bits
+from leangrad.ledger.fuse.builder import Builder, Layout, RefusedError, Slot, find_terms, is_dense, numbers_of
+from leangrad.ledger.fuse.chain import Chain
+from leangrad.ledger.fuse.lowering import LOWERINGS, VARIANTS
+from leangrad.ledger.values.value import Value
+
+PROOFS = 3  # times that a program is compared before it is used
+PIECE = 1 << 22  # elements that are compared at once
+ROW = 32  # elements that have to lie together in an output whose order in memory is another one
+MAX_VARIETY = 32  # programs for one row of ops: beyond that shapes change too often to compile for each
+
+
+class InexactError(Exception):
+    """An op has other bits here than ATen's; the argument is its value."""
+
+
+class CutError(Exception):
+    """A value, whose number is the argument, is laid out otherwise or is smaller: the chain has to end there."""
+
+
+class Proof:
+    """How often a program has yet to be compared."""
+
+    def __init__(self) -> None:
+        self.missing = PROOFS
+        self.failed = False
+
+
+_proofs: dict[Any, Proof] = {}
+_variety: defaultdict[tuple[str, ...], set[Program]] = defaultdict(set)  # the programs for each row of ops
+
+
+class Plan:
+    """A program for one kind of chain over tensors of one kind of layout.
+
+    n           elements of the result
+    leaves      which of the chain's leaves it reads, in the order of its arguments
+    scalars     which of the chain's numbers, and whether each is inverted
+    outputs     shape, strides and dtype of each; the last is the root
+    uses        how often the chain itself reads each
+    pick        takes out of the chain's leaves those that it reads
+    rooms       for each output a leaf that it may be written over, if that is owned, else −1; and what allocates it
+    """
+
+    def __init__(self, chain: Chain, leaves: list[Tensor], variant: int = 0) -> None:
+        if not any(kernels.serves(t) for t in leaves) or any(t.device != leaves[0].device for t in leaves):
+            raise RefusedError("not on one device that Triton serves")
+        builder = Builder(leaves, variant)
+        slots: list[Slot] = []
+        scalars = iter(range(len(chain.scalars)))
+        for value, (_, _, _, *parts) in zip(chain.values, chain.key, strict=False):
+            operands = _operands(builder, value, parts, slots, scalars)
+            slots.append(_lower(builder, value, operands))
+            if not is_exact(value, operands, chain.scalars, builder):
+                raise InexactError(value)
+        shape, stride = _layout(chain.values[-1], slots[-1])
+        program = builder.program(tuple(slots[k].number for k in chain.outputs), (shape, stride))
+        layouts, places = zip(*(_output(k, chain.values[k], slots[k], builder) for k in chain.outputs), strict=True)
+        if any(place is not None for place in places):
+            program = Program(*program[:-1], places)
+        self.n = shape.numel()
+        self.leaves = [k for k, _ in builder.inputs]
+        self.scalars = builder.scalars  # and not the builder, which holds the leaves
+        self.uses = [chain.uses[k] for k in chain.outputs]
+        self.outputs = [(*layouts[j], slots[k].dtype or torch.float32) for j, k in enumerate(chain.outputs)]
+        wide = max(self.n, *(_reach(leaves[k]) for k in self.leaves)) >= 2**31 - BLOCK
+        self.kernel: Kernel = _compiled(chain, program, wide)
+        self.device, self.on_cuda = leaves[0].device, leaves[0].is_cuda
+        self.launch = self.kernel.launcher(self.device, self.n)
+        self.pick = _picker(self.leaves)
+        allocations = [partial(empty_strided, *layout, dtype=d, device=self.device) for *layout, d in self.outputs]
+        self.rooms = list(zip(self._find_over(builder, leaves), allocations, strict=True))
+        varies = any(step.op in VARIANTS for step in program.steps)
+        self.proof = _proofs.setdefault((program, shape, stride) if varies else program, Proof())
+        self.launches = 0
+
+    def _find_over(self, builder: Builder, leaves: list[Tensor]) -> list[int]:
+        """For each output a leaf that it may be written over, if that is owned; else −1.
+
+        An output that has places is written elsewhere than a leaf is read, over what other blocks have yet to read.
+        """
+        found: list[int] = []
+        for (shape, stride, dtype), places in zip_longest(self.outputs, self.kernel.program.places):
+            fitting = [
+                k
+                for k, t in enumerate(leaves)
+                if places is None
+                and (t.dtype, t.shape, t.stride()) == (dtype, shape, stride)
+                and k not in found
+                and all(i.terms is None for number, i in builder.inputs if number == k)
+            ]
+            found.append(fitting[0] if fitting else -1)
+        return found
+
+    def stream(self) -> int:
+        """The current stream of its device: that of all leaves."""
+        return raw_stream(self.device) if self.on_cuda else 0
+
+    def run(self, leaves: Sequence[Tensor], owned: Sequence[bool] | None, scalars: list[float]) -> list[Tensor]:
+        """The outputs of the program, in memory that nobody else sees; ``owned`` None: of the leaves none is."""
+        if owned is None:
+            outputs = [allocate() for _, allocate in self.rooms]
+        else:
+            outputs = [leaves[k] if k >= 0 and owned[k] else allocate() for k, allocate in self.rooms]
+        numbers = tuple(numbers_of(self.scalars, scalars)) if self.scalars else ()
+        self.launch(stream_for(self.device), (*self.pick(leaves), *outputs), numbers)
+        self.launches += 1
+        return outputs
+
+    def agrees(self, leaves: list[Tensor], scalars: list[float], expected: list[Tensor]) -> bool:
+        """Whether the program gives the bits of ``expected``, tried in pieces; NaN is NaN."""
+        inputs, numbers = [leaves[k] for k in self.leaves], numbers_of(self.scalars, scalars)
+        flat: list[Tensor] = []
+        whole: dict[int, Tensor] = {}  # outputs in another order, which no piece has a part of
+        for t, (shape, stride, dtype) in zip(expected, self.outputs, strict=True):
+            if t.shape != shape or t.dtype != dtype or not _alike(t.stride(), stride, shape):
+                return False
+            flat.append(t.as_strided((self.n,), (1,)))
+        for k, places in enumerate(self.kernel.program.places):
+            if places is not None:
+                whole[k] = torch.empty(self.n, dtype=self.outputs[k][2], device=self.device)
+        for start in range(0, self.n, PIECE):
+            n = min(PIECE, self.n - start)
+            pieces = [
+                whole[k] if k in whole else torch.empty(n, dtype=d, device=self.device)
+                for k, (_, _, d) in enumerate(self.outputs)
+            ]
+            self.kernel.launch(inputs, numbers, pieces, n, start)
+            for k, (mine, f) in enumerate(zip(pieces, flat, strict=True)):
+                if k not in whole and not same_bits(mine, f[start : start + n]):
+                    return False
+        return all(same_bits(mine, flat[k]) for k, mine in whole.items())
+
+
+def _picker(places: list[int]) -> Callable[[Sequence[Tensor]], Sequence[Tensor]]:
+    """What takes these out of a row: one in the place of a loop."""
+    first, *others = places
+    return itemgetter(first, *others) if others else itemgetter(slice(first, first + 1))
+
+
+def _operands(b: Builder, value: Value, parts: list[Any], slots: list[Slot], scalars: Iterator[int]) -> list[Any]:
+    """The arguments of one op, with slots for tensors and numbers; ``slots``: the results of the ops before it."""
+    operands: list[Any] = []
+    for part, a in zip(parts, value.args, strict=False):
+        if type(a) is Value:
+            operands.append(slots[part] if part >= 0 else b.leaf(-1 - part))
+        else:
+            operands.append(Slot("scalar", next(scalars)) if part is float else part)
+    return operands
+
+
+def _lower(b: Builder, value: Value, operands: list[Any]) -> Slot:
+    """The steps of one op."""
+    try:
+        slot = LOWERINGS[value.function](b, *operands, **value.kwargs)
+    except (TypeError, AttributeError, RuntimeError) as error:  # an operand is missing, or of another kind or shape
+        raise RefusedError(f"{value.op}: {error}") from error
+    return slot if value.dtype is None or value.dtype == slot.dtype else b.step("cast", value.dtype, slot)
+
+
+def _layout(root: Value, slot: Slot) -> Layout:
+    """The layout of the root: as it was when it was saved, else what can be told from its operands."""
+    layout = root.layout or (slot.shape, slot.stride)
+    if layout[0] != slot.shape or len(layout[1]) != len(layout[0]):
+        raise RefusedError("a layout that only ATen knows")
+    return layout
+
+
+def _output(number: int, value: Value, slot: Slot, b: Builder) -> tuple[Layout, tuple[Term, ...] | None]:
+    """How an output lies in memory, as it did when it was saved; and where its elements are, if in another order."""
+    layout = b.layouts[slot.number]
+    if layout is None or slot.shape != layout[0]:
+        raise CutError(number)  # it is broadcast further up
+    if value.layout is None or (value.layout[0] == layout[0] and _alike(value.layout[1], layout[1], layout[0])):
+        return value.layout or layout, None
+    if value.layout[0] != layout[0] or not is_dense(value.layout):
+        raise CutError(number)
+    try:
+        places = find_terms(*value.layout, *layout)
+    except RefusedError as reason:
+        raise CutError(number) from reason
+    if places is None or places[0][0] != 1 or places[0][2] != 1 or places[0][1] < ROW:
+        raise CutError(number)  # single elements would be written far apart
+    return value.layout, places
+
+
+def _alike(a: tuple[int, ...], b: tuple[int, ...], shape: torch.Size) -> bool:
+    """Whether two rows of strides lay out ``shape`` alike."""
+    return a == b or all(n == 1 or x == y for x, y, n in zip(a, b, shape, strict=True))
+
+
+def _compiled(chain: Chain, program: Program, wide: bool) -> Kernel:
+    """The kernel of a program, unless there are too many such already."""
+    alike = _variety[tuple(v.op for v in chain.values)]
+    if program not in alike and len(alike) >= MAX_VARIETY:
+        raise RefusedError("too many shapes")
+    alike.add(program)
+    return compiled(program, wide)
+
+
+def _reach(tensor: Tensor) -> int:
+    return sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))

@@ -1,0 +1,255 @@
+"""How each op of a recipe is written as steps of a pointwise program: one line per op, by the name of its node.
+
+Formulas are ATen's, in the order in which ATen rounds; ``kernels/pointwise.py`` says why a program has the same bits.
+What cannot be written so raises ``RefusedError``, and the recipe is replayed op by op.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from leangrad.ledger.fuse.builder import FLOATS, Builder, Layout, RefusedError, Slot, contiguous_strides, is_contiguous
+from leangrad.ledger.origins.rules import RULES
+from leangrad.ledger.origins.rules.reductions import (
+    whole_batch_norm,
+    whole_cudnn_batch_norm,
+    whole_layer_norm,
+    whole_rms_norm,
+)
+from leangrad.ledger.values.saved_view import see
+
+VARIANTS = ("batch_norm", "batch_norm_scaled", "batch_norm_folded")  # cuDNN has a kernel for each
+
+Lowering = Callable[..., Slot]
+LOWERINGS: dict[Any, Lowering] = {}  # by the function of a recipe
+STATIC: set[Any] = set()  # functions whose numbers are part of the program
+VIEWS: set[Any] = set()  # functions that are no work: see [Note: views inside a chain]
+WEIGHTS: dict[Any, int] = {}  # passes over memory that a replay of the op takes
+NORMS: dict[Any, Norm] = {}  # functions that are applied from saved statistics
+
+
+class Norm(NamedTuple):
+    """A norm with its statistics."""
+
+    function: Callable[..., tuple[Tensor, ...]]  # as the rule's, without statistics; it gives them too
+    statistics: int
+    by_rows: bool  # over the last dimensions; else over all but the channels
+
+
+def lower(nodes: str, lowering: Lowering, *, static: bool = False, norm: Norm | None = None, weight: int = 1) -> None:
+    """Enter ops by the names of their nodes. ``lowering`` takes what the function takes, with slots for tensors."""
+    for node in nodes.split():
+        function = RULES[node][0].function
+        LOWERINGS[function] = lowering
+        WEIGHTS[function] = weight
+        if static:
+            STATIC.add(function)
+        if norm is not None:
+            NORMS[function] = norm
+
+
+def _common(*slots: Slot) -> torch.dtype:
+    """The dtype in which ATen computes: of the tensors with dimensions, else of those without."""
+    tensors = [s for s in slots if s.dtype is not None]
+    deciding = [s for s in tensors if s.shape] or tensors
+    dtype = deciding[0].dtype
+    for s in deciding[1:]:
+        assert dtype is not None
+        assert s.dtype is not None
+        dtype = torch.promote_types(dtype, s.dtype)
+    if dtype not in FLOATS or any(s.dtype not in FLOATS for s in tensors):
+        raise RefusedError(f"computed in {dtype}")
+    return dtype
+
+
+def _as(b: Builder, dtype: torch.dtype, slot: Slot) -> Slot:
+    """A tensor without dimensions has no say, and is rounded first; Python numbers are not."""
+    narrower = slot.dtype is not None and torch.promote_types(slot.dtype, dtype) != dtype
+    return b.step("cast", dtype, slot) if narrower else slot
+
+
+def _pointwise(op: str) -> Lowering:
+    def lowering(b: Builder, *operands: Slot, alpha: Any = 1) -> Slot:
+        if alpha != 1:
+            raise RefusedError("alpha")
+        dtype = _common(*operands)
+        return b.step(op, dtype, *(_as(b, dtype, s) for s in operands))
+
+    return lowering
+
+
+def _div(b: Builder, x: Slot, other: Slot) -> Slot:
+    if other.kind == "scalar":  # ATen multiplies by the reciprocal, computed on the host
+        return b.step("mul", _common(x), x, Slot("inverse", other.number))
+    return _pointwise("div")(b, x, other)
+
+
+def _rsub(b: Builder, x: Slot, other: Slot, alpha: Any = 1) -> Slot:
+    return _pointwise("sub")(b, other, x, alpha=alpha)
+
+
+def _pow(b: Builder, x: Slot, exponent: Any) -> Slot:
+    if exponent in (2, 3):
+        square = b.step("mul", x.dtype, x, x)
+        return square if exponent == 2 else b.step("mul", x.dtype, square, x)
+    if exponent in (0.5, -0.5):
+        return b.step("sqrt" if exponent > 0 else "rsqrt", x.dtype, x)
+    raise RefusedError(f"a power of {exponent}")
+
+
+def _cast(b: Builder, x: Slot, dtype: torch.dtype) -> Slot:
+    return b.step("cast", dtype, x)
+
+
+def _gelu(b: Builder, x: Slot, approximate: str) -> Slot:
+    return b.step("gelu" if approximate == "none" else "gelu_tanh", x.dtype, x)
+
+
+def _where(b: Builder, x: Slot, other: Slot, condition: Slot) -> Slot:
+    if condition.dtype is not torch.bool:
+        raise RefusedError("a condition that is not bool")
+    return b.step("where", _common(x, other), condition, x, other)
+
+
+def _masked_fill(b: Builder, x: Slot, mask: Slot, value: Slot) -> Slot:
+    return _where(b, value, x, mask)
+
+
+def _clamp(b: Builder, x: Slot, low: Slot | None, high: Slot | None) -> Slot:
+    if low is None or high is None:
+        return b.step("clamp_max" if low is None else "clamp_min", x.dtype, x, *(s for s in (low, high) if s))
+    return b.step("clamp", x.dtype, x, low, high)
+
+
+def _clone(b: Builder, x: Slot, memory_format: torch.memory_format) -> Slot:
+    """Elements in another order in memory. Only whole rows: to find single ones is left to ATen."""
+    if memory_format not in (torch.contiguous_format, torch.preserve_format):
+        raise RefusedError(f"{memory_format}")
+    if x.kind == "leaf" and x.shape and x.shape[-1] > 1 and x.stride[-1] != 1:
+        raise RefusedError("a copy of elements that lie apart")
+    slot = b.step("cast", x.dtype, x)
+    kept = memory_format is torch.preserve_format
+    return Slot("step", slot.number, slot.dtype, slot.shape, slot.stride if kept else contiguous_strides(slot.shape))
+
+
+def _view(b: Builder, x: Slot, shape: tuple[int, ...]) -> Slot:
+    def back(layout: Layout) -> Layout:
+        if not is_contiguous(layout):
+            raise RefusedError("a view of memory that is not contiguous")
+        return x.shape, contiguous_strides(x.shape)
+
+    seen = torch.Size(shape)
+    return b.view(x, (seen, contiguous_strides(seen)), back)
+
+
+def _seen(b: Builder, x: Slot, shape: torch.Size, stride: tuple[int, ...], offset: float) -> Slot:
+    """All of a contiguous tensor through other strides: a shape, a transposition, or both."""
+
+    def back(layout: Layout) -> Layout:
+        if offset or any(n > 1 and s != t for n, s, t in zip(shape, stride, layout[1], strict=True)):
+            raise RefusedError("a view of a part")
+        return x.shape, contiguous_strides(x.shape)
+
+    return b.view(x, (shape, stride), back)
+
+
+def _permuted(b: Builder, x: Slot, dims: tuple[int, ...]) -> Slot:
+    dims = tuple(d % len(x.shape) for d in dims)
+
+    def back(layout: Layout) -> Layout:
+        stride = [0] * len(dims)
+        for behind, d in enumerate(dims):
+            stride[d] = layout[1][behind]
+        return x.shape, tuple(stride)
+
+    return b.view(x, (torch.Size(x.shape[d] for d in dims), tuple(x.stride[d] for d in dims) if x.stride else ()), back)
+
+
+def _transposed(b: Builder, x: Slot, dim0: float, dim1: float) -> Slot:
+    dims = list(range(len(x.shape)))
+    dims[int(dim0)], dims[int(dim1)] = dims[int(dim1)], dims[int(dim0)]
+    return _permuted(b, x, tuple(dims))
+
+
+def _layer_norm(
+    b: Builder, x: Slot, weight: Slot | None, bias: Slot | None, shape: Any, eps: Any, mean: Slot, rstd: Slot
+) -> Slot:
+    if weight is None and bias is None:
+        return _by_rows(b, "layer_norm_bare", x, mean, rstd)
+    if weight is None:
+        raise RefusedError("a norm with a bias alone")
+    if bias is None:
+        return _by_rows(b, "layer_norm_no_bias", x, mean, rstd, weight)
+    return _by_rows(b, "layer_norm", x, mean, rstd, weight, bias)
+
+
+def _rms_norm(b: Builder, x: Slot, weight: Slot | None, shape: Any, eps: Any, rstd: Slot) -> Slot:
+    return _by_rows(b, "rms_norm_bare", x, rstd) if weight is None else _by_rows(b, "rms_norm", x, rstd, weight)
+
+
+def _by_rows(b: Builder, op: str, x: Slot, *others: Slot) -> Slot:
+    """A norm over the last dimensions: ATen gives it contiguous."""
+    slot = b.step(op, x.dtype, x, *others)
+    return Slot("step", slot.number, slot.dtype, slot.shape, contiguous_strides(slot.shape))
+
+
+def _batch_norm(*formulas: str) -> Lowering:
+    def lowering(b: Builder, x: Slot, weight: Slot, bias: Slot, eps: Any, mean: Slot, rstd: Slot) -> Slot:
+        vectors = [_along_channels(s, x) for s in (mean, rstd, weight, bias)]
+        return b.step(formulas[b.variant % len(formulas)], x.dtype, x, *vectors)
+
+    return lowering
+
+
+def _along_channels(vector: Slot, x: Slot) -> Slot:
+    """A vector that belongs to dimension 1 of ``x``."""
+    if vector.kind != "leaf" or len(vector.shape) != 1 or len(x.shape) < 2:
+        raise RefusedError("a vector of channels that is computed")
+    others = len(x.shape) - 2
+    shape, stride = torch.Size((*vector.shape, *[1] * others)), (*vector.stride, *[0] * others)
+    return Slot("leaf", vector.number, vector.dtype, shape, stride)
+
+
+lower("ToCopyBackward0", _cast)
+lower("CloneBackward0", _clone)
+lower("AddBackward0", _pointwise("add"))
+lower("SubBackward0", _pointwise("sub"))
+lower("RsubBackward0 RsubBackward1", _rsub)
+lower("MulBackward0 MulBackward1", _pointwise("mul"))
+lower("DivBackward0 DivBackward1", _div)
+lower("NegBackward0", _pointwise("neg"))
+lower("ReluBackward0", _pointwise("relu"))
+lower("LeakyReluBackward0 LeakyReluBackward1", _pointwise("leaky_relu"))
+lower("HardtanhBackward0", _pointwise("clamp"))
+lower("ClampBackward1", _clamp)
+lower("ClampMinBackward0", _pointwise("clamp_min"))
+lower("ClampMaxBackward0", _pointwise("clamp_max"))
+lower("HardswishBackward0", _pointwise("hardswish"))
+lower("HardsigmoidBackward0", _pointwise("hardsigmoid"))
+lower("AbsBackward0", _pointwise("abs"))
+lower("ReciprocalBackward0", _pointwise("reciprocal"))
+lower("SqrtBackward0", _pointwise("sqrt"))
+lower("RsqrtBackward0", _pointwise("rsqrt"))
+lower("ExpBackward0", _pointwise("exp"))
+lower("TanhBackward0", _pointwise("tanh"))
+lower("SigmoidBackward0", _pointwise("sigmoid"))
+lower("SiluBackward0", _pointwise("silu"))
+lower("GeluBackward0", _gelu)
+lower("PowBackward0", _pow, static=True)
+lower("WhereBackward0", _where)
+lower("MaskedFillBackward0", _masked_fill)
+lower("NativeLayerNormBackward0", _layer_norm, norm=Norm(whole_layer_norm, 2, by_rows=True))
+lower("FusedRmsNormBackward0", _rms_norm, norm=Norm(whole_rms_norm, 1, by_rows=True))
+lower("NativeBatchNormBackward0", _batch_norm("batch_norm"), norm=Norm(whole_batch_norm, 2, by_rows=False), weight=2)
+lower("CudnnBatchNormBackward0", _batch_norm(*VARIANTS), norm=Norm(whole_cudnn_batch_norm, 2, by_rows=False), weight=2)
+
+lower("ViewBackward0 UnsafeViewBackward0", _view, static=True, weight=0)
+lower("TransposeBackward0", _transposed, static=True, weight=0)
+lower("PermuteBackward0", _permuted, static=True, weight=0)
+LOWERINGS[see], WEIGHTS[see] = _seen, 0
+STATIC.add(see)
+VIEWS |= {function for function, weight in WEIGHTS.items() if weight == 0}

@@ -1,0 +1,535 @@
+"""What one step shows: the tensors it saved, what became of each and why, and the order in which backward read them."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor, nn
+
+from leangrad import _torch
+from leangrad.ledger import fast_path as ways
+from leangrad.ledger.decision import Decision
+from leangrad.ledger.learn import scratch
+from leangrad.ledger.learn.plan import Item, Record, holds
+from leangrad.ledger.learn.scratch import Convolution
+from leangrad.ledger.learn.trace import ANY_SIZE, Call, Course, Recording, Saved
+from leangrad.ledger.values.cast import NODE, Packed
+from leangrad.ledger.values.inplace_variants import WITH_OUT
+from leangrad.ledger.values.saved import unpack
+from leangrad.ledger.values.saved_view import Seen
+from leangrad.ledger.values.shape_only import ShapeOnly
+from leangrad.ledger.values.slot import Slot
+from leangrad.ledger.values.value import Value
+
+# Reasons, as the summary shows them.
+SHARED = "kept or rebuilt once for all that read it"
+EXTRA = "larger tensors are rebuilt from it"
+LOWER_PEAK = "rebuilding it would raise the peak"
+TOO_MUCH_WORK = "too small for the work of rebuilding it"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One saved tensor in the summary."""
+
+    module: str  # the module whose forward saved it: its derivative reads it
+    op: str  # what made it
+    outcome: str  # "kept", "rebuilt", "shared" or "shape only"
+    nbytes: int
+    why: str
+    made_by: str = ""  # the module whose forward made it
+    is_extra: bool = False  # kept for recipes to start from: plain PyTorch would not keep it
+
+
+class Reader(NamedTuple):
+    """A node that reads a saved tensor in backward."""
+
+    node: int  # its number
+    guess: int  # the bytes of the gradients at that time, where the graph does not tell
+    scratch: int = 0  # the bytes that it takes beside them
+    convolution: Convolution | None = None  # whose scratch counts too
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Bytes of the tensors that autograd wanted to keep in one recorded step, by what became of them."""
+
+    kept_bytes: int = 0
+    rebuilt_bytes: int = 0
+    shared_bytes: int = 0  # asked for again, and kept or rebuilt once for all readers
+    shape_only_bytes: int = 0  # of which backward reads the shape alone
+
+    @classmethod
+    def of(cls, entries: Iterable[Entry]) -> Totals:
+        """Sum the entries of a step by what became of each tensor."""
+        found = dict.fromkeys(("kept", "rebuilt", "shared", "shape only"), 0)
+        for entry in entries:
+            found[entry.outcome] += entry.nbytes
+        return cls(*found.values())
+
+
+class Segment(Protocol):
+    """What a plan asks of the ledger of a checkpointed segment."""
+
+    def peak_bytes(self) -> int:
+        """What backward holds at most of the tensors of the segment."""
+
+
+class _Entering:
+    """A forward pre-hook: the module called ``name`` runs."""
+
+    is_leangrads = True
+
+    def __init__(self, recorder: Recorder, name: str) -> None:
+        self._recorder, self._name = recorder, name
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        self._recorder.enter(self._name)
+
+
+class _Leaving:
+    """A forward hook: the module that ran last is done."""
+
+    is_leangrads = True
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._recorder.leave()
+
+
+class Recorder:
+    """Listens to one region and to the backward passes that follow it."""
+
+    def __init__(self, root: nn.Module | None, min_bytes: int) -> None:
+        self.min_bytes = min_bytes
+        self.entries: list[Entry] = []
+        self.items: list[Item] = []
+        self.reads: list[int] = []
+        self.readers: list[Reader] = []  # of each read
+        self._readers: dict[int, list[Reader]] = {}  # of each item: those that will read it, in order
+        self._scratch: dict[Convolution, int] = {}  # what they take, in bytes
+        self.caught: set[int] = set()  # the calls of which a tensor was kept although autograd did not ask for it
+        self._ops: list[str] = []  # of every decision, in order
+        self._decided: list[tuple[Value, str, str]] = []  # value, module, why it was kept
+        self._made_by: dict[int, str] = {}  # of each value: the module whose forward made it
+        self._changes: list[tuple[int, str]] = []  # the number of the next node, whenever another module began to run
+        self.small_bytes = 0  # of what was kept unseen for having so few
+        self._decisions: list[int] = []  # the item of every decision
+        self._kept: list[bool] = []  # what became of it
+        self.saved: list[Packed] = []  # what every saved tensor in order became
+        self._saved_by: list[int] = []  # the number of the node that saved each
+        self._saved_in: list[str] = []  # the module that ran
+        self.recording: Recording | None = None
+        self._has_node: list[bool] = []
+        self._small: list[int] = []  # of each: its bytes, if it was kept unseen for having so few; else -1
+        self._casts: list[bool] = []  # of each: whether it is a parameter in autocast's dtype, or seen in that
+        self._fates: list[int] = []  # of each saved tensor: the item that it is, KEPT, REBUILT or SHAPE
+        self._found: list[tuple[str, int] | None] = []  # of each: its op and bytes; None: no value stands for it
+        self._bare: list[bool] = []  # of each: whether it is kept and no recipe reads it
+        self._dear: set[int] = set()  # the values that will be kept because rebuilding them is too much work
+        self._first_decision = 0  # the entry of the first decision; the others follow it
+        self._segments: list[tuple[int, Segment]] = []  # which read is a segment that was run again
+        self.on_accelerator = False
+        self.was_read = self._is_reading = False
+        self._root = root
+        self._root_name = "" if root is None else type(root).__name__
+        self._stack: list[str] = []
+        self._handles: list[Any] = []
+
+    # ---------------------------------------------------------------- in forward
+
+    def start(self) -> None:
+        """Follow which module runs. Hooks of compiled modules are left alone: a change of them compiles anew."""
+        for name, module in self._modules():
+            self._handles.append(module.register_forward_pre_hook(_Entering(self, name)))
+            self._handles.append(module.register_forward_hook(_Leaving(self), always_call=True))
+
+    def _modules(self) -> list[tuple[str, nn.Module]]:
+        if self._root is None:
+            return []
+        named = dict(self._root.named_modules())
+        compiled = [name for name in named if name.endswith("_orig_mod")]
+        return [
+            (name, module)
+            for name, module in named.items()
+            if name  # the root is running already
+            and not hasattr(module, "_orig_mod")
+            and not any(name.startswith(c) for c in compiled)
+        ]
+
+    def enter(self, name: str) -> None:
+        """The module called ``name`` begins to run."""
+        self._stack.append(name)
+        self._changes.append((_torch.next_sequence_nr(), self.module()))
+
+    def leave(self) -> None:
+        """The module that began last has run."""
+        if self._stack:
+            self._stack.pop()
+        self._changes.append((_torch.next_sequence_nr(), self.module()))
+
+    def _maker(self, number: int) -> str:
+        """The module that ran when the node of this number was made."""
+        at = bisect.bisect_right(self._changes, number, key=lambda change: change[0])
+        return self._changes[at - 1][1] if at else self._root_name
+
+    def module(self) -> str:
+        """The path of the module that runs now."""
+        return self._stack[-1] if self._stack else self._root_name
+
+    def saving(self) -> None:
+        """A tensor is about to be saved, by the node that was made last."""
+        self._saved_by.append(_torch.next_sequence_nr() - 1)
+
+    def packed(self, packed: Packed) -> None:
+        """A tensor was saved."""
+        self.saved.append(packed)
+        self._saved_in.append(self.module())
+
+    def decided(self, value: Value, op: str, why: str, number: int) -> None:
+        """The ledger chose: ``value``, made by the node of this ``number``, is kept because of ``why``, or rebuilt."""
+        self._made_by[id(value)] = self._maker(number)
+        self._ops.append(op)
+        self._decided.append((value, self.module(), why))
+
+    def shared(self, value: Value, nbytes: int) -> None:
+        """A tensor was asked for again."""
+        if nbytes >= self.min_bytes:
+            made_by = self._made_by.get(id(value), "")
+            self.entries.append(Entry(self.module(), value.op, "shared", nbytes, SHARED, made_by))
+
+    def shape_only(self, op: str, nbytes: int, number: int) -> None:
+        """Backward reads only the shape of a tensor, made by the node of this ``number``, so it is not kept."""
+        self.entries.append(Entry(self.module(), op, "shape only", nbytes, "", self._maker(number)))
+
+    def stop(self) -> None:
+        """The region ends: number the values, and turn what was decided into plain data."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._dear = {id(value) for value, _, _ in self._decided if _is_dear(value)}
+        if self.on_accelerator:
+            self._spare()
+        for value, module, why in self._decided:
+            self._number(value)
+            self._decisions.append(value.ordinal)
+            self._kept.append(value.tensor is not None or id(value) in self._dear)
+            outcome = "kept" if value.tensor is not None else "rebuilt"
+            why = why if outcome == "kept" else ""
+            self.entries.append(Entry(module, value.op, outcome, value.nbytes, why, self._made_by[id(value)]))
+        self._first_decision = len(self.entries) - len(self._decided)
+        needed = self._needed()
+        self._note_undecided()
+        self._bare = [self._is_bare(p, needed) for p in self.saved]
+        self._fates = [self._fate(p) for p in self.saved]
+        ops = {id(value): op for op, (value, _, _) in zip(self._ops, self._decided, strict=True)}
+        values = [_value_of(p) for p in self.saved]
+        self._found = [None if v is None else (ops.get(id(v), v.op), v.nbytes) for v in values]
+        self._casts = [_is_cast(p) for p in self.saved]
+        self._note_readers()
+        self._has_node = [type(p) is Seen or (type(p) is Value and p.op != "input") for p in self.saved]
+        self._small = [self._bytes_if_small(p) for p in self.saved]
+        once = {id(p): nbytes for p, nbytes in zip(self.saved, self._small, strict=True)}
+        self.small_bytes = sum(nbytes for nbytes in once.values() if nbytes > 0)
+        for value, _, _ in self._decided:
+            value.forget_recipe()
+        self._decided, self._made_by, self._changes, self._root, self._dear = [], {}, [], None, set()
+        self.saved.clear()
+        self._saved_in.clear()
+
+    def _bytes_if_small(self, packed: Packed) -> int:
+        """The bytes of a saved tensor that was kept unseen for having so few; else -1."""
+        return packed.nbytes if type(packed) is Value and packed.free and packed.nbytes < self.min_bytes else -1
+
+    def _note_undecided(self) -> None:
+        """Enter what no decision was made for: the noise of a dropout, which is drawn again, and what recipes start
+        from although autograd has not asked for it."""
+        known = {id(v) for v, _, _ in self._decided}
+        for packed, module in zip(self.saved, self._saved_in, strict=True):
+            value = _value_of(packed)
+            if value is not None and id(value) not in known:
+                known.add(id(value))
+                if value.tensor is None and value.function is not None and value.nbytes >= self.min_bytes:
+                    self.entries.append(Entry(module, value.op, "rebuilt", value.nbytes, "", module))
+        stack = [v for v, _, _ in self._decided if v.tensor is None]
+        while stack:
+            for v in stack.pop().inputs:
+                if id(v) in known:
+                    continue
+                known.add(id(v))
+                if v.tensor is None:
+                    stack.append(v)
+                elif not v.free:
+                    self.entries.append(Entry("", v.op, "kept", v.nbytes, EXTRA, "", is_extra=True))
+
+    def _note_readers(self) -> None:
+        """Of each item: who will read it, and whose scratch that will take."""
+        assert self.recording is not None
+        convolutions = {
+            place: call.convolution
+            for call in self.recording.calls
+            for place in range(call.first, call.first + len(call.names))
+        }
+        for place, (item, node) in enumerate(zip(self._fates, self._saved_by, strict=False)):
+            if item >= 0:
+                reader = Reader(node, 2 * self.items[item].nbytes, convolution=convolutions.get(place))
+                self._readers.setdefault(item, []).append(reader)
+
+    def _spare(self) -> None:
+        """Keep the smallest of what would be rebuilt: a recipe costs the host the same however little it saves."""
+        values = {id(v): v for v, _, _ in self._decided}.values()
+        left = SPARE * sum(v.nbytes for v in values if v.tensor is not None)
+        for value in sorted((v for v in values if v.tensor is None and not v.depth), key=lambda v: v.nbytes):
+            left -= value.nbytes
+            if left < 0:
+                return
+            self._dear.add(id(value))
+
+    def _needed(self) -> set[int]:
+        """The values that some recipe reads."""
+        stack = [v for v in map(_value_of, self.saved) if v is not None and not self._is_kept(v)]
+        needed: set[int] = set()
+        while stack:
+            for v in stack.pop().inputs:
+                if id(v) not in needed:
+                    needed.add(id(v))
+                    if not self._is_kept(v):
+                        stack.append(v)
+        return needed
+
+    def _fate(self, packed: Packed) -> int:
+        """The item that a saved tensor is, or a view of; KEPT, REBUILT or SHAPE where it is none."""
+        if type(packed) is ShapeOnly:
+            return SHAPE
+        value = _value_of(packed)
+        if value is None:
+            return KEPT
+        return value.ordinal if value.recorder is self else KEPT if value.tensor is not None else REBUILT
+
+    def _is_kept(self, value: Value) -> bool:
+        return value.tensor is not None or id(value) in self._dear
+
+    def _is_bare(self, packed: Packed, needed: set[int]) -> bool:
+        if type(packed) is ShapeOnly:
+            return False
+        value = _value_of(packed)
+        return value is None or (id(value) not in needed and self._is_kept(value))
+
+    def _number(self, value: Value) -> int:
+        if value.recorder is not self:
+            rebuilt = value.function is not None and not value.blocked and id(value) not in self._dear
+            sources = tuple(sorted(self._sources(value))) if rebuilt else ()
+            joins = len({id(v.root or v) for v in value.inputs if not v.free}) > 1 if sources else False
+            value.ordinal, value.recorder = len(self.items), self
+            choice = joins or (value.depth > 0 and id(value) not in self._dear)
+            self.items.append(Item(value.nbytes, sources, choice, value.pinned, value.function in WITH_OUT))
+        return value.ordinal
+
+    def _sources(self, value: Value) -> set[int]:
+        found: set[int] = set()
+        for v in value.inputs:
+            if v.recorder is self:
+                found.add(v.ordinal)
+            elif v.free or (v.nbytes < self.min_bytes and v.tensor is not None):
+                continue
+            elif v.tensor is not None:
+                found.add(self._number(v))
+            else:
+                found |= self._sources(v)
+        return found
+
+    # ---------------------------------------------------------------- in backward
+
+    def unpack(self, packed: Packed | Slot) -> Tensor:
+        """Backward asks for what was saved: note it, and hand it out."""
+        self.read(packed)
+        return unpack(packed)
+
+    def read(self, packed: Packed | Slot | None) -> None:
+        """Backward asked for what was saved. A step is learned from only if its backward came to its end."""
+        node = -1
+        if type(packed) is Slot:
+            node, packed = self._saved_by[packed.number], packed.packed
+        if not self._is_reading:
+            self._is_reading = True
+            self.was_read = not _torch.after_backward(self._end)
+        if type(packed) is ShapeOnly:
+            self._note_reader(Reader(node, packed.nbytes, packed.stand_in_bytes))
+            return
+        value = _value_of(packed)
+        if value is not None and value.recorder is self:  # autocast hands one thread the cast that another made
+            self.reads.append(value.ordinal)
+            readers = self._readers.get(value.ordinal)  # backward comes to the last of them first
+            self.readers.append(readers.pop() if readers else Reader(node, 2 * self.items[value.ordinal].nbytes))
+
+    def _end(self) -> None:
+        self.was_read = True
+        if any(item.choice for item in self.items):  # else there is nothing to plan
+            self._scratch = scratch.measure(r.convolution for r in self.readers if r.convolution is not None)
+
+    def runs_again(self, segment: Segment) -> None:
+        """Backward has come to a checkpoint and runs its segment again: the plan takes it for a read with scratch."""
+        self._segments.append((len(self.reads), segment))
+        self._note_reader(Reader(-1, 0))
+
+    def _note_reader(self, reader: Reader) -> None:
+        """Backward is just now at a node that reads nothing which was kept or rebuilt."""
+        self.reads.append(len(self.items))
+        self.readers.append(reader)
+        self.items.append(Item(0))
+
+    def record(self) -> Record:
+        """The step as data, for the plan."""
+        alive = self._alive()
+        segments = dict(self._segments)
+        others = sorted(alive.keys() - {r.node for r in self.readers})
+        reads: list[int] = []
+        gradients: list[int] = []
+        for at, (read, reader) in enumerate(zip(self.reads, self.readers, strict=True)):
+            nbytes = alive.get(reader.node, reader.guess) + reader.scratch
+            if reader.convolution is not None:
+                nbytes += self._scratch.get(reader.convolution, 0)
+            if at in segments:
+                nbytes = segments[at].peak_bytes()
+            between = 0
+            while others and others[-1] > reader.node >= 0:
+                between = max(between, alive[others.pop()])
+            if between > nbytes:  # nodes that read nothing, and so use none of the items
+                reads.append(len(self.items))
+                gradients.append(between)
+            reads.append(read)
+            gradients.append(nbytes)
+        return Record((*self.items, Item(0)), tuple(reads), tuple(gradients))
+
+    def _alive(self) -> dict[int, int]:
+        """The bytes of gradients that are alive while each node runs."""
+        assert self.recording is not None
+        ran = {r.node for r in self.readers}
+        idle = {r.node for readers in self._readers.values() for r in readers} - ran
+        return self.recording.graph.alive(without=idle)
+
+    def entries_under(self, cut: frozenset[int] | None) -> list[Entry]:
+        """The entries as later steps make them, which follow ``cut``."""
+        entries = list(self.entries)
+        for n, (item, kept) in enumerate(zip(self._decisions, self._kept, strict=True), self._first_decision):
+            entry, stays = entries[n], self._stays(item, kept, cut)
+            if stays != (entry.outcome == "kept"):
+                why = "" if not stays else LOWER_PEAK if self.items[item].choice else TOO_MUCH_WORK
+                entries[n] = replace(entry, outcome="kept" if stays else "rebuilt", why=why)
+        return entries
+
+    def decisions(self, cut: frozenset[int] | None) -> list[Decision | None]:
+        """For every saved tensor in order: its op, whether it is simply kept, and its bytes; None: it has no value.
+
+        Without a cut, what was kept is kept again and what was rebuilt is rebuilt again.
+        """
+        kept = self._staying(cut)
+        fleeting: set[int] = set()
+        if cut is not None and any(item.again for item in self.items):
+            held = holds(self.record(), cut)
+            fleeting = {n for n, item in enumerate(self.items) if item.again and n not in held}
+        return [
+            None if found is None else Decision(found[0], fate in kept, found[1], fate in fleeting)
+            for found, fate in zip(self._found, self._fates, strict=True)
+        ]
+
+    def ways(self, cut: frozenset[int] | None) -> list[ways.Way]:
+        """For every saved tensor in order: what most likely becomes of it again."""
+        kept = self._staying(cut)
+        return [
+            ways.keep
+            if bare
+            else ways.shape
+            if fate == SHAPE
+            else ways.decide
+            if fate in kept or cast
+            else ways.rebuild
+            for bare, fate, cast in zip(self._bare, self._fates, self._casts, strict=True)
+        ]
+
+    def _staying(self, cut: frozenset[int] | None) -> set[int]:
+        """The fates of what is simply kept under ``cut``."""
+        return {KEPT} | {n for n, k in zip(self._decisions, self._kept, strict=True) if self._stays(n, k, cut)}
+
+    def _stays(self, item: int, kept: bool, cut: frozenset[int] | None) -> bool:
+        """Whether an item that was ``kept`` or rebuilt in the recorded step is simply kept under ``cut``."""
+        if cut is None or not self.items[item].choice:
+            return kept or (cut is not None and item in cut)
+        return item in cut
+
+    def course(self, cut: frozenset[int] | None) -> Course | None:
+        """The calls of the step; None if a tensor that is not simply kept was saved outside of all calls."""
+        assert self.recording is not None
+        kept = self._staying(cut)
+        saves: dict[Any, bool] = {}
+        for call in self.recording.calls:
+            saves[call.function] = bool(call.names) or call.begins or saves.get(call.function, False)
+        calls, seen = [], 0
+        for number, call in enumerate(self.recording.calls):
+            if saves[call.function]:
+                places = [(place, name) for place, name in enumerate(call.names, call.first) if not self._bare[place]]
+                seen += len(places)
+                last = max((p for p, name in places if self._fates[p] not in kept or name is None), default=-1)
+                anchors = tuple((p, n) for p, n in places if p > last and n is not None and self._has_node[p])
+                catches, quiet = call.nbytes if number in self.caught else 0, call.graded is False
+                grows, begins = self._may_grow(call), call.begins
+                calls.append(Call(call.function, call.first, last, anchors, catches, grows, quiet, begins))
+        handled = {call.function for call in self.recording.calls if call.handled}
+        graded = {call.function for call in self.recording.calls if call.graded}
+        unseen = frozenset(call.function for call in self.recording.calls if call.graded is False) - graded
+        passes = frozenset(f for f, found in saves.items() if not found and f not in handled and f not in unseen)
+        return Course(calls, saves, unseen, passes) if seen == self._bare.count(False) else None
+
+    def _may_grow(self, call: Saved) -> int:
+        """How many elements the output of ``call`` may have before something of it is large enough to be looked into.
+
+        What it saves is taken to grow as its output does. Of a small output itself nothing was noted either.
+        """
+        nbytes = max(self._small[call.first : call.first + len(call.names)], default=-1)
+        if call.handled and call.graded and call.nbytes < self.min_bytes:
+            nbytes = max(nbytes, call.nbytes)
+        if nbytes <= 0:
+            return call.size if nbytes == 0 else ANY_SIZE
+        return max(call.size, (call.size * self.min_bytes - 1) // nbytes)
+
+
+def _value_of(packed: Packed | None) -> Value | None:
+    """The value of a saved tensor, or of what it is a view of; None: it is kept with no value around it."""
+    return packed if type(packed) is Value else packed.owner if type(packed) is Seen else None
+
+
+def _is_cast(packed: Packed) -> bool:
+    value = _value_of(packed)
+    return value is not None and value.op == NODE and bool(value.inputs) and value.inputs[0].op == "leaf"
+
+
+KEPT, REBUILT, SHAPE = -1, -2, -3
+
+# Of the kept bytes, on an accelerator: the casts of a ResNet's weights are half of its recipes and 1% of it; those of
+# the attention of a ViT-L a quarter of its recipes and 3%.
+SPARE = 0.03
+DEAR = 64  # bytes that may be made to rebuild one byte: the statistics of a norm are kept, not summed again
+
+
+def _is_dear(value: Value) -> bool:
+    """Whether rebuilding ``value`` makes many times its bytes on the way.
+
+    A link of a residual chain is the plan's to decide, however long the chain; a statistic of such a link is not.
+    """
+    if value.tensor is not None or value.function is None:
+        return False
+    work = largest = 0
+    stack, seen = [value], set()
+    while stack:
+        v = stack.pop()
+        if v.tensor is None and id(v) not in seen:
+            seen.add(id(v))
+            work += v.nbytes
+            largest = max(largest, v.nbytes)
+            stack.extend(v.inputs)
+    return (largest if value.depth else work) > DEAR * value.nbytes

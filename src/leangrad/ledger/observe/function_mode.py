@@ -1,0 +1,46 @@
+"""The function mode of a region, as the handlers of calls see it: ``notes``, ``draws`` and ``changes`` hold these."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from torch.overrides import TorchFunctionMode
+
+from leangrad.ledger.values.cast import Anchor
+from leangrad.ledger.values.slot import Claim, Slot
+from leangrad.ledger.values.upstream_anchors import Products
+from leangrad.ledger.values.value import Value
+
+
+class Book(Protocol):
+    """What the notes ask of their region."""
+
+    min_bytes: int
+    fence: int
+    packing: bool  # the region itself is at work
+    changing: Any  # the tensor that a function is changing in place right now
+    call: int  # the number of the call that runs, while a step is recorded
+    catches: int  # not 0: the output of a product is held for a while, to be kept in the stead of a larger tensor
+    # Anchors that plain would not have kept: parameters by their id, other tensors by their memory.
+    watched_parameters: dict[int, list[weakref.ref[Anchor]]]
+    watched_memory: dict[int, list[weakref.ref[Anchor]]]
+    anchors: list[weakref.ref[Value]]  # those that plain has kept too
+    rewritten: dict[int, int]  # memory that was changed unseen, and the number of the first node after that
+    products: Products
+    slots: list[Slot] | None  # of the tensors saved in the call that runs, if they are decided when it has ended
+
+    def resolve(self, slots: Sequence[Slot], claimed: Mapping[int, Claim]) -> None:
+        """Decide what becomes of the tensors that a call has saved."""
+
+    def settle(self, node: Any, nr: int, name: str) -> None:
+        """Give the recipe of output ``nr`` of ``node`` to the value that was kept as its saved ``name``."""
+
+
+class Notes(TorchFunctionMode):
+    """The function override of one region, as handlers see it; ``trace.py`` runs the calls."""
+
+    def __init__(self, book: Book) -> None:
+        super().__init__()
+        self.book = book

@@ -1,0 +1,235 @@
+"""Changes in place: what autograd does not record, and what would change under a recipe.
+
+A change that autograd did not record would make every recipe through that tensor wrong. The node is marked opaque, and
+everything made so far is fenced off, because the change may have come through an alias. Before any change, recorded or
+not, anchors that plain PyTorch would not have kept move to memory of their own.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, is_grad_enabled
+
+from leangrad import _torch
+from leangrad.ledger.observe.active_region import open_region
+from leangrad.ledger.observe.call_args import Handler, argument, constants_of, leave_note
+from leangrad.ledger.observe.function_mode import Book, Notes
+from leangrad.ledger.values.cast import Anchor
+from leangrad.ledger.values.node_metadata import NOTE, OPAQUE, VALUES
+from leangrad.ledger.values.value import Value
+
+
+def before_change(notes: Notes, target: Any) -> None:
+    """Anchors that plain PyTorch would not have kept move to memory of their own before it changes.
+
+    So do all others where autograd will not record the change, if the memory has other names than ``target``.
+    """
+    if isinstance(target, Tensor):
+        unrecorded = not (target.requires_grad and is_grad_enabled())
+        if unrecorded and _is_private(target):
+            return
+        book = notes.book
+        if book.watched_parameters:
+            base = target._base
+            _move(book.watched_parameters.pop(id(target if base is None else base), ()))
+        if unrecorded:
+            _watch_all(book)
+            book.rewritten[_memory_of(target)] = _torch.next_sequence_nr()
+        if book.watched_memory:
+            _move(book.watched_memory.pop(_memory_of(target), ()))
+    elif isinstance(target, list | tuple):
+        for t in target:
+            before_change(notes, t)
+
+
+class _Told(NamedTuple):
+    book: Any
+
+
+def tell(tensor: Tensor | None) -> None:
+    """A Function of ours is about to change ``tensor`` in place, where the function override does not see it."""
+    region = open_region()
+    if region is not None and tensor is not None:
+        before_change(_Told(region), tensor)  # type: ignore[arg-type]
+
+
+def _move(anchors: Iterable[weakref.ref[Anchor]]) -> None:
+    for ref in anchors:
+        value = ref()
+        if value is not None and value.tensor is not None:
+            tensor = _copy(value.tensor.detach())
+            if type(value) is Value:
+                if value.before is not None:
+                    continue
+                value.before = tensor
+                if value.readers:  # plain hands out what has become of it
+                    continue
+            value.tensor, value.version = tensor, tensor._version
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """A copy with the same strides: over others a sum may have other bits, and a fused kernel reads other places."""
+    with _torch.unseen():
+        return _copy_strided(tensor)
+
+
+def _copy_strided(tensor: Tensor) -> Tensor:
+    copy = tensor.clone()
+    if tensor.layout is not torch.strided or copy.stride() == tensor.stride() or tensor.is_conj() or tensor.is_neg():
+        return copy
+    span = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.as_strided((span,), (1,)).clone().as_strided(tensor.shape, tensor.stride()) if copy.numel() else copy
+
+
+def _watch_all(book: Book) -> None:
+    """Watch the memory of whatever recipes read: no version tells of a change through an alias."""
+    watched = book.watched_memory
+    refs: list[Any] = [*book.anchors]
+    for some in book.watched_parameters.values():
+        refs += some
+    book.anchors.clear()
+    book.watched_parameters.clear()
+    for ref in refs:
+        value = ref()
+        if value is not None and value.tensor is not None:
+            watched.setdefault(_memory_of(value.tensor), []).append(ref)
+
+
+def after_change(notes: Notes, target: Any) -> None:
+    """``target`` was changed in place and autograd did not record it: what was made so far may not be what it was."""
+    if isinstance(target, list | tuple):
+        for t in target:
+            after_change(notes, t)
+    elif isinstance(target, Tensor) and not _is_private(target):
+        node = _node_of(target)
+        if node is not None:
+            node.metadata[OPAQUE] = True
+        notes.book.fence = _torch.next_sequence_nr()
+
+
+def _is_private(tensor: Tensor) -> bool:
+    """Whether no parameter and no tensor of the graph can lie in this memory."""
+    if tensor.requires_grad:
+        return False
+    base = tensor._base
+    return (base is None or not base.requires_grad) and not _torch.storage_is_shared(tensor)
+
+
+def _is_nobodys(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a change of ``target`` concerns no recipe: a counter of batches, which half of all changes are.
+
+    No gradient flows into it, and nobody else sees its memory; what a recipe reads is seen by the recipe.
+    """
+    if not isinstance(target, Tensor) or target.requires_grad:
+        return False
+    if _needs_gradient(args) or (kwargs and _needs_gradient(kwargs.values())):
+        return False
+    return _is_private(target)
+
+
+def _node_of(tensor: Any) -> Any:
+    """The node of a tensor, or of the base of a view.
+
+    A view is never asked: autograd renews its node when somebody does, a younger node runs earlier in backward, and
+    gradients are then summed in another order.
+    """
+    if not isinstance(tensor, Tensor):
+        return None
+    owner = tensor._base
+    return tensor.grad_fn if owner is None else owner.grad_fn
+
+
+def _memory_of(tensor: Any) -> int:
+    strided = isinstance(tensor, Tensor) and tensor.layout is torch.strided
+    return tensor.untyped_storage().data_ptr() if strided else 0
+
+
+def swapped(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``x.data = y``: other memory, and no new version."""
+    before_change(notes, args[0])
+    node = _node_of(args[0])
+    if node is not None and not args[0]._is_view():
+        node.metadata.pop(VALUES[args[0].output_nr], None)
+    result = func(*args, **kwargs)
+    after_change(notes, args[0])
+    return result
+
+
+def aliased(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``w.data`` and ``w.detach()``: from now on a change may come from elsewhere, so the memory is watched itself."""
+    anchors = notes.book.watched_parameters.pop(id(args[0]), None) if args else None
+    if anchors is not None:
+        notes.book.watched_memory.setdefault(_memory_of(args[0]), []).extend(anchors)
+    return func(*args, **kwargs)
+
+
+def leaked(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The bare memory of a tensor leaves torch: it may be written at any time, and nobody will tell."""
+    if args and isinstance(args[0], Tensor) and not _is_private(args[0]):
+        before_change(notes, args[0])
+        notes.book.fence = sys.maxsize
+    return func(*args, **kwargs)
+
+
+def _overlaps(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an operand lies in the memory of the tensor that is about to change: it is not what it was afterwards."""
+    others = [a for a in (*args[1:], *kwargs.values()) if isinstance(a, Tensor)]
+    return bool(others) and _memory_of(target) in map(_memory_of, others)
+
+
+def mutating(names: str = "", choose: str | None = None) -> Handler:
+    """A function that changes its first argument; always, or where its argument ``choose`` says so.
+
+    ``names``: its arguments, if its node forgets their constants.
+    """
+    names_ = tuple(names.split())
+
+    def handler(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if choose is not None and not argument(func, args, kwargs, choose):
+            out = func(*args, **kwargs)
+            if names_:
+                leave_note(out, names_, args, kwargs)
+            return out
+        target = args[0] if args else next((kwargs[k] for k in ("input", "tensor", "self") if k in kwargs), None)
+        if _is_nobodys(target, args, kwargs):
+            return func(*args, **kwargs)
+        before_change(notes, target)
+        overlaps = _overlaps(target, args, kwargs)
+        note = constants_of(names_, args, kwargs) if names_ and not overlaps and _needs_gradient(args) else None
+        before = _node_of(target)
+        notes.book.changing = target
+        try:
+            out = func(*args, **kwargs)
+        finally:
+            notes.book.changing = None
+        node = _node_of(target)
+        if node is before:  # autograd did not record it
+            after_change(notes, target)
+        elif overlaps:
+            node.metadata[OPAQUE] = True
+        elif note is not None and isinstance(target, Tensor) and not target._is_view():
+            node.metadata[NOTE] = note
+        return out
+
+    return handler
+
+
+def _needs_gradient(args: Iterable[Any]) -> bool:
+    if is_grad_enabled():
+        for a in args:
+            if isinstance(a, Tensor) and a.requires_grad:
+                return True
+    return False
+
+
+def write_out(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A function with ``out=``: autograd records none of these."""
+    before_change(notes, kwargs["out"])
+    result = func(*args, **kwargs)
+    after_change(notes, kwargs["out"])
+    return result

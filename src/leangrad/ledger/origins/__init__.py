@@ -1,0 +1,5 @@
+"""Where tensors come from: the walk along autograd's graph, and how each op replays.
+
+Read in this order: ``rules`` (how each op replays), ``functions`` (our own autograd Functions), ``rule_builder`` (a
+rule as a function that reads one node), ``graph_walk`` (from a tensor back to what is kept).
+"""

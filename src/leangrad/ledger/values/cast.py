@@ -1,0 +1,48 @@
+"""A parameter in autocast's dtype: half of what a model rebuilds that trains under autocast, so it has a short way.
+
+It needs no walk and no value: a parameter, its version and a dtype say all.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from leangrad.ledger.values.saved import Bare, Saved
+from leangrad.ledger.values.saved_view import Seen, see, sight_of
+from leangrad.ledger.values.shape_only import ShapeOnly
+from leangrad.ledger.values.value import Value, leaf_value
+
+NODE = "ToCopyBackward0"
+cast = Tensor.type  # ``parameter.to(dtype)`` in the form that torch parses in half the time
+
+
+class Cast(Saved):
+    """``parameter.to(dtype)``, or a view of it, made anew whenever it is read."""
+
+    __slots__ = ("__weakref__", "dtype", "sight", "tensor", "version")
+
+    def __init__(self, parameter: Tensor, tensor: Tensor, owner: Tensor) -> None:
+        """``tensor`` is ``owner``, the cast of ``parameter``, or a view of it."""
+        self.tensor, self.version = parameter, parameter._version
+        self.dtype = tensor.dtype
+        self.sight = None if tensor is owner else sight_of(tensor, owner)
+
+    def read(self) -> Tensor:
+        """The tensor."""
+        parameter = self.tensor
+        if parameter._version != self.version or not parameter.untyped_storage().nbytes():
+            leaf_value(parameter, self.version).read()  # which says what is wrong, if it is not just empty
+        made = cast(parameter, self.dtype)
+        if made is parameter:  # it had that dtype already
+            made = parameter.detach().clone()
+        return made if self.sight is None else see(made, *self.sight)
+
+    def value(self) -> Value:
+        """The same as a value, for a recipe that reads it."""
+        value = Value(NODE)
+        value.set_recipe(self.read, (), {})
+        return value
+
+
+Anchor = Value | Cast  # what holds a tensor that recipes read
+Packed = Value | Bare | Cast | Seen | ShapeOnly  # what becomes of a saved tensor

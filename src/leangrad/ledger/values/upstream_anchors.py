@@ -1,0 +1,116 @@
+"""Outputs of products, held for a while: a recipe may want one kept in the stead of a larger tensor downstream.
+
+Autograd saves what an op's backward reads. The least that must be kept may lie upstream of it, in a tensor that nobody
+saves: the keys before they are repeated for grouped queries, the input of an activation that is written out. It must be
+caught while it is alive.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any, Protocol
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from leangrad.ledger.values.node_metadata import LIVE, VALUES
+from leangrad.ledger.values.pending_inputs import released
+from leangrad.ledger.values.value import Value
+
+RECENT = 4  # how many are held: query, key, value and one more
+
+
+class Book(Protocol):
+    """What products ask of their region."""
+
+    call: int  # the number of the call that runs, while a step is recorded
+    catches: int  # along a course, the bytes that the product had in the recorded step
+    changing: Any  # the tensor that a function is changing in place right now
+
+    @property
+    def is_on_course(self) -> bool:
+        """Whether the step has been like the recorded one so far."""
+
+    @property
+    def is_dropped(self) -> bool:
+        """Whether a checkpoint drops what the call that runs saves: to hold its product would keep what it frees."""
+
+    def watch(self, value: Value) -> None:
+        """A recipe reads this tensor of the caller's: it must not change under the recipe."""
+
+
+class Products:
+    """The last products of a region."""
+
+    def __init__(self, book: Book, caught: set[int] | None) -> None:
+        """``caught``: where a step that is recorded notes the calls of which a product was kept."""
+        self._book, self._caught = book, caught
+        self._recent: deque[Tensor | Value] = deque(maxlen=RECENT)
+
+    def hold(self, made: Tensor) -> None:
+        """Hold ``made``, which a product has just given.
+
+        Along a course it is known that a recipe will want it, so it is kept at once, and none has to wait for it. If
+        none does after all, it is let go with the next few products.
+        """
+        book = self._book
+        if book.is_dropped:
+            return
+        node: Any = made.grad_fn
+        held: Tensor | Value
+        if book.is_on_course:
+            held = Value(type(node).__name__)
+            held.keep(made)
+            held.growth = held.nbytes / book.catches
+            book.watch(held)
+            node.metadata[VALUES[made.output_nr]] = ref(held)
+            tensor: Any = held.tensor
+        else:
+            held = tensor = made.detach()
+        node.metadata[LIVE] = (ref(tensor), made._version, book.call)
+        self._recent.append(held)
+
+    def serve(self, early: list[Value], nbytes: int, recorded: int) -> bool:
+        """Whether what was kept at once serves a recipe for a tensor of ``nbytes``, and so is kept for good.
+
+        In the recorded step the tensor had ``recorded`` bytes, and to keep the products in its stead paid. It still
+        does if the tensor has grown as much as they have, or outweighs them. Otherwise they are only held for a while,
+        as in that step, and caught if that pays.
+        """
+        if nbytes < recorded * max(v.growth for v in early) and nbytes < sum(v.nbytes for v in set(early)):
+            for i, held in enumerate(self._recent):
+                if type(held) is Value and held in early and held.tensor is not None:
+                    self._recent[i] = held.tensor
+            return False
+        for v in early:
+            v.growth = 0.0
+        return True
+
+    def catch(self, value: Value) -> bool:
+        """Keep the absent values under ``value`` in its stead, if they are still there and smaller."""
+        tensors = [b.catchable() for b in value.blocked]
+        if any(t is None or self._is_changing(t) for t in tensors):
+            return False
+        cost = sum(t.nbytes for t in tensors if t is not None)
+        gain = value.nbytes
+        if cost >= gain:
+            gain += released(value.blocked)
+            if cost >= gain:
+                return False
+        for b, t in zip(value.blocked, tensors, strict=True):
+            assert t is not None
+            assert b.live is not None
+            b.keep(t)
+            self._book.watch(b)
+            if self._caught is not None:
+                self._caught.add(b.live[2])
+        value.blocked = ()
+        value.settle_lineage()
+        return True
+
+    def _is_changing(self, tensor: Tensor) -> bool:
+        changing = self._book.changing
+        if not isinstance(changing, Tensor) or changing.layout is not torch.strided:
+            return False
+        return tensor.untyped_storage().data_ptr() == changing.untyped_storage().data_ptr()

@@ -1,0 +1,439 @@
+"""A tensor that backward may ask for: kept, or rebuilt bit for bit from others.
+
+[Note: what a value may hold]
+A value holds detached tensors, constants and other values, never a node of the graph and never a tensor with a
+``grad_fn``: a saved tensor that reaches its own node is a cycle through C++ that no garbage collector sees, and it
+lives until backward runs, or for ever. The graph holds values through its saved tensors; nodes know them only by weak
+reference (``node.metadata``), so a value dies with its last reader, in the middle of backward.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from leangrad import _torch
+from leangrad._torch import graph_task
+from leangrad.errors import ChangedError, LeangradError
+from leangrad.ledger.values.inplace_variants import IN_PLACE, overwrite
+from leangrad.ledger.values.memos import remember
+from leangrad.ledger.values.saved import Saved, changed
+
+Layout = tuple[torch.Size, tuple[int, ...]]
+UNKNOWN = -1  # a stream that has not been asked for
+
+
+class Value(Saved):
+    """One tensor that backward may ask for.
+
+    kept       ``tensor`` is set: an anchor, checked against its version when it is read.
+    rebuilt    ``function(*args, **kwargs)`` gives it back; values among ``args`` are read first.
+    absent     neither: the output of an op that is never computed twice, which nobody has kept so far.
+
+    A kept value may have a recipe too, one that still waits for absent values: see ``blocked``.
+    """
+
+    # Defaults stand on the class: most values use few of these, and thousands are made in a step.
+    tensor: Tensor | None = None
+    version = 0
+    # What recipes read in the stead of ``tensor``, which was changed behind autograd's back after they were stored.
+    before: Tensor | None = None
+    stream = 0  # the CUDA stream on which it was kept
+    function: Callable[..., Any] | None = None
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = {}  # noqa: RUF012  (never written to, only replaced)
+    inputs: tuple[Value, ...] = ()  # the values among ``args``
+    order: tuple[int, ...] = ()  # where they stand, the deepest first
+    part = -1  # ``function`` gives several tensors, and this is the one
+    kin: weakref.ref[Value] | None = None  # the value of another of them
+    layout: Layout | None = None
+    dtype: torch.dtype | None = None  # of the result, where the function alone would not tell: ``x_bf16 += y_float32``
+    pinned = False  # an autograd Function keeps this tensor for its own backward, in any case
+    fleeting = False  # recipes that read it do not hold it for its readers: see [Note: made again] in ``plan.py``
+    parents = 0  # how many recipes read it
+    memo: Tensor | None = None  # what was rebuilt, while other readers are to come
+    memo_stream = 0
+    readers = 0  # how many saved tensors are this value
+    reads = 0  # how many of them were read in the backward pass ``task``
+    takes = 0  # how often the memo was read, by recipes as well
+    task = -1
+    depth = 0  # how many joins of lineages lie between this value and the furthest anchor
+    root: Value | None = None  # the one anchor it descends from; None: itself
+    nbytes = 0
+    ordinal = -1  # its place in the step of ``recorder``, while the ledger learns
+    recorder: object = None
+    free = False  # it costs nothing worth counting: a parameter, an input, or too small to look into
+    # The tensor of an absent value, which may yet be caught; its version; the number of the call that made it.
+    live: tuple[weakref.ref[Tensor], int, int] | None = None
+    growth = 0.0  # of a product that is kept before a recipe has asked: its bytes over those of the recorded step
+    cap = 0  # the depth at which it is kept rather than rebuilt
+    blocked: tuple[Value, ...] = ()  # the absent values that its recipe waits for
+    waiters: list[weakref.ref[Value]] | None = None  # whose recipes wait for this one
+    children: dict[Any, weakref.ref[Value]] | None = None  # what one function made of it, for functions that have twins
+
+    def __init__(self, op: str) -> None:
+        self.op = op
+
+    # ---------------------------------------------------------------- keeping
+
+    def keep(self, tensor: Tensor) -> None:
+        """Make this an anchor that holds ``tensor``, and let go of what it makes rebuildable."""
+        self.tensor = tensor.detach()
+        self.version = tensor._version
+        self.nbytes = tensor.nbytes
+        if tensor.is_cuda:
+            self.stream = _torch.raw_stream(tensor.device)
+        self.depth, self.root = 0, None
+        if self.waiters is not None:
+            self._notify()
+
+    def _notify(self) -> None:
+        """This value can be had now: look again at every recipe that waited for it."""
+        waiters, self.waiters = self.waiters, None
+        for ref in waiters or ():
+            waiter = ref()
+            if waiter is not None and waiter.blocked:
+                waiter.blocked = blocking(waiter.inputs)
+                if not waiter.blocked:
+                    waiter._unblocked()
+
+    def _unblocked(self) -> None:
+        """Nothing is missing any more: this value needs no tensor of its own, unless its chain is too long."""
+        depth, root = self.depth, self.root
+        self.settle_lineage()
+        if self.tensor is not None:
+            if self.depth <= self.cap:
+                self.tensor = None
+            else:
+                self.depth, self.root = depth, root
+        self._notify()
+
+    def set_recipe(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """``function(*args, **kwargs)`` gives this value back."""
+        self.function, self.args = function, args
+        if kwargs:
+            self.kwargs = kwargs
+        self.read_arguments()
+
+    def read_arguments(self) -> None:
+        """Find the values among ``args``."""
+        inputs: list[Any] = []
+        order: list[int] = []
+        for i, a in enumerate(self.args):
+            if type(a) is Value:
+                inputs.append(a)
+                order.append(i)
+            elif type(a) is tuple and a and type(a[0]) is not int:
+                inside = [v for v in a if type(v) is Value]
+                if inside:
+                    inputs += inside
+                    order.append(i)
+        self.read_values(tuple(inputs), tuple(order))
+
+    def read_values(self, inputs: tuple[Value, ...], order: tuple[int, ...]) -> None:
+        """This value is made of ``inputs``; ``order``: where they, or lists of them, stand among the arguments."""
+        blocked, depth, joined, not_free = False, 0, False, 0
+        root: Value | None = None
+        for v in inputs:
+            v.parents += 1
+            if v.free:
+                continue
+            not_free += 1
+            if v.tensor is None and (v.function is None or v.blocked):
+                blocked = True
+            if v.depth > depth:
+                depth = v.depth
+            if root is None:
+                root = v.root or v
+            elif root is not (v.root or v):
+                joined = True
+        self.inputs, self.order = inputs, order
+        if depth and (not_free > 1 or inputs[0].free):
+            # The deepest first: a long chain is then rebuilt from its far end with no temporaries waiting on the way.
+            args = self.args
+            self.order = tuple(sorted(order, key=lambda i: -args[i].depth if type(args[i]) is Value else 0))
+        if blocked:
+            self.blocked = blocking(inputs)
+        self.depth, self.root = (depth + 1, None) if joined else (depth, root)
+
+    def read_one(self, only: Value) -> None:
+        """It is made of its first argument alone: half of all recipes."""
+        only.parents += 1
+        self.inputs, self.order = (only,), (0,)
+        if only.tensor is None and (only.function is None or only.blocked):
+            self.blocked = blocking(self.inputs)
+        if not only.free:
+            self.depth, self.root = only.depth, only.root or only
+
+    def read_two(self, a: Value, b: Value) -> None:
+        """It is made of its first two arguments."""
+        a.parents += 1
+        b.parents += 1
+        self.inputs = (a, b)
+        self.order = (1, 0) if b.depth > a.depth else (0, 1)
+        if (a.tensor is None and (a.function is None or a.blocked)) or (
+            b.tensor is None and (b.function is None or b.blocked)
+        ):
+            self.blocked = blocking(self.inputs)
+        if a.free:
+            if not b.free:
+                self.depth, self.root = b.depth, b.root or b
+        elif b.free or (a.root or a) is (b.root or b):
+            self.depth, self.root = (a.depth if b.free or a.depth >= b.depth else b.depth), a.root or a
+        else:
+            self.depth = 1 + (a.depth if a.depth >= b.depth else b.depth)
+
+    def forget_recipe(self) -> None:
+        """A kept value lets go of a recipe that still waits, and so of what that recipe holds."""
+        if self.tensor is not None:
+            for v in self.inputs:
+                v.parents -= 1
+            self.function, self.args, self.kwargs, self.inputs, self.order, self.blocked = None, (), {}, (), (), ()
+
+    def unread(self) -> None:
+        """This value is given up, and what was made for it alone goes with it: it reads its inputs no more."""
+        if not self.parents and not self.readers and self.tensor is None:
+            for v in self.inputs:
+                v.parents -= 1
+                v.unread()
+
+    def settle_lineage(self) -> None:
+        """Set ``depth`` and ``root`` from the recipe: a join of two lineages is one deeper than they are."""
+        depth, joined = 0, False
+        found: Value | None = None
+        for v in self.inputs:
+            if v.free:
+                continue
+            if v.depth > depth:
+                depth = v.depth
+            root = v.root or v
+            if found is None:
+                found = root
+            elif found is not root:
+                joined = True
+        self.depth = depth + joined
+        self.root = None if joined else found
+
+    def catchable(self) -> Tensor | None:
+        """The tensor of an absent value, if it is still there and unchanged."""
+        if self.live is None:
+            return None
+        tensor = self.live[0]()
+        return tensor if tensor is not None and tensor._version == self.live[1] else None
+
+    # ---------------------------------------------------------------- reading
+
+    def unpack(self) -> Tensor:
+        """Autograd wants its tensor back."""
+        tensor = self.tensor
+        if tensor is not None and tensor._version == self.version:
+            return tensor
+        return Saved.unpack(self)
+
+    def read(self) -> Tensor:
+        """One of the readers asks: hand out the tensor, and hold a rebuilt one only while others will ask."""
+        if self.before is not None and self.tensor is not None:  # only recipes read what it was
+            self._check(self.tensor)
+            return self.tensor
+        task = graph_task()
+        if task == self.task:
+            self.reads += 1
+        else:
+            self.task, self.reads = task, 1
+        if self.reads >= self.readers and self.parents < 2 and self.memo is None and self.tensor is None:
+            return self._rebuild({}, task)[0]  # nothing to look up, and nobody else to hold it for
+        tensor, _ = self._take({}, task)
+        if self.memo is not None and self.reads >= self.readers and not self._is_held():
+            self.memo = None
+        return tensor
+
+    def anchor(self, stream: int = UNKNOWN) -> Tensor:
+        """The tensor of a kept value, for a recipe that runs on ``stream``, where that was asked before."""
+        tensor = self.tensor
+        assert tensor is not None
+        if self.before is not None:
+            return self.before
+        if tensor._version != self.version:
+            self._check(tensor)
+        if self.op == "leaf":
+            if not tensor.untyped_storage().nbytes() and not is_there(tensor):
+                raise LeangradError(
+                    f"a recipe needs a parameter, {tensor.dtype} {list(tensor.shape)}, whose memory was freed after "
+                    "forward. With sharded parameters call leangrad.lean on the module that was given to fully_shard."
+                )
+        elif self.stream != stream and not self.free and tensor.is_cuda and self.stream != _stream(tensor):
+            # The allocator must not hand this memory out again before the recipe on this stream has read it.
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
+        return tensor
+
+    def _check(self, tensor: Tensor) -> None:
+        if tensor._version != self.version:
+            what = "a parameter or input" if self.op == "leaf" else f"the output of {self.op}"
+            raise ChangedError(changed(what, tensor, self.version))
+
+    def _is_held(self) -> bool:
+        """Whether a rebuilt tensor is held for the recipes that read it, until as many have.
+
+        [Note: held for recipes] A scan that is written as a loop reads slices of its inputs, one recipe a step: each
+        would rebuild the whole input. A residual stream of which autograd saves only casts is a chain of sums that
+        nobody reads but the next: each link would be rebuilt from the first, and the sums grow as the square.
+        """
+        parents = self.parents
+        return parents > 1 and (parents >= MANY or (self.depth > 0 and not self.readers))
+
+    def _take(self, made: dict[int, Tensor], task: int) -> tuple[Tensor, bool]:
+        """The tensor, and whether it is owned: made just now, held by nobody else, free to be overwritten.
+
+        ``made``: what this rebuild has made so far and will read again.
+        """
+        if self.tensor is not None:
+            return self.anchor(), False
+        memo = self.memo
+        if memo is not None and self.memo_stream == _stream(memo):
+            if self._is_held():
+                self.takes += 1
+                if self.takes >= self.parents + self.readers and self.reads >= self.readers:
+                    self.memo = None
+            return memo, False
+        shared = self.parents > 1
+        if shared and id(self) in made:
+            return made[id(self)], False
+        tensor, owned = self._rebuild(made, task)
+        if self.fleeting and self.task != task:  # none of its readers has come so far: it is made again for them
+            return tensor, owned
+        if (self.readers and (self.reads < self.readers or self.task != task)) or (shared and self._is_held()):
+            # [Note: a memo belongs to one stream] Backward of each op runs on the stream of its forward. What was
+            # rebuilt on one stream is not ready on another, so another stream rebuilds it for itself.
+            self.memo, self.memo_stream, self.takes = tensor, _stream(tensor), 1
+            remember(self, task)
+            return tensor, False
+        if shared:
+            made[id(self)] = tensor
+            return tensor, False
+        return tensor, owned
+
+    def give_back(self, tensor: Tensor, task: int) -> None:
+        """It was taken in vain: hold it again for those who count on it."""
+        if self.tensor is None and self.takes > 0 and self._is_held():
+            self.takes -= 1
+            if self.memo is None:
+                self.memo, self.memo_stream = tensor, _stream(tensor)
+                remember(self, task)
+
+    def _rebuild(self, made: dict[int, Tensor], task: int) -> tuple[Tensor, bool]:
+        function = self.function
+        if function is None:
+            raise LeangradError(f"the input of a recipe was never kept: {self.op}; this is a bug in leangrad")
+        if function in replayers:
+            fused = replayers[function](self, made, task)
+            if fused is not None:
+                return fused
+        args = [*self.args]
+        owned = -1
+        for i in self.order:
+            a = args[i]
+            if type(a) is not Value:
+                args[i] = _take_each(a, made, task)
+            elif a.tensor is not None:
+                args[i] = a.anchor()
+            else:
+                if a.readers or a.parents > 1:
+                    args[i], free = a._take(made, task)
+                else:  # the same, for what nobody else will ask for
+                    args[i], free = a._rebuild(made, task)
+                if free and i < 2:
+                    owned = i
+        if self.part >= 0:
+            parts = function(*args, **self.kwargs)
+            tensor = parts[self.part]
+            if self.kin is not None:
+                self._hand_on(parts, task)
+        elif owned >= 0 and function in IN_PLACE:
+            tensor = overwrite(function, args, self.kwargs, owned, self.dtype)
+        else:
+            tensor = function(*args, **self.kwargs)
+        if self.dtype is not None and tensor.dtype is not self.dtype:
+            tensor = tensor.to(self.dtype)
+        layout = self.layout
+        if layout is not None and (tensor.shape, tensor.stride()) != layout:
+            tensor = self._laid_out(tensor, layout)
+        # A view, or an input handed back (``x.to`` of its own dtype), is somebody else's memory too.
+        if tensor._is_view():
+            return tensor, False
+        for a in args:
+            if a is tensor:
+                return tensor, False
+        return tensor, True
+
+    def _laid_out(self, tensor: Tensor, layout: Layout) -> Tensor:
+        if tensor.shape != layout[0]:
+            raise LeangradError(f"{self.op} was rebuilt with shape {tuple(tensor.shape)}, expected {tuple(layout[0])}")
+        return torch.empty_strided(*layout, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+    def _hand_on(self, parts: Sequence[Tensor], task: int) -> None:
+        """The other tensor that was made with this one: backward is about to ask for it, so it is held if it is small.
+
+        A dropout's mask is; the indices of a pooling, 8 bytes each, are not.
+        """
+        other = self.kin() if self.kin is not None else None
+        if other is None or other.tensor is not None or other.memo is not None or not other.readers:
+            return
+        tensor = parts[other.part]
+        if tensor.nbytes > parts[self.part].nbytes:
+            return
+        if (other.task != task or other.reads < other.readers) and not tensor._is_view() and other.is_laid_out(tensor):
+            other.memo, other.memo_stream = tensor, _stream(tensor)
+            remember(other, task)
+
+    def is_laid_out(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` lies in memory as this value did."""
+        return self.layout is None or (tensor.shape == self.layout[0] and tensor.stride() == self.layout[1])
+
+
+def blocking(values: Iterable[Value]) -> tuple[Value, ...]:
+    """The absent values under ``values``, each once."""
+    found: list[Value] = []
+    for v in values:
+        if v.tensor is not None:
+            continue
+        for b in v.blocked if v.function is not None else (v,):
+            if b not in found:
+                found.append(b)
+    return tuple(found)
+
+
+# By function: what may replay a recipe of it together with others, as one kernel. ``fused.py`` enters itself here.
+Replayer = Callable[[Value, dict[int, Tensor], int], tuple[Tensor, bool] | None]
+replayers: dict[Any, Replayer] = {}
+
+
+def _take_each(values: tuple[Any, ...], made: dict[int, Tensor], task: int) -> list[Any]:
+    return [v._take(made, task)[0] if type(v) is Value else v for v in values]
+
+
+def fuses() -> bool:
+    """Whether recipes may be replayed together as one kernel."""
+    return bool(replayers)
+
+
+MANY = 4  # see [Note: held for recipes]
+
+
+def _stream(tensor: Tensor) -> int:
+    return _torch.raw_stream(tensor.device) if tensor.is_cuda else 0
+
+
+def is_there(tensor: Tensor) -> bool:
+    """Whether a tensor has its memory: sharding frees that of a parameter and leaves the parameter standing."""
+    return tensor.untyped_storage().nbytes() > 0 or tensor.numel() == 0
+
+
+def leaf_value(tensor: Tensor, version: int) -> Value:
+    """A parameter, or a tensor of the caller's: it stands whether or not we hold it."""
+    v = Value("leaf")
+    v.tensor, v.version, v.free = tensor, version, True
+    return v
