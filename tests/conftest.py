@@ -2,6 +2,7 @@
 
 import importlib
 import random
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -38,3 +39,19 @@ def _seed() -> None:
 def _backend_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """A lean model under another backend is told so once in a process: not in whichever test comes first."""
     monkeypatch.setattr(importlib.import_module("leangrad.lean"), "_has_said", True)
+
+
+@pytest.fixture
+def backend_name() -> Iterator[None]:
+    """What the entry point does for a package that is installed."""
+    from torch._dynamo.backends import registry
+
+    from leangrad.compiled import compile_lean
+
+    is_known = "leangrad" in registry._COMPILER_FNS
+    if not is_known:
+        torch._dynamo.register_backend(compile_lean, name="leangrad")
+    yield
+    if not is_known:
+        del registry._COMPILER_FNS["leangrad"]
+        registry._BACKENDS.pop("leangrad", None)

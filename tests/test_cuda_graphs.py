@@ -127,7 +127,7 @@ def _fresh() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-@pytest.mark.usefixtures("_fresh")
+@pytest.mark.usefixtures("_fresh", "backend_name")
 def test_compiled_with_cuda_graphs() -> None:
     """The option goes to Inductor; gradients are those of the same cut without CUDA graphs."""
     gradients = []
@@ -146,7 +146,7 @@ def test_compiled_with_cuda_graphs() -> None:
         assert same_bits(plain, replayed)
 
 
-@pytest.mark.usefixtures("_fresh")
+@pytest.mark.usefixtures("_fresh", "backend_name")
 def test_the_lines_of_the_page_run() -> None:
     page = (Path(__file__).parent.parent / "docs" / "cuda_graphs.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)

@@ -7,7 +7,6 @@ import pkgutil
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -175,22 +174,6 @@ def test_readme_code_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert found.equal
     assert found.lean.kept_bytes < 0.4 * found.plain.kept_bytes
     assert found.lean.peak_bytes < 0.7 * found.plain.peak_bytes
-
-
-@pytest.fixture
-def backend_name() -> Iterator[None]:
-    """What the entry point does for a package that is installed."""
-    from torch._dynamo.backends import registry
-
-    from leangrad.compiled import compile_lean
-
-    is_known = "leangrad" in registry._COMPILER_FNS
-    if not is_known:
-        torch._dynamo.register_backend(compile_lean, name="leangrad")
-    yield
-    if not is_known:
-        del registry._COMPILER_FNS["leangrad"]
-        registry._BACKENDS.pop("leangrad", None)
 
 
 @pytest.mark.usefixtures("backend_name")
