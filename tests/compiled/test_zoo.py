@@ -9,7 +9,7 @@ from torch import Tensor
 from benchmarks.floor import floor
 from leangrad.compiled.partitioner import chosen
 from leangrad.policy.choice import NEAR
-from tests.support.compiling import DYNAMOS_OWN, prepared, skip_where_dynamo_is_wrong
+from tests.support.compiling import DYNAMOS_OWN, assert_near, prepared, skip_where_dynamo_is_wrong
 from tests.support.partitions import Partitions
 from tests.zoo import CASES, Case
 
@@ -82,14 +82,6 @@ def assert_right_and_lean(case: Case) -> None:
     for choice in choices:  # these models are narrow: work that is small beside wide products is not beside theirs
         assert choice.slowdown <= found.settings.slowdown
         assert choice.is_held_back or choice.outcome.peak_bytes <= NEAR * choice.floor.peak_bytes
-
-
-def assert_near(ours: list[Tensor | None], plain: list[Tensor | None]) -> None:
-    """Float32, rounded in another order by the decompositions of Inductor. A wrong term would be 1e-2 or more."""
-    pairs = [(p.double(), q.double()) for p, q in zip(ours, plain, strict=True) if p is not None and q is not None]
-    assert [p is None for p in ours] == [q is None for q in plain]
-    wrong = sum(float((p - q).square().sum()) for p, q in pairs)
-    assert wrong <= 1e-6 * sum(float(q.square().sum()) for _, q in pairs)
 
 
 def assert_near_floor(name: str, ratio: float) -> None:
