@@ -13,6 +13,7 @@ import torch
 
 import leangrad
 from leangrad import _torch
+from leangrad._torch import autograd, present
 from leangrad.ledger.values.value import Value
 
 LEDGER = Path(leangrad.__file__).parent / "ledger"
@@ -24,14 +25,14 @@ WRITERS = ("origins/rule_builder", "fuse/matcher")  # which write code, as text
 
 @pytest.fixture
 def without_a_name(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(_torch, "_MISSING_LEDGER_NAMES", ["Node._gone"])
+    monkeypatch.setattr(present, "_MISSING_LEDGER_NAMES", ["Node._gone"])
     _torch.ledger_names_present.cache_clear()
     yield
     _torch.ledger_names_present.cache_clear()
 
 
 def test_every_name_is_there() -> None:
-    assert _torch._missing_ledger_names() == []
+    assert present._missing_ledger_names() == []
     assert _torch.ledger_names_present()
 
 
@@ -39,15 +40,15 @@ def test_a_missing_name_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     class Nothing:
         """A saved tensor that tells nothing."""
 
-    monkeypatch.setattr(_torch, "getattr", lambda *_: Nothing(), raising=False)
-    assert _torch._missing_ledger_names() == ["SavedTensor.data", "SavedTensor.unpack_hook"]
+    monkeypatch.setattr(present, "getattr", lambda *_: Nothing(), raising=False)
+    assert present._missing_ledger_names() == ["SavedTensor.data", "SavedTensor.unpack_hook"]
 
 
 def test_grad_mode_does_not_matter() -> None:
     with torch.no_grad():
-        assert _torch._missing_ledger_names() == []
+        assert present._missing_ledger_names() == []
     with torch.inference_mode():
-        assert _torch._missing_ledger_names() == []
+        assert present._missing_ledger_names() == []
 
 
 @pytest.mark.usefixtures("without_a_name")
@@ -125,7 +126,7 @@ def test_the_note_tells_every_name_that_the_ledger_uses_in_place() -> None:
         stem: private_names_of_others(source, on_self, on_values, writes_code=stem in WRITERS)
         for stem, source in sources.items()
     }
-    assert set().union(*found.values()) == NOTED, "a private name of torch belongs into _torch.py, or into its note"
+    assert set().union(*found.values()) == NOTED, "a private name of torch belongs into _torch, or into its note"
 
 
 @pytest.mark.parametrize(
@@ -147,7 +148,7 @@ def test_a_private_name_is_found_whatever_its_variable_is_called(line: str, foun
 @pytest.mark.parametrize("has_names", [True, False])
 def test_saved_tensor_hooks_are_set_and_taken_back(has_names: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not has_names:
-        monkeypatch.setattr(_torch, "_push_hooks", None)
+        monkeypatch.setattr(autograd, "_push_hooks", None)
     put, take_back = _torch.saved_tensor_hooks(lambda x: [x.detach()], lambda packed: packed[0])
     x = torch.ones(3, requires_grad=True)
     for _ in range(2):

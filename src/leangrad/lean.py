@@ -23,7 +23,8 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import nn
 
-from leangrad import _torch, _torch_compile
+from leangrad import _torch
+from leangrad._torch import compiler as _torch_compile
 from leangrad.inert import Watch
 from leangrad.ledger import MIN_BYTES, Ledger, Region
 from leangrad.ledger.gc_pause import Rest

@@ -17,7 +17,7 @@ from functorch.compile import aot_function, make_boxed_func, min_cut_remateriali
 from torch import Tensor, fx, nn
 
 import leangrad
-from leangrad import _torch_compile
+from leangrad._torch import compiler as _torch_compile
 from leangrad.compiled import backend as backend_module
 from leangrad.compiled import compile_lean, summary
 from leangrad.compiled.partitioner import Partitioner, Settings, chosen

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from leangrad import _torch_compile
+from leangrad._torch import compiler as _torch_compile
 from leangrad.compiled.partitioner import Partitioner, Settings, chosen
 from leangrad.measure import Measurement
 from leangrad.policy.choice import REUSED_READS

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from leangrad import _torch_compile
+from leangrad._torch import compiler as _torch_compile
 from leangrad.policy.graph import Graph, Value
 from leangrad.policy.ops import is_discrete, is_heavy, is_source
 

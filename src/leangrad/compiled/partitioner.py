@@ -11,7 +11,8 @@ from typing import Any
 
 from torch import fx
 
-from leangrad import __version__, _torch_compile
+from leangrad import __version__
+from leangrad._torch import compiler as _torch_compile
 from leangrad.compiled.dropout import restore_dropout, write_out_dropout
 from leangrad.compiled.joint_graph import read_joint_graph
 from leangrad.policy.choice import REUSED_READS, Choice, choose
@@ -78,6 +79,8 @@ def _code() -> str:
     """A digest of the code that chooses: another version of it must not be served another's graphs."""
     digest = hashlib.sha256()
     here = Path(__file__).parent
-    for path in sorted([*here.glob("*.py"), *(here.parent / "policy").glob("*.py"), here.parent / "_torch_compile.py"]):
+    for path in sorted(
+        [*here.glob("*.py"), *(here.parent / "policy").glob("*.py"), here.parent / "_torch" / "compiler.py"]
+    ):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]

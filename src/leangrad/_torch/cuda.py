@@ -1,0 +1,50 @@
+"""Streams, devices and kernels of CUDA."""
+
+from collections.abc import Callable
+
+import torch
+
+
+def _stream_of(index: int) -> int:
+    return int(torch.cuda.current_stream(index).cuda_stream)
+
+
+_raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _stream_of)
+
+
+def raw_stream(device: torch.device) -> int:
+    """The current CUDA stream of ``device`` as a number."""
+    return _raw_stream(device.index)
+
+
+def compile_kernel(code: str, name: str, types: str, warps: int) -> Callable[..., None] | None:
+    """`launch(blocks, stream, *arguments)` of a CUDA kernel, from its C++, on the current device; or None.
+
+    `types` has a letter for each argument: O for an address, l for a long. None where torch has no compiler at run
+    time, or no way to start what it made.
+    """
+    build = getattr(torch.cuda, "_compile_kernel", None)
+    start = getattr(getattr(torch._C, "_StaticCudaLauncher", None), "_launch_kernel", None)
+    if build is None or start is None:
+        return None
+    try:
+        kernel = build(code, name)
+        function = int(kernel.func.value)
+    except (AttributeError, ImportError, OSError, RuntimeError, TypeError):
+        return None
+
+    def launch(blocks: int, stream: int, *arguments: int) -> None:
+        start(function, blocks, 1, 1, warps, 0, types, arguments, stream)
+
+    launch.kernel = kernel  # type: ignore[attr-defined]  # its module must live as long
+    return launch
+
+
+# The index of the current CUDA device, and whether a graph is being captured on the current stream: what `torch.cuda`
+# asks in the end, without a call of Python before it. Only where CUDA has been used.
+current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+
+
+is_capturing: Callable[[], bool] = getattr(
+    torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
+)

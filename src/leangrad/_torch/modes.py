@@ -1,0 +1,88 @@
+"""Whether somebody watches or traces the calls: modes, transforms, forward mode, autocast, tracing, profiling."""
+
+import contextlib
+import itertools
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from leangrad.switch import disabled
+
+
+def is_profiling() -> bool:
+    """Whether torch's profiler is on, in this thread or another. A second one would end the first without a word."""
+    ask = getattr(torch.autograd, "_profiler_enabled", None)
+    return getattr(torch.autograd.profiler, "_is_profiler_enabled", False) or (ask is not None and bool(ask()))
+
+
+@contextlib.contextmanager
+def muted_kineto() -> Iterator[None]:
+    """Keep torch 2.13's Kineto from writing two log lines per profile to stderr; it reads its level only once."""
+    if "KINETO_LOG_LEVEL" in os.environ:
+        yield
+        return
+    os.environ["KINETO_LOG_LEVEL"] = "99"  # above all of its levels
+    try:
+        yield
+    finally:
+        del os.environ["KINETO_LOG_LEVEL"]
+
+
+def peak_bytes(profiler: Any) -> int:
+    """The highest that the CPU memory made during a profile stood, in bytes; 0 where torch does not tell."""
+    try:
+        events = [e for e in profiler.kineto_results.events() if e.name() == "[memory]"]
+        changes: list[int] = [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]
+    except AttributeError:
+        return 0
+    return max(itertools.accumulate(changes), default=0)
+
+
+_transforms_active: Callable[[], bool] | None = getattr(torch._C, "_are_functorch_transforms_active", None)
+
+
+def transforms_active() -> bool:
+    """Whether a `torch.func` transform (vmap, grad, jvp) is running; False where torch does not tell."""
+    return False if _transforms_active is None else _transforms_active()
+
+
+_forward_ad: Any = torch.autograd.forward_ad
+
+
+def forward_mode_active() -> bool:
+    """Whether a forward-mode level is open; False where torch does not tell (then torch raises for a Function)."""
+    level = getattr(_forward_ad, "_current_level", -1)
+    return isinstance(level, int) and level >= 0
+
+
+def is_traced() -> bool:
+    """Whether torch is recording this code instead of only running it: compile, export, jit.trace."""
+    return torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined]
+
+
+# How many `TorchDispatchMode`s listen, to whom every op has to be shown; 0 where torch does not tell.
+dispatch_modes_active: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
+
+
+# The `__torch_function__` of a class whose calls no override sees, if torch has it.
+no_override: Any = getattr(torch._C, "_disabled_torch_function_impl", Tensor.__torch_function__)
+
+
+_is_tracing: Callable[[], bool] = getattr(torch._C, "_is_tracing", torch.jit.is_tracing)  # type: ignore[attr-defined]
+
+
+def is_watched() -> bool:
+    """Whether somebody must see torch's own ops: a compiler, a tracer, a `torch.func` transform, forward mode, a user.
+
+    A user says so by `LEANGRAD_DISABLE=1`.
+    """
+    if torch.compiler.is_compiling() or _is_tracing() or transforms_active() or forward_mode_active():
+        return True
+    return disabled()
+
+
+# Whether autocast is on for some kind of device; True where torch does not tell.
+autocast_may_be_on: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
