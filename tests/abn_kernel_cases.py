@@ -15,9 +15,9 @@ from torch import Tensor
 from leangrad.errors import ChangedError
 from leangrad.kernels import abn as kernels
 from leangrad.kernels import serves
-from leangrad.nn import abn_spare
 from leangrad.nn.abn import ABN, InPlaceABN
-from leangrad.nn.abn_recipe import rebuilding
+from leangrad.nn.abn import invertibility as abn_spare
+from leangrad.nn.abn.recipe import rebuilding
 from leangrad.ops import abn as ops
 from tests.support import same_bits
 

@@ -11,7 +11,7 @@ import leangrad
 from leangrad.errors import LeangradError
 from leangrad.measure import measure
 from leangrad.nn.abn import ABN, InPlaceABN
-from leangrad.nn.abn_recipe import rebuilding
+from leangrad.nn.abn.recipe import rebuilding
 from tests.support import same_bits
 
 ACT = {"leaky_relu": lambda y: F.leaky_relu(y, 0.2), "relu": F.relu}

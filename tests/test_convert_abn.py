@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from leangrad.errors import LeangradError
 from leangrad.measure import measure
 from leangrad.nn.abn import ABN, InPlaceABNSync
-from leangrad.nn.abn_pool import RebuiltMaxPool2d
-from leangrad.nn.abn_recipe import MAX_DEPTH, Recipe, Session
+from leangrad.nn.abn.pool import RebuiltMaxPool2d
+from leangrad.nn.abn.recipe import MAX_DEPTH, Recipe, Session
 from leangrad.nn.convert import convert_abn
 from tests.support import same_bits
 

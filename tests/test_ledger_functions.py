@@ -19,7 +19,7 @@ from leangrad.errors import ChangedError, ConsumedError
 from leangrad.ledger.learn.plan import Item, Record, best_cut, holds, play
 from leangrad.ledger.origins.graph_walk import COPIED_BYTES
 from leangrad.measure import measure
-from leangrad.nn.abn_recipe import _partly_lean
+from leangrad.nn.abn.recipe import _partly_lean
 from tests.support import same_bits
 
 Net = Callable[[], nn.Module]

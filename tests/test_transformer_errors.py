@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from leangrad.nn import AttentionContext, TransformerBlock
-from leangrad.nn.masks import fit_mask
+from leangrad.nn.blocks.masks import fit_mask
 from tests.support import same_bits
 from tests.test_transformer import BATCH, HEADS, LENGTH, WIDTH
 

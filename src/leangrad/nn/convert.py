@@ -27,9 +27,9 @@ from torch import fx, nn
 
 from leangrad._torch import graph_task, has_hooks
 from leangrad.nn.abn import ABN, InPlaceABNSync
-from leangrad.nn.abn_pool import RebuiltMaxPool2d
-from leangrad.nn.abn_recipe import rebuilding
-from leangrad.nn.abn_rule import DETERMINISTIC
+from leangrad.nn.abn.pool import RebuiltMaxPool2d
+from leangrad.nn.abn.recipe import rebuilding
+from leangrad.nn.abn.rule import DETERMINISTIC
 from leangrad.nn.traceable import why_not_traceable
 from leangrad.switch import NAME, disabled
 

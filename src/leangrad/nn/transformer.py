@@ -21,10 +21,10 @@ from leangrad.engine.single_node import run
 from leangrad.functional import autocast_enabled, runs_plain
 from leangrad.ledger.observe.active_region import ledger_saves
 from leangrad.ledger.observe.mutation import tell
-from leangrad.nn.block import Block, Replay
-from leangrad.nn.block_steps import Heads
+from leangrad.nn.blocks.masks import fit_mask
+from leangrad.nn.blocks.program import Block, Replay
+from leangrad.nn.blocks.steps import Heads
 from leangrad.nn.context import AttentionContext
-from leangrad.nn.masks import fit_mask
 from leangrad.ops.activation import ACTIVATIONS, Activation, resolve
 from leangrad.ops.attention import attend, rotary_tables, rotate
 

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from leangrad.engine.grad_buffer import Lease
 from leangrad.engine.tape import Tape, Var
-from leangrad.nn.prepare import Prepare, take_over
-from leangrad.nn.recorded_attention import Recorded, record_attention
+from leangrad.nn.blocks.input_transform import Prepare, take_over
+from leangrad.nn.blocks.recorded_attention import Recorded, record_attention
 from leangrad.ops.attention import attend as attend_plainly
 from leangrad.ops.attention import rotate_
 from leangrad.ops.linear import linear, linear_backward_bias, linear_backward_input, linear_backward_weight

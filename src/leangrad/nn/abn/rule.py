@@ -19,8 +19,8 @@ from leangrad.ledger.observe.mutation import before_change
 from leangrad.ledger.origins.functions import Replay, know
 from leangrad.ledger.origins.graph_walk import Operand, Walk
 from leangrad.ledger.values.inplace_variants import with_out
-from leangrad.nn.abn_autograd import ABNFunction, Call, apply_abn
-from leangrad.nn.abn_recipe import behind_hooks, note_region
+from leangrad.nn.abn.autograd import ABNFunction, Call, apply_abn
+from leangrad.nn.abn.recipe import behind_hooks, note_region
 from leangrad.ops import abn as ops
 
 __all__ = ["DETERMINISTIC", "can_be_rebuilt"]

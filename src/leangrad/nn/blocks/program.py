@@ -4,7 +4,7 @@
     y   = r + dropout(down(activation(up(norm2(r)))))
 
 with `norm(x) * (1 + scale) + shift` for the norms where a condition is given. Four products and one attention; see
-`leangrad.nn.block_steps` for what each keeps.
+`leangrad.nn.blocks.steps` for what each keeps.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from leangrad.engine.tape import Tape, Var
-from leangrad.nn.block_steps import Heads, attend, keep_addend, project
-from leangrad.nn.prepare import Activated, Normed
+from leangrad.nn.blocks.input_transform import Activated, Normed
+from leangrad.nn.blocks.steps import Heads, attend, keep_addend, project
 from leangrad.ops.activation import Activation
 from leangrad.ops.attention import attend as attend_plainly
 from leangrad.ops.attention import rotate

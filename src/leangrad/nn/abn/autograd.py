@@ -22,8 +22,8 @@ from leangrad._torch import graph_is_kept
 from leangrad.engine.ownership import owned
 from leangrad.errors import ConsumedError, LeangradError
 from leangrad.kernels import serves
-from leangrad.nn.abn_recipe import Recipe
-from leangrad.nn.abn_spare import Answer, Limits, note_backward, poison, wider
+from leangrad.nn.abn.invertibility import Answer, Limits, note_backward, poison, wider
+from leangrad.nn.abn.recipe import Recipe
 from leangrad.ops import abn as ops
 from leangrad.overridable import overridable
 

@@ -14,9 +14,9 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
 from leangrad._torch import forward_mode_active, is_capturing, is_view, keeps_output, norm_tensors, transforms_active
-from leangrad.nn import abn_rule  # noqa: F401  (the ledger learns to rebuild these layers)
-from leangrad.nn.abn_autograd import Call, apply_abn
-from leangrad.nn.abn_spare import ask, limits_of
+from leangrad.nn.abn import rule as abn_rule  # noqa: F401  (the ledger learns to rebuild these layers)
+from leangrad.nn.abn.autograd import Call, apply_abn
+from leangrad.nn.abn.invertibility import ask, limits_of
 from leangrad.ops.abn import is_dense
 from leangrad.ops.abn_activation import Activation, activate_
 from leangrad.switch import disabled
@@ -40,7 +40,7 @@ class ABN(nn.Module):
         absolute: apply |γ| + eps in the place of γ, as older in-place batch norms do.
 
     Keeps for backward: one map, the input, and 16 bytes per channel. What uses the output keeps that itself, but inside
-    `leangrad.nn.abn_recipe.rebuilding()`, as in a model from `convert_abn`, it keeps nothing.
+    `leangrad.nn.abn.recipe.rebuilding()`, as in a model from `convert_abn`, it keeps nothing.
 
     >>> abn = ABN(3, activation="silu")
     >>> plain = nn.Sequential(nn.BatchNorm2d(3), nn.SiLU())

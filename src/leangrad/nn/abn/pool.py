@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from leangrad.ledger.observe.active_region import ledger_saves
 from leangrad.ledger.origins.functions import Replay, know
-from leangrad.nn.abn_autograd import once
-from leangrad.nn.abn_recipe import recipe_of
-from leangrad.nn.abn_rule import can_be_rebuilt
+from leangrad.nn.abn.autograd import once
+from leangrad.nn.abn.recipe import recipe_of
+from leangrad.nn.abn.rule import can_be_rebuilt
 from leangrad.overridable import overridable
 
 __all__ = ["RebuiltMaxPool2d"]
@@ -31,7 +31,7 @@ class RebuiltMaxPool2d(nn.MaxPool2d):
     Keeps for backward: a recipe; elsewhere what `nn.MaxPool2d` keeps, its input and 8 bytes per output.
 
     >>> from leangrad.nn.abn import ABN
-    >>> from leangrad.nn.abn_recipe import rebuilding
+    >>> from leangrad.nn.abn.recipe import rebuilding
     >>> with rebuilding():
     ...     y = RebuiltMaxPool2d(2)(ABN(4, activation="relu")(torch.randn(2, 4, 8, 8, requires_grad=True)))
     >>> y.shape
