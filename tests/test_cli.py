@@ -15,8 +15,8 @@ from typer.testing import CliRunner, Result
 
 import leangrad
 from benchmarks.floor import floor
-from leangrad import _torch, demo, doctor
-from leangrad.cli import app
+from leangrad import _torch, demo
+from leangrad.cli import app, doctor
 from leangrad.demo import Case, Comparison, compare, gpt, residual_net, swiglu
 from leangrad.measure import Measurement
 from tests.support import same_bits

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,11 @@ def test_circles_are_found(tmp_path: Path) -> None:
         "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import house.room.chair\n"
     )
     assert circles(imports(tmp_path)) == [["house.door", "house.room.chair", "house.room.table"]]
+
+
+def test_no_folder_has_more_than_a_dozen_files() -> None:
+    counts = Counter(path.parent for path in SOURCE.rglob("*.py"))
+    assert {str(folder): count for folder, count in counts.items() if count > 12} == {}
 
 
 @pytest.mark.parametrize(("low", "high"), [("policy", "torch"), ("policy", "compiled"), ("ops", "nn")])

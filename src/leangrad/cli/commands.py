@@ -20,7 +20,7 @@ from rich.table import Table
 
 import leangrad
 from leangrad import demo as demo_models
-from leangrad.doctor import examine
+from leangrad.cli.doctor import examine
 
 __all__ = ["app"]
 
