@@ -16,10 +16,10 @@ from torch import Tensor
 
 from leangrad import _torch
 from leangrad.errors import LeangradError
+from leangrad.ledger.values import shape_only
 from leangrad.ledger.values.cast import Packed
 from leangrad.ledger.values.node_metadata import AccumulateGrad
 from leangrad.ledger.values.saved import Bare
-from leangrad.ledger.values.shape_only import SHAPE_ONLY
 
 
 @final
@@ -70,7 +70,7 @@ def claims(out: Any, first: int) -> dict[int, Claim]:
     """
     found: dict[int, Claim] = {}
     for node in _nodes(out, first):
-        for name, kind in SHAPE_ONLY.get(type(node).__name__, {}).items():
+        for name, kind in shape_only.SHAPE_ONLY.get(type(node).__name__, {}).items():
             raw = getattr(node, "_raw_saved_" + name, None)
             slot = None if raw is None else _torch.packed(raw)
             if type(slot) is Slot:
