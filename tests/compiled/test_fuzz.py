@@ -129,7 +129,7 @@ class Fuzzed(Partitions):
 
     steps: list[tuple[Graph, list[fx.Node]]] = field(default_factory=list)
 
-    def _keep(self, graph: fx.Graph, info: Any) -> list[fx.Node] | None:
+    def _keep(self, graph: fx.Graph, info: Any) -> list[fx.Node]:
         self.steps.append(read_joint_graph(graph, info, fused=not self.settings.exact))
         return super()._keep(graph, info)
 
