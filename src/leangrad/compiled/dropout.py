@@ -10,6 +10,7 @@ still; the one would need ops that eager does not have, the other would draw fro
 from __future__ import annotations
 
 import operator
+import struct
 
 import torch
 from torch import fx
@@ -32,12 +33,24 @@ def write_out_dropout(graph: fx.Graph) -> list[str]:
         with graph.inserting_after(mask):
             masked = graph.call_function(aten.mul.Tensor, (x, mask))
         with graph.inserting_after(masked):
-            again = graph.call_function(aten.mul.Tensor, (masked, 1 / (1 - p)))
+            again = graph.call_function(aten.mul.Tensor, (masked, _scale(result, p)))
         result.replace_all_uses_with(again)
         masked.meta = dict(result.meta)
         again.meta = dict(result.meta)
         written.append(again.name)
     return written
+
+
+def _scale(result: fx.Node, p: float) -> float:
+    """What the op itself multiplies by: on an accelerator it takes the inverse of 1 - p rounded to a float32."""
+    value = result.meta["val"]
+    if value.device.type == "cpu" or value.dtype is torch.float64:
+        return 1 / (1 - p)
+    return _single(1 / _single(1 - p))
+
+
+def _single(number: float) -> float:
+    return float(struct.unpack("f", struct.pack("f", number))[0])
 
 
 def restore_dropout(forward: fx.GraphModule, written: list[str]) -> None:

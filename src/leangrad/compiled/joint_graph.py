@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.utils.checkpoint import CheckpointPolicy
 
 from leangrad import _torch_compile
 from leangrad.policy.graph import Graph, Value
@@ -80,6 +81,7 @@ def copy_changed_inputs(graph: fx.Graph) -> None:
         with graph.inserting_after(inputs[-1]):
             copy = graph.call_function(torch.ops.aten.clone.default, (node,))
         copy.meta = {key: node.meta[key] for key in ("val", "tensor_meta") if key in node.meta}
+        copy.meta["recompute"] = CheckpointPolicy.MUST_SAVE
         node.replace_all_uses_with(copy, lambda user, copy=copy: user is not copy and not _writes_into(user))
 
 
