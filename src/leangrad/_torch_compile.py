@@ -122,13 +122,14 @@ def changed_inputs(graph: fx.Graph) -> frozenset[fx.Node]:
 
 
 def _written(node: fx.Node) -> list[Any]:
-    """What an op in place writes into."""
+    """What an op of forward writes into."""
     if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
         return []
-    parameters = zip(node.target._schema.arguments, node.args, strict=False)  # what is left out has its default
-    named = [(parameter, node.kwargs[parameter.name]) for parameter in node.target._schema.arguments
-             if parameter.name in node.kwargs]
-    found = [value for parameter, value in (*parameters, *named) if parameter.is_write]
+    if node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward"):
+        return []
+    arguments = node.target._schema.arguments
+    given = {argument.name: value for argument, value in zip(arguments, node.args, strict=False)} | dict(node.kwargs)
+    found = [given.get(argument.name) for argument in arguments if argument.is_write]
     return [one for value in found for one in (value if isinstance(value, list | tuple) else [value])]
 
 

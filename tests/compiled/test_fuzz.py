@@ -22,7 +22,7 @@ from leangrad.compiled.partitioner import Settings
 from leangrad.policy.graph import Graph
 from leangrad.policy.ops import is_discrete, is_source
 from leangrad.policy.peak import play
-from tests.compiled.fuzz_steps import ALL, CHANGING, CHECKPOINTED, EDITS, Modules
+from tests.compiled.fuzz_steps import ALL, AOT_DIFFERS, CHANGING, CHECKPOINTED, EDITS, Modules
 from tests.fuzz import examples
 from tests.support.bits import difference
 from tests.support.partitions import Interpreter, Partition, Partitions, saved
@@ -151,11 +151,17 @@ def compare(mine: Result, other: Result) -> list[str]:
     return [f"tensor {n}: {told}" for n, told in enumerate(words) if told]
 
 
-def is_aots_own(mine: Result, plain: Result, stock: Result, n: int) -> bool:
-    a, b, c = mine[n], plain[n], stock[n]
-    if a is None or difference(a, c, nans="any"):
+def is_aots_own(program: Program, mine: Tensor | None, plain: Tensor | None, stock: Tensor | None) -> bool:
+    """Whether a difference from eager is AOTAutograd's own, with any partition.
+
+    It gives zeros for a gradient that eager leaves out, adds up in another order where views were changed in place, and
+    knows no rrelu and no hidden edits of views.
+    """
+    if mine is None or difference(mine, stock, nans="any"):
         return False
-    return torch.equal(a, torch.zeros_like(a) if b is None else b)
+    expected = torch.zeros_like(mine) if plain is None else plain
+    is_near = torch.allclose(mine, expected, rtol=1e-3, atol=1e-5, equal_nan=True)
+    return is_near or any(name in AOT_DIFFERS for name, *_ in program.steps)
 
 
 def decision_bytes(part: Partition) -> int:
@@ -187,9 +193,9 @@ def check_cut(program: Program) -> Counter[str]:
     """Our cut beside torch's own, on the graphs that Inductor would be given."""
     seen: Counter[str] = Counter()
     fuzzed = Fuzzed(Settings(slowdown=program.slowdown))
-    mine = result(program, fuzzed.backend)
+    mine = result(program, fuzzed.backend, fullgraph=True)
     if isinstance(mine, Exception):
-        if not isinstance(result(program, stock_backend), Exception):
+        if not isinstance(result(program, stock_backend, fullgraph=True), Exception):
             raise AssertionError("torch's own partition gives gradients, ours raises") from mine
         seen["cut refused"] += 1
         return seen
@@ -206,7 +212,7 @@ def check_cut(program: Program) -> Counter[str]:
             assert drawn == [], drawn
         ours, stock = fuzzed.peaks(n)
         told = decision_bytes(part)
-        if not program.changes_buffers:
+        if not program.changes_buffers and program.slowdown > 2:
             assert part.kept_bytes <= part.stock_kept_bytes + told or ours <= stock + told, (
                 part.kept_bytes, part.stock_kept_bytes, ours, stock, told, saved(part.forward, part.outputs), saved(part.stock_forward, part.outputs))
         seen["smaller"] += part.kept_bytes < part.stock_kept_bytes
@@ -230,8 +236,8 @@ def check_exact(program: Program) -> Counter[str]:
         return seen
     words = compare(mine, plain)
     if words and not isinstance(stock := result(program, "aot_eager"), Exception):
-        # AOTAutograd's own: zeros for a gradient that eager leaves out, 0.0 for -0.0
-        words = [told for told in words if not is_aots_own(mine, plain, stock, int(told.split()[1][:-1]))]
+        own = [is_aots_own(program, *three) for three in zip(mine, plain, stock, strict=True)]
+        words = [told for told in words if not own[int(told.split()[1][:-1])]]
         seen["aot differs"] += 1
     assert words == [], words
     seen["exact"] += 1

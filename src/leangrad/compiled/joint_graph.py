@@ -77,12 +77,23 @@ def copy_changed_inputs(graph: fx.Graph) -> None:
     """Let all read a copy of what forward writes into, so that the old value can be kept: [Note: changed inputs]."""
     changed = _torch_compile.changed_inputs(graph)
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
-    for node in (node for node in inputs if node in changed):
+    for node in (node for node in inputs if node in changed and not _is_strided_over(node)):
         with graph.inserting_after(inputs[-1]):
             copy = graph.call_function(torch.ops.aten.clone.default, (node,))
         copy.meta = {key: node.meta[key] for key in ("val", "tensor_meta") if key in node.meta}
         copy.meta["recompute"] = CheckpointPolicy.MUST_SAVE
         node.replace_all_uses_with(copy, lambda user, copy=copy: user is not copy and not _writes_into(user))
+
+
+def _is_strided_over(node: fx.Node) -> bool:
+    """Whether something reads the memory of an input by strides and offsets that a copy of it does not have."""
+    value = node.meta.get("val")
+    if isinstance(value, Tensor) and value.is_contiguous() and value.storage_offset() == 0:
+        return False
+    views = [node]
+    for view in views:
+        views += [user for user in view.users if _is_one_of(user, VIEWS)]
+    return any(_is_one_of(view, {"as_strided"}) for view in views)
 
 
 def _writes_into(user: fx.Node) -> bool:
