@@ -107,9 +107,7 @@ def test_torchs_own_choice_is_refused_where_it_would_keep_what_forward_changes(m
         return make_boxed_func(gm.forward)
 
     def step(x: Tensor, b: Tensor) -> Tensor:
-        run = aot_function(
-            read, compiler, compiler, partition_fn=Lost(Settings()), keep_inference_input_mutations=True
-        )
+        run = aot_function(read, compiler, compiler, partition_fn=Lost(Settings()), keep_inference_input_mutations=True)
         return run(x, b)
 
     x, b = torch.randn(4, 4), torch.randn(4)

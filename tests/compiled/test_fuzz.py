@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx
-
 from torch._inductor.compile_fx import compile_fx
 
 from leangrad import _torch_compile
@@ -53,6 +52,11 @@ class Program:
         return any(name in CHANGING for name, *_ in self.steps)
 
     @property
+    def draws_alone(self) -> bool:
+        """Whether an op draws that Inductor does not make from a seed; torch's own cut then keeps what was drawn."""
+        return any(name == "rrelu" for name, *_ in self.steps)
+
+    @property
     def is_checkpointed(self) -> bool:
         return any(name in CHECKPOINTED for name, *_ in self.steps)
 
@@ -79,7 +83,7 @@ def random_program(seed: int) -> Program:
 
 
 def forward(program: Program, run: Modules) -> Callable[[Tensor], list[Tensor]]:
-    """The program as a function of its input. It gives the last tensors, aliases and all, and some that need no grad."""
+    """The program as a function of its input. It gives the last tensors, aliases and all, and one without gradient."""
     steps = tuple(((ALL.get(name) or EDITS[name]), i, j, c) for name, i, j, c in program.steps)
 
     def play(x: Tensor) -> list[Tensor]:
@@ -154,8 +158,8 @@ def compare(mine: Result, other: Result) -> list[str]:
 def is_aots_own(program: Program, mine: Tensor | None, plain: Tensor | None, stock: Tensor | None) -> bool:
     """Whether a difference from eager is AOTAutograd's own, with any partition.
 
-    It gives zeros for a gradient that eager leaves out, adds up in another order where views were changed in place, and
-    knows no rrelu and no hidden edits of views.
+    It gives zeros for a gradient that eager leaves out, and adds up in another order where views were changed in place;
+    for the rest see `AOT_DIFFERS`.
     """
     if mine is None or difference(mine, stock, nans="any"):
         return False
@@ -208,13 +212,15 @@ def check_cut(program: Program) -> Counter[str]:
         if not program.is_checkpointed:
             heavy = [name for name in part.heavy_twice() if name != "unfold"]
             assert heavy == [], heavy
-            drawn = [name for name in twice if is_source(name) and name not in ("inductor_random", "inductor_lookup_seed")]
+            drawn = [
+                name for name in twice if is_source(name) and name not in ("inductor_random", "inductor_lookup_seed")
+            ]
             assert drawn == [], drawn
         ours, stock = fuzzed.peaks(n)
-        told = decision_bytes(part)
-        if not program.changes_buffers and program.slowdown > 2:
-            assert part.kept_bytes <= part.stock_kept_bytes + told or ours <= stock + told, (
-                part.kept_bytes, part.stock_kept_bytes, ours, stock, told, saved(part.forward, part.outputs), saved(part.stock_forward, part.outputs))
+        if program.slowdown > 2 and not (program.changes_buffers or program.is_checkpointed or program.draws_alone):
+            told = decision_bytes(part)
+            kept = part.kept_bytes <= part.stock_kept_bytes + told
+            assert kept or ours <= stock + told, (part.kept_bytes, part.stock_kept_bytes, ours, stock, told)
         seen["smaller"] += part.kept_bytes < part.stock_kept_bytes
     return seen
 
@@ -235,7 +241,10 @@ def check_exact(program: Program) -> Counter[str]:
         seen["exact refused"] += 1
         return seen
     words = compare(mine, plain)
-    if words and not isinstance(stock := result(program, "aot_eager"), Exception):
+    if words and isinstance(stock := result(program, "aot_eager"), Exception):
+        seen["aot differs"] += any(name in AOT_DIFFERS for name, *_ in program.steps)
+        words = [] if seen["aot differs"] else words
+    elif words:
         own = [is_aots_own(program, *three) for three in zip(mine, plain, stock, strict=True)]
         words = [told for told in words if not own[int(told.split()[1][:-1])]]
         seen["aot differs"] += 1
@@ -247,3 +256,20 @@ def check_exact(program: Program) -> Counter[str]:
 
 def check(program: Program) -> Counter[str]:
     return check_cut(program) + check_exact(program)
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_random_programs(part: int) -> None:
+    """Nothing differs, and not for want of programs that train."""
+    seen: Counter[str] = Counter()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of Dynamo's and of programs that nobody would write
+        for n in range(examples(3, 250)):
+            seed = 4 * n + part
+            try:
+                seen += check(random_program(seed))
+            except AssertionError as error:
+                raise AssertionError(f"seed {seed}, {random_program(seed)}: {error}") from error
+    torch._C._set_mkldnn_enabled(True)  # a bfloat16 product that it cannot do switches it off
+    assert seen["cuts"] >= 1, seen
+    assert seen["exact"] >= 1, seen
