@@ -72,12 +72,10 @@ def install_seam() -> None:
     @functools.wraps(stock)
     def choose_saved_values_set(joint_graph: fx.Graph, node_info: Any, *args: Any, **kwargs: Any) -> list[fx.Node]:
         choose = _choose.get()
-        if choose is None:
-            return stock(joint_graph, node_info, *args, **kwargs)
-        kept = choose(joint_graph, node_info)
+        kept = choose(joint_graph, node_info) if choose is not None else None
         if kept is None:
-            kept = stock(joint_graph, node_info, *args, **kwargs)
-            if stale := changed_inputs(joint_graph).intersection(kept):
+            kept = list(stock(joint_graph, node_info, *args, **kwargs))
+            if choose is not None and (stale := changed_inputs(joint_graph).intersection(kept)):
                 names = ", ".join(sorted(node.name for node in stale))
                 raise LeangradError(
                     f"forward writes into inputs whose old value backward needs ({names}), and this graph has ops for "

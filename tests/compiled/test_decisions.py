@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from leangrad.compiled import compile_lean
 from leangrad.compiled.joint_graph import op_name
 from leangrad.compiled.partitioner import Settings
 from leangrad.policy.ops import is_source
@@ -163,6 +164,22 @@ def test_half_precision_has_no_known_bits(function: Callable[..., Tensor]) -> No
     found, _ = partitions(function, x, w)
     assert "gt" in found.fixed
     assert "gt" not in found.found[0].run_twice()
+
+
+@pytest.mark.gpu
+def test_gradients_are_of_the_branch_that_forward_took() -> None:
+    """With Inductor's own kernels: the mean is kept in half precision, and forward compares it before it is rounded."""
+
+    def step(x: Tensor) -> Tensor:
+        return torch.where(x.bfloat16().exp().mean(-1, keepdim=True) > 1, 2 * x.sin(), 5 * x.sin())
+
+    x = torch.randn(4096, 16, device="cuda") * 0.02
+    x = (x - x.mean(-1, keepdim=True)).requires_grad_()
+    result = torch.compile(step, backend=compile_lean)(x)
+    result.sum().backward()
+    taken = (result.detach() / x.detach().sin()).round()
+    assert same_bits((x.grad / x.detach().cos()).round(), taken)
+    assert set(taken.unique().tolist()) == {2.0, 5.0}
 
 
 def test_of_dropout_in_half_precision_only_seeds_are_kept() -> None:

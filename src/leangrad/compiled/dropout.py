@@ -26,7 +26,7 @@ aten = torch.ops.aten
 
 
 def write_out_dropout(graph: fx.Graph) -> list[str]:
-    """Let the readers of each dropout read what it is made of. Returns the names of the values to restore in forward."""
+    """Let the readers of each dropout read what it is made of. Returns the names of values to restore in forward."""
     written: list[str] = []
     for node in graph.find_nodes(op="call_function", target=aten.native_dropout.default):
         x, p, train = node.args

@@ -106,7 +106,8 @@ class Kernels:
     def _readers(self, n: int) -> list[int]:
         """The values of the phase that are computed from a value, or from a view of it."""
         graph = self.graph
-        found, frontier = [], [n]
+        found: list[int] = []
+        frontier = [n]
         while frontier:
             for r in graph.readers[frontier.pop()]:
                 if r in self.place:
