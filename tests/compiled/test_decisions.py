@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from leangrad.compiled import compile_lean
 from leangrad.compiled.joint_graph import op_name
 from leangrad.compiled.partitioner import Settings
 from leangrad.policy.ops import is_source
@@ -123,6 +124,90 @@ def test_the_mask_of_a_maximum_is_made_in_forward(reduce: Callable[[Tensor], Ten
     )
     assert "eq" in made
     assert "eq" not in again
+
+
+def test_a_maximum_over_indices_is_found_again() -> None:
+    """Backward asks which elements the maxima are equal to, by a gather: made again they may be equal to none."""
+
+    def step(x: Tensor, w: Tensor, index: Tensor) -> Tensor:
+        return torch.zeros(4, 16).scatter_reduce(0, index, F.gelu(x @ w), "amax")
+
+    index = torch.randint(4, (32, 16))
+    found, _ = partitions(step, torch.randn(32, 16, requires_grad=True), torch.randn(16, 16), index)
+    (part,) = found.found
+    compared = [
+        node for node in part.backward.graph.nodes if node.op == "call_function" and op_name(node) == "eq"
+        and node.meta["val"].shape == (32, 16)
+    ]  # fmt: skip
+    assert compared == []
+
+
+def chosen_by_a_cast(x: Tensor, w: Tensor) -> Tensor:
+    half = x.bfloat16()
+    return torch.where(half > 0.1, half @ w, w @ half).float().sin() * x
+
+
+def chosen_by_a_statistic(x: Tensor, w: Tensor) -> Tensor:
+    return torch.where(x.bfloat16().exp().mean(-1, keepdim=True) > 1, x.sin(), x.cos())
+
+
+def chosen_by_a_product(x: Tensor, w: Tensor) -> Tensor:
+    y = x.bfloat16() @ w
+    return torch.where(y > 0.1, y.sin(), y.cos())
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
+@pytest.mark.parametrize("function", [chosen_by_a_cast, chosen_by_a_statistic, chosen_by_a_product])
+def test_half_precision_has_no_known_bits(function: Callable[..., Tensor]) -> None:
+    """Forward's kernel may have compared what was not yet rounded; what is kept is rounded."""
+    x, w = torch.randn(16, 16, requires_grad=True), torch.randn(16, 16).bfloat16()
+    found, _ = partitions(function, x, w)
+    assert "gt" in found.fixed
+    assert "gt" not in found.found[0].run_twice()
+
+
+@pytest.mark.gpu
+def test_gradients_are_of_the_branch_that_forward_took() -> None:
+    """With Inductor's own kernels: the mean is kept in half precision, and forward compares it before it is rounded."""
+
+    def step(x: Tensor) -> Tensor:
+        return torch.where(x.bfloat16().exp().mean(-1, keepdim=True) > 1, 2 * x.sin(), 5 * x.sin())
+
+    x = torch.randn(4096, 16, device="cuda") * 0.02
+    x = (x - x.mean(-1, keepdim=True)).requires_grad_()
+    result = torch.compile(step, backend=compile_lean)(x)
+    result.sum().backward()
+    taken = (result.detach() / x.detach().sin()).round()
+    assert same_bits((x.grad / x.detach().cos()).round(), taken)
+    assert set(taken.unique().tolist()) == {2.0, 5.0}
+
+
+def test_of_dropout_in_half_precision_only_seeds_are_kept() -> None:
+    """The random number is rounded before it is compared, but only there: it is never written."""
+
+    def step(x: Tensor) -> Tensor:
+        return F.dropout(F.dropout(x.sin(), 0.3).sin(), 0.3)
+
+    found, _ = partitions(step, torch.randn(64, 64).bfloat16().requires_grad_())
+    (part,) = found.found
+    assert part.kept_bytes <= 16
+    assert part.run_twice().count("inductor_random") == 2
+
+
+@torch.library.custom_op("leangrad_tests::select", mutates_args=())
+def _select(x: Tensor) -> Tensor:
+    return x * 2
+
+
+_select.register_fake(torch.empty_like)
+_select.register_autograd(lambda ctx, grad: grad * 2)
+
+
+def test_an_op_of_a_library_is_no_view_whatever_its_name() -> None:
+    """It may draw, count, or take long: it is run once."""
+    found, _ = partitions(lambda x: _select(x.exp()).sin(), torch.randn(4, 4, requires_grad=True))
+    assert found.found[0].run_twice() == ["exp"] or found.found[0].run_twice() == []
+    assert "select" in found.fixed
 
 
 def policy(

@@ -76,6 +76,35 @@ def test_of_dropout_only_the_mask_is_kept() -> None:
     assert [one.choice.outcome.kept_bytes for one in chosen] == [3 * 64 * 32 * (4 + 1)]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("p", [0.1, 0.15, 0.3, 0.85])
+def test_dropout_rounds_as_eager(p: float, dtype: torch.dtype) -> None:
+    """On a CPU eager multiplies by the rounded factor 1 / (1 - p), on a GPU by the mask and by the scale."""
+    _dropout_rounds_as_eager(p, dtype, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("p", [0.1, 0.15, 0.3, 0.85])
+def test_dropout_rounds_as_eager_on_a_gpu(p: float, dtype: torch.dtype) -> None:
+    _dropout_rounds_as_eager(p, dtype, "cuda")
+
+
+def _dropout_rounds_as_eager(p: float, dtype: torch.dtype, device: str) -> None:
+    def step(x: Tensor) -> Tensor:
+        return nn.functional.dropout(nn.functional.dropout(x.sin(), p).exp(), p).sin()
+
+    x = torch.randn(500, 3, device=device).to(dtype).requires_grad_()
+    given = torch.randn(500, 3, device=device).to(dtype)
+    found = []
+    for run in (step, torch.compile(step, backend=compile_lean, options=EXACT)):
+        torch.manual_seed(1)
+        result = run(x)
+        found.append((result.detach(), *torch.autograd.grad(result, x, given)))
+    for mine, other in zip(*found, strict=True):
+        assert_same_bits(mine, other)
+
+
 class Counter(nn.Module):
     """Its forward changes a buffer after what backward needs was made from it."""
 

@@ -80,7 +80,7 @@ class Partitions(Partitioner):
         self.found.append(Partition(*ours, *stock, kwargs["num_fwd_outputs"]))
         return ours
 
-    def _keep(self, graph: fx.Graph, info: Any) -> list[fx.Node] | None:
+    def _keep(self, graph: fx.Graph, info: Any) -> list[fx.Node]:
         step, nodes = read_joint_graph(graph, info, fused=not self.settings.exact)
         self.fixed += [op_name(node) for value, node in zip(step.values, nodes, strict=True) if value.is_fixed]
         return super()._keep(graph, info)

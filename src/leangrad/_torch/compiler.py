@@ -73,7 +73,15 @@ def install_seam() -> None:
     def choose_saved_values_set(joint_graph: fx.Graph, node_info: Any, *args: Any, **kwargs: Any) -> list[fx.Node]:
         choose = _choose.get()
         kept = choose(joint_graph, node_info) if choose is not None else None
-        return stock(joint_graph, node_info, *args, **kwargs) if kept is None else kept
+        if kept is None:
+            kept = list(stock(joint_graph, node_info, *args, **kwargs))
+            if choose is not None and (stale := changed_inputs(joint_graph).intersection(kept)):
+                names = ", ".join(sorted(node.name for node in stale))
+                raise LeangradError(
+                    f"forward writes into inputs whose old value backward needs ({names}), and this graph has ops for "
+                    "which no copy of them can be kept; clone them before they are changed"
+                )
+        return kept
 
     partitioners.choose_saved_values_set = choose_saved_values_set
 
@@ -104,13 +112,23 @@ def changed_inputs(graph: fx.Graph) -> frozenset[fx.Node]:
     """The inputs of the step that forward writes into: inside the graph, or after it with what the graph gives."""
     (output,) = (node for node in graph.nodes if node.op == "output")
     told = [getattr(one, "mutated_input", None) for one in output.meta.get("desc") or ()]
-    copied_to = {node.args[0] for node in graph.nodes if node.target is torch.ops.aten.copy_.default}
+    written = {target for node in graph.nodes for target in _written(node)}
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     return frozenset(
-        node
-        for node in inputs
-        if node in copied_to or (node.meta.get("desc") is not None and node.meta["desc"] in told)
+        node for node in inputs if node in written or (node.meta.get("desc") is not None and node.meta["desc"] in told)
     )
+
+
+def _written(node: fx.Node) -> list[Any]:
+    """What an op of forward writes into."""
+    if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
+        return []
+    if node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward"):
+        return []
+    arguments = node.target._schema.arguments
+    given = {argument.name: value for argument, value in zip(arguments, node.args, strict=False)} | dict(node.kwargs)
+    found = [given.get(argument.name) for argument in arguments if argument.is_write]
+    return [one for value in found for one in (value if isinstance(value, list | tuple) else [value])]
 
 
 def can_be_kept(node: fx.Node) -> bool:

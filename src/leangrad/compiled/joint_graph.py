@@ -7,23 +7,31 @@ what is never made again, and what ops that do not round make of it. A compariso
 ReLU was cut off, chooses between two derivatives at a kink, and either is one. But where backward looks for the element
 that a maximum was taken from, by `eq`, it would find none: such a mask is a decision too.
 
+[Note: half precision] Inside a kernel Inductor computes in single precision: a value of half precision is rounded where
+it is written, not where another op of the same kernel reads it. So what is kept of such a value, or made again, may
+lack bits that a decision of forward has seen: only what was given, and what ops that do not round make of that, has
+known bits. A cast that one reader alone has is never written, neither in forward nor in backward.
+
 [Note: changed inputs] What forward writes into, a buffer for instance, holds something else in backward: its old value
-can neither be kept nor be read again, only what was made of it.
+can neither be kept nor be read again, only what was made of it. Where backward reads the old value itself, forward
+makes a copy first (`copy_changed_inputs`).
 """
 
 from __future__ import annotations
 
+import math
 import operator
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.utils.checkpoint import CheckpointPolicy
 
 from leangrad._torch import compiler as _torch_compile
 from leangrad.policy.graph import Graph, Value
 from leangrad.policy.ops import is_discrete, is_heavy, is_source
 
-__all__ = ["op_name", "read_joint_graph"]
+__all__ = ["copy_changed_inputs", "op_name", "read_joint_graph"]
 
 VIEWS = {
     "alias", "as_strided", "broadcast_in_dim", "chunk", "detach", "diagonal", "expand", "lift_fresh", "movedim",
@@ -46,6 +54,8 @@ EXACT = VIEWS | {
     "ones_like", "relu", "repeat", "roll", "scalar_tensor", "select_scatter", "slice_scatter", "stack", "tril",
     "triu", "where", "zeros", "zeros_like", "_to_copy", "_unsafe_index",
 }  # fmt: skip
+MOVES = VIEWS | {"clone", "convert_element_type", "gather", "index", "index_select", "_to_copy", "_unsafe_index"}
+SINGLE = 24  # bits of a float32's significand
 REDUCES = 4  # an op that reads so many times what it gives makes a statistic, which is kept
 INLINE_SHARE = 20  # a value computed inside its reader costs about the 20th part of one that is written and read
 BALANCE = 200  # operations that take as long as one byte moved, on an accelerator of today in half precision
@@ -61,6 +71,34 @@ def read_joint_graph(graph: fx.Graph, info: Any, *, fused: bool) -> tuple[Graph,
     """
     reader = _Reader(graph, info, fused)
     return Graph([reader.value(node) for node in reader.nodes]), reader.nodes
+
+
+def copy_changed_inputs(graph: fx.Graph) -> None:
+    """Let all read a copy of what forward writes into, so that the old value can be kept: [Note: changed inputs]."""
+    changed = _torch_compile.changed_inputs(graph)
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    for node in (node for node in inputs if node in changed and not _is_strided_over(node)):
+        with graph.inserting_after(inputs[-1]):
+            copy = graph.call_function(torch.ops.aten.clone.default, (node,))
+        copy.meta = {key: node.meta[key] for key in ("val", "tensor_meta") if key in node.meta}
+        copy.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        node.replace_all_uses_with(copy, lambda user, copy=copy: user is not copy and not _writes_into(user))
+
+
+def _is_strided_over(node: fx.Node) -> bool:
+    """Whether something reads the memory of an input by strides and offsets that a copy of it does not have."""
+    value = node.meta.get("val")
+    if isinstance(value, Tensor) and value.is_contiguous() and value.storage_offset() == 0:
+        return False
+    views = [node]
+    for view in views:
+        views += [user for user in view.users if _is_one_of(user, VIEWS)]
+    return any(_is_one_of(view, {"as_strided"}) for view in views)
+
+
+def _writes_into(user: fx.Node) -> bool:
+    is_mutable = isinstance(user.target, torch._ops.OpOverload) and user.target._schema.is_mutable
+    return user.op == "output" or is_mutable
 
 
 class _Reader:
@@ -79,7 +117,7 @@ class _Reader:
         is_standing = self._is_standing(node)
         policy = _torch_compile.user_policy(node)
         is_fixed = not is_view and policy != "recompute" and (policy == "save" or self._is_fixed(node))
-        self.exact[node] = is_fixed or is_standing or self._is_exact(node)
+        self.exact[node] = (is_fixed and not self._may_be_unrounded(node)) or is_standing or self._is_exact(node)
         nbytes = _size(node) if _torch_compile.can_be_kept(node) else 0  # the parts of a tuple have their own
         can_inline = self.fused and self._can_inline(node)
         moved = 0 if is_view or node.target is operator.getitem else _size(node) + sum(map(_size, node.all_input_nodes))
@@ -103,7 +141,7 @@ class _Reader:
     def _is_standing(self, node: fx.Node) -> bool:
         """A parameter, or what the caller holds anyway; not what an earlier graph made, which has a gradient."""
         if node.op != "placeholder":
-            return node.op == "get_attr"
+            return node.op == "get_attr" and _torch_compile.can_be_kept(node)  # the body of a branch is in both graphs
         value = node.meta.get("val")
         needs_gradient = isinstance(value, Tensor) and value.requires_grad
         is_held = node in self.info.static_lifetime_input_nodes or not needs_gradient
@@ -122,7 +160,7 @@ class _Reader:
             return not all(self.exact[i] for i in node.all_input_nodes)  # see [Note: decisions of forward]
         if not self.info.is_required_fw(node):
             return False  # it runs once, wherever that is
-        if node.target.namespace not in ("aten", "prims", "inductor_prims"):
+        if not _is_torchs(node.target):
             return True  # a custom op, a collective
         pointwise = torch.Tag.pointwise in node.target.tags
         if is_heavy(op_name(node)) and not pointwise:
@@ -146,8 +184,18 @@ class _Reader:
             return True
         if _is_integer(node) and all(_is_integer(i) for i in node.all_input_nodes):
             return all(self.exact[i] for i in node.all_input_nodes)
-        known = node.target is operator.getitem or _torch_compile.is_symbol(node) or op_name(node) in EXACT
-        return known and all(self.exact[i] for i in node.all_input_nodes)
+        known = node.target is operator.getitem or _torch_compile.is_symbol(node) or _is_one_of(node, EXACT)
+        return known and all(self.exact[i] for i in node.all_input_nodes) and not self._loses_bits(node)
+
+    def _may_be_unrounded(self, node: fx.Node) -> bool:
+        """Whether a reader of forward may see more bits than are kept: see [Note: half precision]."""
+        is_made = node.op == "call_function" and not _is_one_of(node, EXACT)
+        return self.fused and is_made and 0 < _precision(node) < SINGLE
+
+    def _loses_bits(self, node: fx.Node) -> bool:
+        """Whether it rounds to half precision, and that may take place for one reader and not for another."""
+        given = max(map(_precision, node.all_input_nodes), default=0)
+        return 0 < _precision(node) < min(given, SINGLE) and len(node.users) > 1
 
     def _is_view(self, node: fx.Node) -> bool:
         """Whether a tensor, or each of several, shows the memory of its first input."""
@@ -155,16 +203,16 @@ class _Reader:
             return False
         first = node.all_input_nodes[0]
         if node.target is operator.getitem:
-            return op_name(first) in VIEWS
-        if op_name(node) != "reshape":  # which copies where it must
-            return op_name(node) in VIEWS
+            return _is_one_of(first, VIEWS)
+        if not _is_one_of(node, {"reshape"}):  # which copies where it must
+            return _is_one_of(node, VIEWS)
         mine, base = _torch_compile.storage_of(node), _torch_compile.storage_of(first)
         return mine is None or base is None or mine == base
 
     def _can_inline(self, node: fx.Node) -> bool:
         if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
             return False
-        return node.target.namespace in ("aten", "prims", "inductor_prims") and not is_heavy(op_name(node))
+        return _is_torchs(node.target) and not is_heavy(op_name(node))
 
     def _is_written_in_backward(self, node: fx.Node) -> bool:
         """Whether some kernel of backward reads it from memory, if it is made again."""
@@ -182,13 +230,25 @@ class _Reader:
 
 
 def _is_reduced(node: fx.Node) -> bool:
-    """Whether a value is, but for its shape, the result of a reduction."""
-    while node.op == "call_function" and op_name(node) in VIEWS and node.all_input_nodes:
+    """Whether a value is, but for its shape and place, the result of a reduction, also of one over given indices."""
+    while _is_one_of(node, MOVES) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     if node.target is operator.getitem:
         node = node.all_input_nodes[0]
+    if node.op != "call_function":
+        return False
     elements = _torch_compile.elements_of
-    return node.op == "call_function" and elements(node) < max(map(elements, node.all_input_nodes), default=0)
+    is_smaller = elements(node) < max(map(elements, node.all_input_nodes), default=0)
+    return is_smaller or _is_one_of(node, {"scatter_reduce", "index_reduce", "segment_reduce"})
+
+
+def _is_one_of(node: fx.Node, names: set[str]) -> bool:
+    """Whether a node calls an op of torch's own with one of these names; a library's op of that name is another."""
+    return isinstance(node.target, torch._ops.OpOverload) and _is_torchs(node.target) and op_name(node) in names
+
+
+def _is_torchs(op: torch._ops.OpOverload) -> bool:
+    return op.namespace in ("aten", "prims", "inductor_prims")
 
 
 def op_name(node: fx.Node) -> str:
@@ -201,12 +261,20 @@ def _is_inlined(node: fx.Node) -> bool:
     target: Any = node.target
     if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
         return False
-    return torch.Tag.pointwise in target.tags or op_name(node) in INLINED
+    return torch.Tag.pointwise in target.tags or _is_one_of(node, INLINED)
 
 
 def _is_integer(node: fx.Node) -> bool:
     value = node.meta.get("val")
     return not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex())
+
+
+def _precision(node: fx.Node) -> int:
+    """The bits of the significand of a float tensor; 0 of anything else."""
+    value = node.meta.get("val")
+    if not isinstance(value, Tensor) or _is_integer(node):
+        return 0
+    return round(-math.log2(torch.finfo(value.dtype).eps)) + 1
 
 
 def _size(node: fx.Node) -> int:

@@ -14,7 +14,7 @@ from torch import fx
 from leangrad import __version__
 from leangrad._torch import compiler as _torch_compile
 from leangrad.compiled.dropout import restore_dropout, write_out_dropout
-from leangrad.compiled.joint_graph import read_joint_graph
+from leangrad.compiled.joint_graph import copy_changed_inputs, read_joint_graph
 from leangrad.policy.choice import REUSED_READS, Choice, choose
 
 __all__ = ["Partitioner", "Settings"]
@@ -41,8 +41,13 @@ class Partitioner(_torch_compile.partitioner_class()):  # type: ignore[misc]
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Partition one joint graph."""
         written = write_out_dropout(gm.graph) if self.settings.exact else []
-        with _torch_compile.choosing(self._keep):
-            forward, backward = _torch_compile.partition(gm, joint_inputs, **kwargs)
+        try:
+            with _torch_compile.choosing(self._keep):
+                forward, backward = _torch_compile.partition(gm, joint_inputs, **kwargs)
+        except OverflowError:  # backward reads what forward has changed
+            copy_changed_inputs(gm.graph)
+            with _torch_compile.choosing(self._keep_or_leave_it):
+                forward, backward = _torch_compile.partition(gm, joint_inputs, **kwargs)
         restore_dropout(forward, written)
         return forward, backward
 
@@ -50,17 +55,20 @@ class Partitioner(_torch_compile.partitioner_class()):  # type: ignore[misc]
         """What tells this partitioner from another in the caches: its settings, and the code of the policy."""
         return f"leangrad {__version__} {_code()} {asdict(self.settings)} {self.limits}"
 
-    def _keep(self, graph: fx.Graph, info: Any) -> list[fx.Node] | None:
+    def _keep(self, graph: fx.Graph, info: Any) -> list[fx.Node]:
         began = time.perf_counter()
         step, nodes = read_joint_graph(graph, info, fused=not self.settings.exact)
-        try:
-            choice = choose(step, slowdown=self.settings.slowdown, limits=self.limits)
-        except OverflowError:
-            return None  # backward reads what forward has changed: torch's own choice leads to eager's own error
+        choice = choose(step, slowdown=self.settings.slowdown, limits=self.limits)
         self.reused_reads = choice.reused_reads
         chosen.append(Chosen(choice, time.perf_counter() - began))
         del chosen[:-REMEMBERED]
         return [nodes[n] for n in sorted(choice.kept)]
+
+    def _keep_or_leave_it(self, graph: fx.Graph, info: Any) -> list[fx.Node] | None:
+        try:
+            return self._keep(graph, info)
+        except OverflowError:
+            return None  # something can be handed to no backward: torch itself may know what to do with it
 
 
 @dataclass(frozen=True)
