@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 from torch._inductor.compile_fx import compile_fx
 
-from leangrad import _torch_compile
+from leangrad._torch import compiler as _torch_compile
 from leangrad.compiled import compile_lean
 from leangrad.compiled.joint_graph import op_name, read_joint_graph
 from leangrad.compiled.partitioner import Settings
