@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from leangrad import tape
-from leangrad.engine import grad_buffer
+from leangrad.engine import grad_buffer, tape
 from leangrad.engine.grad_buffer import Lease, Pool, borrowed, release_scratch
 from leangrad.engine.single_node import run
 from leangrad.errors import ConsumedError
