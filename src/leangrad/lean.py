@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from leangrad import _torch
-from leangrad._torch import compiler as _torch_compile
+from leangrad._torch import compiler
 from leangrad.inert import Watch
 from leangrad.ledger import MIN_BYTES, Ledger, Region
 from leangrad.ledger.gc_pause import Rest
@@ -121,11 +121,11 @@ def _check_module(function: str, model: object, mend: str = "") -> None:
         raise TypeError(f"{function}() expects an nn.Module, got {type(model).__name__}{mend}")
 
 
-@_torch_compile.while_tracing
+@compiler.while_tracing
 def _say_which_backend() -> bool:
     """Warn, once in a process, if torch.compile takes a lean model to another backend than ours."""
     global _has_said
-    backend = _torch_compile.tracing_backend()
+    backend = compiler.tracing_backend()
     if not _has_said and backend not in (None, "leangrad", "compile_lean"):
         _has_said = True
         warnings.warn(

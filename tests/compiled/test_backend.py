@@ -17,10 +17,11 @@ from functorch.compile import aot_function, make_boxed_func, min_cut_remateriali
 from torch import Tensor, fx, nn
 
 import leangrad
-from leangrad._torch import compiler as _torch_compile
+from leangrad._torch import compiler
 from leangrad.compiled import backend as backend_module
 from leangrad.compiled import compile_lean, summary
 from leangrad.compiled.partitioner import Partitioner, Settings, chosen
+from leangrad.errors import LeangradError
 from tests.support import assert_same_bits
 from tests.support.processes import in_a_process
 
@@ -166,11 +167,11 @@ def test_a_torch_that_is_too_old_has_names_missing(monkeypatch: pytest.MonkeyPat
     from torch._functorch import partitioners
 
     monkeypatch.delattr(partitioners, "choose_saved_values_set")
-    _torch_compile.missing.cache_clear()
+    compiler.missing.cache_clear()
     try:
-        assert _torch_compile.missing() == ("torch._functorch.partitioners.choose_saved_values_set",)
+        assert compiler.missing() == ("torch._functorch.partitioners.choose_saved_values_set",)
     finally:
-        _torch_compile.missing.cache_clear()
+        compiler.missing.cache_clear()
 
 
 def test_an_unknown_mode_is_told() -> None:
@@ -184,9 +185,9 @@ def test_without_torchs_names_it_compiles_with_torchs_partitioner_and_says_so_on
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     calls: list[dict[str, Any]] = []
-    monkeypatch.setattr(_torch_compile, "missing", lambda: ("torch.gone",))
+    monkeypatch.setattr(compiler, "missing", lambda: ("torch.gone",))
     monkeypatch.setattr(
-        _torch_compile, "compile_by_inductor", lambda gm, inputs, patches: calls.append(patches) or gm.forward
+        compiler, "compile_by_inductor", lambda gm, inputs, patches: calls.append(patches) or gm.forward
     )
     backend_module._warn_of_missing.cache_clear()
     with pytest.warns(UserWarning, match=r'has no torch\.gone: backend="leangrad" compiles with torch\'s own'):
@@ -196,11 +197,14 @@ def test_without_torchs_names_it_compiles_with_torchs_partitioner_and_says_so_on
         warnings.simplefilter("error")
         torch.compile(mlp(), backend=compile_lean)(torch.randn(4, 8))
     assert calls == [{}, {}]
+    torch._dynamo.reset()
+    with pytest.raises(LeangradError, match=r"has no torch\.gone, which leangrad\.exact needs"):
+        compile_lean(torch.fx.symbolic_trace(mlp()), [torch.randn(4, 8)], options={"leangrad.exact": True})
     backend_module._warn_of_missing.cache_clear()
 
 
 def test_every_name_of_torch_is_there() -> None:
-    assert _torch_compile.missing() == ()
+    assert compiler.missing() == ()
 
 
 def test_the_key_of_the_caches_holds_every_setting() -> None:
@@ -231,7 +235,7 @@ def test_two_threads_with_different_backends_do_not_meet() -> None:
         function(torch.randn(8, requires_grad=True)).backward()
 
     def inside() -> None:
-        with _torch_compile.choosing(choose):
+        with compiler.choosing(choose):
             is_inside.set()
             assert is_done.wait(60)
             partition()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 from torch._inductor.compile_fx import compile_fx
 
-from leangrad._torch import compiler as _torch_compile
+from leangrad._torch import compiler
 from leangrad.compiled import compile_lean
 from leangrad.compiled.joint_graph import op_name, read_joint_graph
 from leangrad.compiled.partitioner import Settings
@@ -171,7 +171,7 @@ def is_aots_own(program: Program, mine: Tensor | None, plain: Tensor | None, sto
 def decision_bytes(part: Partition) -> int:
     """What forward keeps because a decision must not be taken twice."""
     kept = [node for node in saved(part.forward, part.outputs) if node.op == "call_function"]
-    return sum(_torch_compile.size_of(node) for node in kept if is_discrete(op_name(node)) or not is_float(node))
+    return sum(compiler.size_of(node) for node in kept if is_discrete(op_name(node)) or not is_float(node))
 
 
 def is_float(node: fx.Node) -> bool:

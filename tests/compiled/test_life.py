@@ -17,6 +17,7 @@ import leangrad
 from leangrad.compiled import compile_lean
 from leangrad.compiled.partitioner import chosen
 from tests.support import assert_same_bits, same_bits
+from tests.support.compiling import Block
 from tests.support.partitions import Partitions
 from tests.support.processes import in_a_process
 
@@ -34,15 +35,6 @@ def _fresh() -> Iterator[None]:
     chosen.clear()
     yield
     torch._C._set_mkldnn_enabled(True)  # a bfloat16 product that it cannot do switches it off
-
-
-class Block(nn.Module):
-    def __init__(self, width: int = 16) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
 class Broken(nn.Module):
@@ -107,6 +99,19 @@ def test_gradients_and_buffers_are_eagers(kind: type[nn.Module], autocast: bool)
         assert_same_bits(p.grad, q.grad, name)
     for (name, p), q in zip(ours.named_buffers(), plain.buffers(), strict=True):
         assert_same_bits(p, q, name)
+
+
+def test_gradients_that_are_packed_are_eagers() -> None:
+    torch.manual_seed(0)
+    ours, plain = Block(), Block()
+    plain.load_state_dict(ours.state_dict())
+    packed = leangrad.pack_gradients(ours)
+    two_steps(ours, torch.compile(ours, backend=compile_lean, options=EXACT), False)
+    two_steps(plain, plain, False)
+    assert packed is not None
+    for (name, p), q in zip(ours.named_parameters(), plain.named_parameters(), strict=True):
+        assert_same_bits(p.grad, q[1].grad, name)
+    assert len({p.grad.untyped_storage().data_ptr() for p in ours.parameters()}) == 1  # one buffer holds them
 
 
 def test_changing_shapes_compile_twice_at_most() -> None:

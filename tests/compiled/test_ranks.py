@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -17,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from leangrad.compiled import compile_lean
 from leangrad.compiled.partitioner import chosen
 from tests.support import same_bits
+from tests.support.compiling import Block
 from tests.support.processes import in_a_process
 
 pytestmark = pytest.mark.slow
@@ -24,15 +24,6 @@ gloo = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(
 
 WORLD = 2
 EXACT = {"leangrad.exact": True}
-
-
-class Block(nn.Module):
-    def __init__(self, width: int = 16) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
 def wrapped(kind: str, *, compiled: bool) -> tuple[nn.Module, nn.Module]:

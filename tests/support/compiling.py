@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.zoo import Case
@@ -15,6 +16,17 @@ DYNAMOS_OWN = [
     pytest.mark.filterwarnings("ignore:<class 'torch.autograd.function.Function'> should not be instantiated"),
     pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`"),
 ]
+
+
+class Block(nn.Module):
+    """A residual block with a norm, two products and an activation."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
 def prepared(case: Case, backend: Any, **options: Any) -> tuple[nn.Module, Callable[..., Tensor], tuple[Any, ...]]:

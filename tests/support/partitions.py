@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 from torch._inductor.compile_fx import compile_fx
 
-from leangrad._torch import compiler as _torch_compile
+from leangrad._torch import compiler
 from leangrad.compiled.joint_graph import op_name, read_joint_graph
 from leangrad.compiled.partitioner import Partitioner, Settings
 from leangrad.policy.choice import REUSED_READS
@@ -75,7 +75,7 @@ class Partitions(Partitioner):
         return compile_fx(gm, list(inputs), inner_compile=self._inner_compile, config_patches=patches)
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Any:
-        stock = _torch_compile.partition(twin(gm), joint_inputs, **kwargs)
+        stock = compiler.partition(twin(gm), joint_inputs, **kwargs)
         ours = super().__call__(gm, joint_inputs, **kwargs)
         self.found.append(Partition(*ours, *stock, kwargs["num_fwd_outputs"]))
         return ours
@@ -180,10 +180,10 @@ def kept_bytes(forward: fx.GraphModule, outputs: int) -> int:
     (output,) = (node for node in forward.graph.nodes if node.op == "output")
     given = [node for node in forward.graph.nodes if node.op == "placeholder"]
     given += [node for node in output.args[0][:outputs] if isinstance(node, fx.Node)]
-    free = {_torch_compile.storage_of(node) for node in given}
+    free = {compiler.storage_of(node) for node in given}
     sizes: dict[int, int] = {}
     for node in saved(forward, outputs):
-        value, storage = node.meta.get("val"), _torch_compile.storage_of(node)
+        value, storage = node.meta.get("val"), compiler.storage_of(node)
         if isinstance(value, Tensor) and storage is not None and storage not in free:
             sizes[storage] = max(sizes.get(storage, 0), int(value.untyped_storage().nbytes()))
     return sum(sizes.values())

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from leangrad._torch import compiler as _torch_compile
+from leangrad._torch import compiler
 from leangrad.compiled.partitioner import Partitioner, Settings, chosen
+from leangrad.errors import LeangradError
 from leangrad.measure import Measurement
 from leangrad.policy.choice import REUSED_READS
 
@@ -44,18 +45,20 @@ def compile_lean(
     >>> compiled(torch.ones(2, 8)).sum().backward()
     """
     settings, rest = read_options(options or {})
-    if missing := _torch_compile.missing():
+    if missing := compiler.missing():
+        if settings.exact:
+            raise LeangradError(f"torch {torch.__version__} has no {', '.join(missing)}, which leangrad.exact needs")
         _warn_of_missing(missing)
-        return _torch_compile.compile_by_inductor(gm, example_inputs, _patches(mode, rest))
+        return compiler.compile_by_inductor(gm, example_inputs, _patches(mode, rest))
     if settings.exact:
         if rest or mode:
             given = ", ".join([*rest, *([f"mode={mode!r}"] if mode else [])])
             raise ValueError(f"leangrad.exact runs eager's kernels and takes no option of Inductor's, got {given}")
-        return _torch_compile.compile_op_by_op(gm, example_inputs, Partitioner(settings, REUSED_READS[:1]))
+        return compiler.compile_op_by_op(gm, example_inputs, Partitioner(settings, REUSED_READS[:1]))
     patches = _patches(mode, rest)
     partitioner = Partitioner(settings, _limits(patches))
     patches["custom_partitioner_fn"] = partitioner
-    return _torch_compile.compile_by_inductor(gm, example_inputs, patches, lambda: {READS: partitioner.reused_reads})
+    return compiler.compile_by_inductor(gm, example_inputs, patches, lambda: {READS: partitioner.reused_reads})
 
 
 def read_options(options: Mapping[str, Any]) -> tuple[Settings, dict[str, Any]]:
@@ -90,8 +93,8 @@ def read_options(options: Mapping[str, Any]) -> tuple[Settings, dict[str, Any]]:
 
 def _patches(mode: str | None, options: dict[str, Any]) -> dict[str, Any]:
     """Inductor's settings for a mode and options, as torch.compile makes them for backend="inductor"."""
-    patches = dict(_torch_compile.mode_options(mode)) if mode else {}
-    known = _torch_compile.inductor_options()
+    patches = dict(compiler.mode_options(mode)) if mode else {}
+    known = compiler.inductor_options()
     for key, value in options.items():
         if key.replace("-", "_") not in known:
             raise ValueError(f"unknown option {key!r}: neither leangrad nor Inductor has it")
@@ -101,7 +104,7 @@ def _patches(mode: str | None, options: dict[str, Any]) -> dict[str, Any]:
 
 def _limits(patches: Mapping[str, Any]) -> tuple[int, ...]:
     """The limits on reads that backward may be compiled with: the user's own, if there is one."""
-    limit = patches.get(READS, _torch_compile.inductor_setting(READS))
+    limit = patches.get(READS, compiler.inductor_setting(READS))
     return (limit,) if READS in patches or limit != REUSED_READS[0] else REUSED_READS
 
 

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from leangrad._torch import compiler as _torch_compile
+from leangrad._torch import compiler
 from leangrad.policy.graph import Graph, Value
 from leangrad.policy.ops import is_discrete, is_heavy, is_source
 
@@ -75,7 +75,7 @@ def read_joint_graph(graph: fx.Graph, info: Any, *, fused: bool) -> tuple[Graph,
 
 def copy_changed_inputs(graph: fx.Graph) -> None:
     """Let all read a copy of what forward writes into, so that the old value can be kept: [Note: changed inputs]."""
-    changed = _torch_compile.changed_inputs(graph)
+    changed = compiler.changed_inputs(graph)
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     for node in (node for node in inputs if node in changed and not _is_strided_over(node)):
         with graph.inserting_after(inputs[-1]):
@@ -108,17 +108,17 @@ class _Reader:
         self.number = {node: n for n, node in enumerate(self.nodes)}
         (output,) = (node for node in graph.nodes if node.op == "output")
         self.outputs = set(output.all_input_nodes)
-        self.changed = _torch_compile.changed_inputs(graph)
+        self.changed = compiler.changed_inputs(graph)
         self.exact: dict[fx.Node, bool] = {}
 
     def value(self, node: fx.Node) -> Value:
         is_backward = node in self.info.tangents_closure
         is_view = self._is_view(node)
         is_standing = self._is_standing(node)
-        policy = _torch_compile.user_policy(node)
+        policy = compiler.user_policy(node)
         is_fixed = not is_view and policy != "recompute" and (policy == "save" or self._is_fixed(node))
         self.exact[node] = (is_fixed and not self._may_be_unrounded(node)) or is_standing or self._is_exact(node)
-        nbytes = _size(node) if _torch_compile.can_be_kept(node) else 0  # the parts of a tuple have their own
+        nbytes = _size(node) if compiler.can_be_kept(node) else 0  # the parts of a tuple have their own
         can_inline = self.fused and self._can_inline(node)
         moved = 0 if is_view or node.target is operator.getitem else _size(node) + sum(map(_size, node.all_input_nodes))
         return Value(
@@ -127,7 +127,7 @@ class _Reader:
             is_backward=is_backward,
             is_fixed=is_fixed,
             is_forced=policy == "recompute" and not is_view,
-            can_be_kept=_torch_compile.can_be_kept(node) and node not in self.changed,
+            can_be_kept=compiler.can_be_kept(node) and node not in self.changed,
             view_of=self.number[node.all_input_nodes[0]] if is_view else None,
             is_inlined=self.fused and _is_inlined(node) and not is_view,
             can_inline=can_inline,
@@ -141,7 +141,7 @@ class _Reader:
     def _is_standing(self, node: fx.Node) -> bool:
         """A parameter, or what the caller holds anyway; not what an earlier graph made, which has a gradient."""
         if node.op != "placeholder":
-            return node.op == "get_attr" and _torch_compile.can_be_kept(node)  # the body of a branch is in both graphs
+            return node.op == "get_attr" and compiler.can_be_kept(node)  # the body of a branch is in both graphs
         value = node.meta.get("val")
         needs_gradient = isinstance(value, Tensor) and value.requires_grad
         is_held = node in self.info.static_lifetime_input_nodes or not needs_gradient
@@ -150,7 +150,7 @@ class _Reader:
     def _is_fixed(self, node: fx.Node) -> bool:
         if node.op == "placeholder":
             return True
-        if node.op != "call_function" or node.target is operator.getitem or _torch_compile.is_symbol(node):
+        if node.op != "call_function" or node.target is operator.getitem or compiler.is_symbol(node):
             return False
         if not isinstance(node.target, torch._ops.OpOverload):
             return True  # a higher-order op, a kernel of the user's
@@ -184,7 +184,7 @@ class _Reader:
             return True
         if _is_integer(node) and all(_is_integer(i) for i in node.all_input_nodes):
             return all(self.exact[i] for i in node.all_input_nodes)
-        known = node.target is operator.getitem or _torch_compile.is_symbol(node) or _is_one_of(node, EXACT)
+        known = node.target is operator.getitem or compiler.is_symbol(node) or _is_one_of(node, EXACT)
         return known and all(self.exact[i] for i in node.all_input_nodes) and not self._loses_bits(node)
 
     def _may_be_unrounded(self, node: fx.Node) -> bool:
@@ -206,7 +206,7 @@ class _Reader:
             return _is_one_of(first, VIEWS)
         if not _is_one_of(node, {"reshape"}):  # which copies where it must
             return _is_one_of(node, VIEWS)
-        mine, base = _torch_compile.storage_of(node), _torch_compile.storage_of(first)
+        mine, base = compiler.storage_of(node), compiler.storage_of(first)
         return mine is None or base is None or mine == base
 
     def _can_inline(self, node: fx.Node) -> bool:
@@ -237,7 +237,7 @@ def _is_reduced(node: fx.Node) -> bool:
         node = node.all_input_nodes[0]
     if node.op != "call_function":
         return False
-    elements = _torch_compile.elements_of
+    elements = compiler.elements_of
     is_smaller = elements(node) < max(map(elements, node.all_input_nodes), default=0)
     return is_smaller or _is_one_of(node, {"scatter_reduce", "index_reduce", "segment_reduce"})
 
@@ -278,16 +278,16 @@ def _precision(node: fx.Node) -> int:
 
 
 def _size(node: fx.Node) -> int:
-    return _torch_compile.size_of(node)
+    return compiler.size_of(node)
 
 
 def _operations(node: fx.Node) -> int:
     """Roughly how many operations a product takes: 2 for each of its elements and each of the inner size."""
     if node.op != "call_function" or not is_heavy(op_name(node)):
         return 0
-    shapes = [_torch_compile.shape_of(i) for i in node.all_input_nodes]
+    shapes = [compiler.shape_of(i) for i in node.all_input_nodes]
     given = [shape for shape in shapes if len(shape) >= 2]
-    out = _torch_compile.elements_of(node)
+    out = compiler.elements_of(node)
     name = op_name(node)
     if not given:
         return 0
@@ -306,7 +306,7 @@ def _is_depthwise(node: fx.Node) -> bool:
     """Whether each channel of a convolution reads one channel only."""
     if node.op != "call_function" or "conv" not in op_name(node):
         return False
-    shapes = [_torch_compile.shape_of(i) for i in node.all_input_nodes]
+    shapes = [compiler.shape_of(i) for i in node.all_input_nodes]
     weights = [shape for shape in shapes if len(shape) >= 3]
     return bool(weights) and weights[-1][1] == 1 and weights[-1][0] > 1
 

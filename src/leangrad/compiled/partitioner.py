@@ -12,7 +12,7 @@ from typing import Any
 from torch import fx
 
 from leangrad import __version__
-from leangrad._torch import compiler as _torch_compile
+from leangrad._torch import compiler
 from leangrad.compiled.dropout import restore_dropout, write_out_dropout
 from leangrad.compiled.joint_graph import copy_changed_inputs, read_joint_graph
 from leangrad.policy.choice import REUSED_READS, Choice, choose
@@ -28,7 +28,7 @@ class Settings:
     slowdown: float = 1.1
 
 
-class Partitioner(_torch_compile.partitioner_class()):  # type: ignore[misc]
+class Partitioner(compiler.partitioner_class()):  # type: ignore[misc]
     """AOTAutograd's partitioner with the policy's cut. Everything around the cut is torch's own."""
 
     def __init__(self, settings: Settings, limits: Sequence[int] = REUSED_READS) -> None:
@@ -42,12 +42,12 @@ class Partitioner(_torch_compile.partitioner_class()):  # type: ignore[misc]
         """Partition one joint graph."""
         written = write_out_dropout(gm.graph) if self.settings.exact else []
         try:
-            with _torch_compile.choosing(self._keep):
-                forward, backward = _torch_compile.partition(gm, joint_inputs, **kwargs)
+            with compiler.choosing(self._keep):
+                forward, backward = compiler.partition(gm, joint_inputs, **kwargs)
         except OverflowError:  # backward reads what forward has changed
             copy_changed_inputs(gm.graph)
-            with _torch_compile.choosing(self._keep_or_leave_it):
-                forward, backward = _torch_compile.partition(gm, joint_inputs, **kwargs)
+            with compiler.choosing(self._keep_or_leave_it):
+                forward, backward = compiler.partition(gm, joint_inputs, **kwargs)
         restore_dropout(forward, written)
         return forward, backward
 

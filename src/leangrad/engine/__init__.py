@@ -2,5 +2,6 @@
 
 Read in this order: ``ownership`` (may this gradient be overwritten?), ``grad_buffer`` (gradients that count the claims
 on their memory, and a pool of dead memory), ``var`` (a value on a tape), ``tape_ops`` and ``custom_step`` (backward of
-the steps of a tape), ``single_node`` (many ops as one autograd node). `leangrad.tape` puts them together.
+the steps of a tape), ``single_node`` (many ops as one autograd node). ``tape`` puts them together, and
+`leangrad.tape` is its public path.
 """

@@ -3,7 +3,7 @@
     step(tape, g, out, again, *arguments)      `again`: the values must survive for another backward
 
 `g` is a lease that the step has to pass on or to release. Values are read through the tape, which writes over them once
-their last reader is done; see [Note: two buffers] in `leangrad.tape`.
+their last reader is done; see [Note: two buffers] in ``tape.py``.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ Why one kernel can give the very bits of many:
 - Norms are applied from the statistics that autograd keeps: no sum is computed a second time.
 
 Nothing here is taken on trust: tests try every bfloat16, every float16 and every float32 input of the unary ops, and
-``ledger/fused.py`` compares each new program with ATen on real data, bit for bit, before it uses it.
+``ledger/fuse/fused.py`` compares each new program with ATen on real data, bit for bit, before it uses it.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-redef"
@@ -28,7 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from leangrad import _codegen as written
+from leangrad import _codegen
 from leangrad.kernels import INTERPRETED
 from leangrad.kernels.launch import Launch
 
@@ -289,7 +289,7 @@ class Kernel:
     def __init__(self, program: Program, wide: bool) -> None:
         self.program = program
         scope = {**FUNCTIONS, "__name__": __name__}
-        exec(written.compiled(source(program, wide), "fused"), scope)  # Triton reads its lines through ``inspect``
+        exec(_codegen.compiled(source(program, wide), "fused"), scope)  # Triton reads its lines through ``inspect``
         self.jitted = triton.jit(scope["fused"])
 
     def launch(self, inputs: list[Tensor], scalars: list[float], outputs: list[Tensor], n: int, start: int = 0) -> None:

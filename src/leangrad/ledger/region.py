@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from leangrad import _torch
-from leangrad.ledger import fast_path as ways
+from leangrad.ledger import fast_path
 from leangrad.ledger.decision import Choice, Decision
 from leangrad.ledger.learn.recorder import Recorder
 from leangrad.ledger.learn.trace import Calls, Course, Recording
@@ -32,7 +32,7 @@ class Knowledge(Protocol):
     """What a region asks of its ledger: settings, and what earlier steps have shown."""
 
     min_bytes: int
-    ways: Sequence[ways.Way]
+    ways: Sequence[fast_path.Way]
     course: Course | None
     sharded: bool
 
@@ -170,7 +170,7 @@ class Region(Choice):
         """The same along a course: hooks are set inside calls only, where torch itself has taken the override away."""
         n = self.packs
         if n == ENDED:
-            return ways.keep(self, tensor)
+            return fast_path.keep(self, tensor)
         self.packs = n + 1
         if n == self.hooks.last:
             self.hooks.reach_last()
@@ -240,7 +240,7 @@ class Region(Choice):
     def anchor(self, tensor: Tensor, number: int) -> None:
         """Saved tensor ``number``, which autograd keeps by itself, may be read by recipes."""
         self.packs = number + 1
-        value = ways.anchor(self, tensor)
+        value = fast_path.anchor(self, tensor)
         if value is not None:
             self._held.append(value)
 

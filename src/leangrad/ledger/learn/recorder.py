@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor, nn
 
 from leangrad import _torch
-from leangrad.ledger import fast_path as ways
+from leangrad.ledger import fast_path
 from leangrad.ledger.decision import Decision
 from leangrad.ledger.learn import scratch
 from leangrad.ledger.learn.plan import Item, Record, holds
@@ -438,17 +438,17 @@ class Recorder:
             for found, fate in zip(self._found, self._fates, strict=True)
         ]
 
-    def ways(self, cut: frozenset[int] | None) -> list[ways.Way]:
+    def ways(self, cut: frozenset[int] | None) -> list[fast_path.Way]:
         """For every saved tensor in order: what most likely becomes of it again."""
         kept = self._staying(cut)
         return [
-            ways.keep
+            fast_path.keep
             if bare
-            else ways.shape
+            else fast_path.shape
             if fate == SHAPE
-            else ways.decide
+            else fast_path.decide
             if fate in kept or cast
-            else ways.rebuild
+            else fast_path.rebuild
             for bare, fate, cast in zip(self._bare, self._fates, self._casts, strict=True)
         ]
 

@@ -1,4 +1,4 @@
-"""The function mode of a region, as the handlers of calls see it: ``notes``, ``draws`` and ``changes`` hold these."""
+"""The function mode of a region, as the handlers of calls see it: ``handlers``, ``random_ops``, ``mutation``."""
 
 from __future__ import annotations
 
