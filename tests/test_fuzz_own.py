@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from leangrad._torch import called_through_c
 from leangrad.engine import ownership as own
 from leangrad.engine.ownership import owned
 from tests.fuzz import fuzz_settings
@@ -228,9 +229,11 @@ def row_without_storage():
             rows.append(look(grad))
             return grad.clone()
 
+    @called_through_c
     def look(grad):
         return signature(grad)
 
+    @called_through_c
     def signature(grad):
         return own.reference_counts(grad)
 

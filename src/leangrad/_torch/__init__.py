@@ -79,6 +79,7 @@ from leangrad._torch.modules import (
 )
 from leangrad._torch.present import ledger_names_present, private_names
 from leangrad._torch.tensors import (
+    called_through_c,
     direct,
     fused_rms_norm,
     fused_rms_norm_backward,
@@ -105,6 +106,7 @@ __all__ = [
     "autocast_may_be_on",
     "backward_elsewhere",
     "bare_modules",
+    "called_through_c",
     "checkpoint_frame",
     "compile_kernel",
     "convolution_settings",

@@ -5,12 +5,26 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
+
+def called_through_c(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """`function` as a `functools.partial`, so that a call holds its arguments equally often whoever evaluates frames.
+
+    Python hands arguments over from frame to frame. Any other evaluator of frames is called from C, which holds them
+    once more; and while a compiled function runs in any thread, Dynamo evaluates the frames of all of them (after a
+    compile that raised, for the rest of the process: torch 2.13). A `partial` is called through C in both states.
+    """
+    return functools.update_wrapper(functools.partial(function), function)
+
+
+@called_through_c
 def reference_counts(tensor: Tensor) -> tuple[int, ...] | None:
     """Every count of who can see `tensor`: C++ and Python holders of it, of its storage and of its base; or None.
 

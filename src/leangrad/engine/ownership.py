@@ -12,14 +12,11 @@ their rows. Then it sends known-shared ones, and if a single one of them has an 
 the engine's threads on a machine with GPUs, and a process that forks after that can no longer run backward in its
 children. It happens in a thread of its own, which no mode, hook or default device of the caller reaches.
 
-[Note: frame evaluator] While a compiled function runs in any thread, Dynamo evaluates the frames of all of them; and
-if a compile has raised, it does so for the rest of the process (seen with torch 2.13). Each call from Python to Python
-then holds its arguments once more. Rows that were measured without it never match: no gradient is owned, which costs
-memory and is never wrong. Rows that were measured with it would, once it is gone, match a gradient that somebody else
-holds: so they are not measured then, but at the first question that comes without it.
+[Note: frame evaluator] A call from Python to Python holds its arguments once more where Dynamo evaluates frames instead
+of Python. Rows of one state compared with rows of the other would make a shared gradient look exclusive, so every
+function on the way from backward to the counts is called through C (`leangrad._torch.called_through_c`).
 """
 
-import functools
 import sys
 import sysconfig
 import threading
@@ -31,12 +28,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from leangrad._torch import raw_stream, reference_counts
+from leangrad._torch import called_through_c, raw_stream, reference_counts
 from leangrad.errors import ConsumedError
 
 __all__ = ["held_alone", "owned", "take"]
 
 
+@called_through_c
 def owned(grad: Tensor) -> bool:
     """Say whether nobody else can see `grad`, so that a backward may overwrite it.
 
@@ -126,6 +124,7 @@ def _fills_storage(tensor: Tensor) -> bool:
     return True
 
 
+@called_through_c
 def _signature(grad: Tensor) -> tuple[int, ...] | None:
     """The row of counts of `grad`, or None when the question does not come from a backward that the engine called."""
     try:
@@ -143,18 +142,13 @@ _calibration_lock = threading.Lock()
 def _calibrate() -> frozenset[tuple[int, ...]]:
     """Measure once which rows of counts mean "exclusive" here; see [Note: signature] and [Note: first use]."""
     global _exclusive
-    if not _frames_are_pythons():
-        return frozenset()
     with _calibration_lock:
         if _exclusive is None:
-            rows: list[frozenset[tuple[int, ...]] | None] = []
+            rows: list[frozenset[tuple[int, ...]]] = []
             thread = threading.Thread(target=lambda: rows.append(_measure_exclusive_rows()), name="leangrad-calibrate")
             thread.start()
             thread.join()
-            found = rows[0] if rows else frozenset()
-            if found is None:
-                return frozenset()
-            _exclusive = found
+            _exclusive = rows[0] if rows else frozenset()
             if not _exclusive:
                 warnings.warn(
                     "leangrad cannot tell exclusive gradients from shared ones on this build of Python "
@@ -166,31 +160,8 @@ def _calibrate() -> frozenset[tuple[int, ...]]:
     return _exclusive
 
 
-def _frames_are_pythons() -> bool:
-    """Whether Python evaluates frames itself; see [Note: frame evaluator].
-
-    It then hands arguments over from frame to frame. Any other evaluator is called from C, which holds them once more.
-    """
-    thing = object()
-    return _holders(thing) < _holders_from_c(thing)
-
-
-def _holders(thing: object) -> int:
-    return sys.getrefcount(thing)
-
-
-_holders_from_c = functools.partial(_holders)
-
-
-class _OtherEvaluatorError(Exception):
-    """While rows were measured, somebody else began to evaluate Python's frames."""
-
-
-def _measure_exclusive_rows() -> frozenset[tuple[int, ...]] | None:
-    """The rows of exclusive gradients, or an empty set if they cannot be told from those of shared ones.
-
-    None: not now, see [Note: frame evaluator].
-    """
+def _measure_exclusive_rows() -> frozenset[tuple[int, ...]]:
+    """The rows of exclusive gradients, or an empty set if they cannot be told from those of shared ones."""
     # A Python-level trace function makes every frame hold its locals once more: rows measured so would be too high.
     sys.settrace(None)
     sys.setprofile(None)
@@ -203,8 +174,6 @@ def _measure_exclusive_rows() -> frozenset[tuple[int, ...]] | None:
             return frozenset()
         if any(_row_of(share) in rows for share in _KNOWN_SHARED):
             return frozenset()
-    except _OtherEvaluatorError:
-        return None
     except Exception:  # a torch that cannot run these few lines as expected: promise nothing
         return frozenset()
     return frozenset(row for row in rows if row is not None)
@@ -225,12 +194,11 @@ class _Look(torch.autograd.Function):
         return grad * 1
 
 
+@called_through_c
 def _look(grad: Tensor) -> None:
     global _backward_caller
     if _backward_caller is None:
         _backward_caller = sys._getframe(2).f_code
-    if not _frames_are_pythons():
-        raise _OtherEvaluatorError
     _Look.rows.append(_signature(grad))
 
 
