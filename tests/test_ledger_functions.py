@@ -16,7 +16,6 @@ import leangrad
 import leangrad.nn as lnn
 from leangrad import is_lean, lean, ledger_of, pack_gradients, plain, saving
 from leangrad.errors import ChangedError, ConsumedError
-from leangrad.ledger.learn.plan import Item, Record, best_cut, holds, play
 from leangrad.ledger.origins.graph_walk import COPIED_BYTES
 from leangrad.measure import measure
 from leangrad.nn.abn.recipe import _partly_lean
@@ -399,35 +398,6 @@ def test_lean_and_backward_hooks_on_one_module() -> None:
     guards.clear()
     assert kept_and_rebuilt(model, "GeluBackward0")[1] > 0, "the region was open while forward ran"
     assert is_lean(model)
-
-
-# ---------------------------------------------------------------------------------------------------------- the plan
-
-
-def test_links_that_may_be_made_again_take_one_map() -> None:
-    items: list[Item] = [Item(100)]
-    for _ in range(6):
-        items.append(Item(100))
-        items.append(Item(100, sources=(len(items) - 2, len(items) - 1), choice=True, again=True))
-    record = Record(tuple(items), tuple(range(len(items) - 1, -1, -1)))
-    every = frozenset(range(len(items)))
-    once, again = play(record, frozenset(), every), play(record, frozenset())
-    assert once.rebuilt_bytes == 6 * 100
-    assert again.rebuilt_bytes == (6 + 5 + 4 + 3 + 2 + 1) * 100
-    assert again.peak_bytes == (7 + 1 + 2) * 100
-    assert once.peak_bytes == (7 + 6 + 2) * 100
-    held = holds(record, frozenset())
-    assert play(record, frozenset(), held).peak_bytes <= 1.01 * again.peak_bytes
-    cut = best_cut(record)
-    assert play(record, cut, holds(record, cut)).rebuilt_bytes <= 2 * once.rebuilt_bytes
-
-
-def test_what_others_keep_is_no_gain() -> None:
-    """An output that could be kept in the stead of its source; but a node keeps the source in any case."""
-    free, pinned = Item(200), Item(200, pinned=True)
-    output = Item(100, sources=(0,))
-    assert best_cut(Record((free, output), (1,))) == frozenset({1})
-    assert best_cut(Record((pinned, output), (1,))) == frozenset()
 
 
 def test_the_disguise_is_only_for_our_own_hooks() -> None:

@@ -16,12 +16,13 @@ from leangrad import _torch, kernels
 from leangrad.ledger.decision import DEEPEST, Decision
 from leangrad.ledger.fast_path import Way
 from leangrad.ledger.gc_pause import Rest
-from leangrad.ledger.learn.plan import best_cut, play
 from leangrad.ledger.learn.recorder import Entry, Recorder, Totals
 from leangrad.ledger.learn.trace import Course
 from leangrad.ledger.observe.active_region import region_is_open
 from leangrad.ledger.region import Region
 from leangrad.ledger.summary import summarize
+from leangrad.policy.choice import lowest_peak
+from leangrad.policy.replay import Replay
 from leangrad.switch import NAME, disabled
 
 MIN_BYTES = 16 * 1024  # below this a tensor costs more to look into than to keep
@@ -54,7 +55,7 @@ class Ledger:
         self._decisions: list[Decision | None] | None = None
         self.differences = 0  # steps that were not like the recorded one
         self._difference = ""  # why the last of them was not
-        self._cut: frozenset[int] | None = None  # what was chosen to be kept, of the step that was learned from
+        self._kept_items: frozenset[int] | None = None  # what the plan keeps of the step that was learned from
         self.ways: Sequence[Way] = ()  # for every saved tensor in order: what most likely becomes of it
         self.course: Course | None = None  # the calls of the recorded step
         self._peak_bytes = 0  # of backward, by the plan
@@ -154,13 +155,15 @@ class Ledger:
             return False
         self._is_planning = True
         try:
-            record = recorder.record()
+            graph = recorder.graph()
         finally:
             self._is_planning = False
-        cut = best_cut(record) if self.residual_depth == "auto" else None
-        self._peak_bytes = play(record, cut or frozenset()).peak_bytes
-        self.ways, self.course = recorder.ways(cut), recorder.course(cut)
-        self._decisions, self._cut = recorder.decisions(cut), cut
+        backward = Replay(graph)
+        kept = lowest_peak(graph, backward.play) if self.residual_depth == "auto" else None
+        self._peak_bytes = backward.play(recorder.kept_items() if kept is None else kept).peak_bytes
+        self.ways, self.course = recorder.ways(kept), recorder.course(kept)
+        self._decisions = recorder.decisions(kept, backward.held(kept or frozenset()))
+        self._kept_items = kept
         return True
 
     def runs_again(self, segment: Ledger) -> None:
@@ -253,7 +256,7 @@ class Ledger:
         recorder, own = self._recorded, list[Entry]()
         if recorder is not None:
             follows = planned and self._decisions is not None
-            own = recorder.entries_under(self._cut) if follows else recorder.entries
+            own = recorder.entries_under(self._kept_items) if follows else recorder.entries
         return own + [entry for segment in self._segments.values() for entry in segment.entries(planned=planned)]
 
     def small_bytes(self) -> int:

@@ -16,18 +16,24 @@ from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
-from leangrad.policy.cut import cheapest_cut, remade
+from leangrad.policy.chains import ends_by_length, ends_by_room, ends_by_sources, links
+from leangrad.policy.cut import cheapest_cut
 from leangrad.policy.graph import Graph
 from leangrad.policy.kernels import Fusion
 from leangrad.policy.peak import Outcome, play
 
-__all__ = ["Choice", "choose"]
+__all__ = ["Choice", "choose", "lowest_peak"]
 
 DEPTHS = (1, 2, 4, 6, 8, 12, 16)  # kept values that one is made again from
 PRICES = (0.2, 0.5, 1.0)  # kept bytes for one byte moved
 REUSED_READS = (Fusion().reused_reads, 8)  # limits on what the kernels of backward compute anew for each reader
 HALVINGS = 6  # of the span in which the part to keep is looked for
 MOST_ENDS = 24  # that are tried one by one
+LONGEST = 12  # links in a chain, where all chains are ended alike
+SLACKS = (0, 1, 2, 3, 4, 6, 8, 12, 16)  # in units of the largest link
+FIRST = 3  # values that backward reads: those of the loss
+MOST_REFINED = 1 << 18  # links times values, which takes about a second; beyond that the best candidate is taken
+EQUAL = 1.002  # peaks within this factor of each other count as equal, where work does not matter
 NEAR = 1.02  # peaks within this factor of the lowest count as equal: then the least work wins
 
 
@@ -54,6 +60,7 @@ class Choice:
         return self.lowest.work / max(self.step_work, 1)
 
 
+Play = Callable[[frozenset[int]], Outcome]
 Try = tuple[frozenset[int], int, Outcome]  # what is kept, the limit on reads, and how that plays out
 Attempt = Callable[[frozenset[int], int], Outcome]  # play one through and remember it
 
@@ -112,7 +119,7 @@ def _keep_more(graph: Graph, best: Try, dearer: Sequence[frozenset[int]], bound:
 def _end_chains(graph: Graph, cheapest: frozenset[int], limit: int, attempt: Attempt) -> None:
     """Try the cheapest cut, the same with chains ended at several depths, and the best of these with fewer ends."""
     lowest, best = attempt(cheapest, limit).peak_bytes, frozenset[int]()
-    for ends in dict.fromkeys(_ends(graph, cheapest, depth) for depth in DEPTHS):
+    for ends in dict.fromkeys(ends_by_sources(graph, cheapest, depth) for depth in DEPTHS):
         if (peak := attempt(cheapest_cut(graph, pinned=ends), limit).peak_bytes) < lowest:
             lowest, best = peak, ends
     for n in sorted(best, key=lambda n: (-graph.values[n].nbytes, n))[:MOST_ENDS]:
@@ -120,23 +127,44 @@ def _end_chains(graph: Graph, cheapest: frozenset[int], limit: int, attempt: Att
             lowest, best = peak, best - {n}
 
 
-def _ends(graph: Graph, kept: AbstractSet[int], depth: int) -> frozenset[int]:
-    """Of what is made again, the values that would be made from more than ``depth`` kept ones of about their size."""
-    values = graph.values
-    sources: dict[int, set[int]] = {}
-    ends: set[int] = set()
-    for n in sorted(remade(graph, kept)):
-        value = values[n]
-        found: set[int] = set()
-        for i in value.inputs:
-            if i in sources:
-                found |= sources[i]
-            elif not values[i].is_standing:
-                found.add(graph.base(i))
-        found = {b for b in found if 4 * values[b].nbytes >= value.nbytes}
-        can_end = value.nbytes and value.view_of is None and value.can_be_kept and not value.is_forced and value.inputs
-        if can_end and len(found) > depth:
-            ends.add(n)
-            found = {n}
-        sources[n] = found
-    return frozenset(ends)
+def lowest_peak(graph: Graph, play: Play) -> frozenset[int]:
+    """The cut with the lowest peak, whatever its work; among equal ones the fewest kept bytes, then the least work.
+
+    After the best of the candidates is found, single values are kept or made again where that lowers the peak, then
+    what is kept to no purpose is made again.
+    """
+    fixed = frozenset(n for n, value in enumerate(graph.values) if value.is_fixed)
+    cheapest = cheapest_cut(graph)
+    chains = links(graph, cheapest)
+    unit = max((graph.values[n].nbytes for n in chains), default=0)
+    ends = [frozenset[int](), *(ends_by_length(graph, cheapest, length) for length in range(LONGEST + 1))]
+    ends += [ends_by_room(graph, cheapest, slack * unit) for slack in SLACKS]
+    cuts = dict.fromkeys(fixed | cheapest_cut(graph, pinned=pinned) for pinned in dict.fromkeys(ends))
+    tried = [(play(kept), kept) for kept in cuts]
+    lowest = min(outcome.peak_bytes for outcome, _ in tried)
+    near = [one for one in tried if one[0].peak_bytes <= lowest * EQUAL]
+    fewest = min(outcome.kept_bytes for outcome, _ in near)
+    lean = [one for one in near if one[0].kept_bytes <= fewest * NEAR]
+    best, kept = min(lean, key=lambda one: one[0].work)
+    if len(chains) * len(graph.values) > MOST_REFINED:
+        return kept
+    for n in sorted(chains):
+        outcome = play(kept ^ {n})
+        if outcome.peak_bytes * EQUAL < best.peak_bytes:
+            best, kept = outcome, kept ^ {n}
+    for n in sorted(kept - fixed):
+        outcome = play(kept - {n})
+        if outcome.peak_bytes <= best.peak_bytes and outcome.kept_bytes < best.kept_bytes:
+            best, kept = outcome, kept - {n}
+    for n in _first_read(graph, fixed):
+        outcome = play(kept | {n})
+        frees_source = outcome.kept_bytes < best.kept_bytes + graph.values[n].nbytes
+        if frees_source and outcome.peak_bytes * EQUAL < best.peak_bytes:
+            best, kept = outcome, kept | {n}
+    return kept
+
+
+def _first_read(graph: Graph, fixed: AbstractSet[int]) -> list[int]:
+    """What backward reads while all is still alive: under a loss, log-probabilities may be kept instead of logits."""
+    read = dict.fromkeys(i for value in graph.values if value.is_backward for i in value.inputs)
+    return [n for n in read if graph.values[n].nbytes and not graph.values[n].is_backward and n not in fixed][:FIRST]

@@ -29,6 +29,9 @@ class Value:
     is_output: bool = False  # handed out: a value of forward to the caller, a value of backward as a gradient
     is_asked_for: bool = False  # a value of forward that backward hands out, or has to have for another reason
     price: int = 0  # the bytes that are moved to make it again
+    scratch: int = 0  # bytes that are taken while it is being made, beside itself
+    may_end_chain: bool = True  # keeping it may be of use where a chain of values that are made again is too long
+    is_repeatable: bool = False  # one cheap pass in the memory of its input: may be let go, and made again once more
     work: int = 0  # of an op with a kernel of its own, in bytes moved: arithmetic counts as the bytes that take as long
 
 

@@ -13,7 +13,6 @@ from leangrad import _torch
 from leangrad.ledger import fast_path
 from leangrad.ledger.decision import Decision
 from leangrad.ledger.learn import scratch
-from leangrad.ledger.learn.plan import Item, Record, holds
 from leangrad.ledger.learn.scratch import Convolution
 from leangrad.ledger.learn.trace import ANY_SIZE, Call, Course, Recording, Saved
 from leangrad.ledger.values.cast import NODE, Packed
@@ -23,6 +22,7 @@ from leangrad.ledger.values.saved_view import Seen
 from leangrad.ledger.values.shape_only import ShapeOnly
 from leangrad.ledger.values.slot import Slot
 from leangrad.ledger.values.value import Value
+from leangrad.policy import graph as policy
 
 # Reasons, as the summary shows them.
 SHARED = "kept or rebuilt once for all that read it"
@@ -108,8 +108,8 @@ class Recorder:
     def __init__(self, root: nn.Module | None, min_bytes: int) -> None:
         self.min_bytes = min_bytes
         self.entries: list[Entry] = []
-        self.items: list[Item] = []
-        self.reads: list[int] = []
+        self.items: list[policy.Value] = []  # the tensors of the step, as the policy sees them
+        self.reads: list[tuple[int, ...]] = []  # of each op of backward that is noted: the items it reads
         self.readers: list[Reader] = []  # of each read
         self._readers: dict[int, list[Reader]] = {}  # of each item: those that will read it, in order
         self._scratch: dict[Convolution, int] = {}  # what they take, in bytes
@@ -322,12 +322,21 @@ class Recorder:
 
     def _number(self, value: Value) -> int:
         if value.recorder is not self:
-            rebuilt = value.function is not None and not value.blocked and id(value) not in self._dear
-            sources = tuple(sorted(self._sources(value))) if rebuilt else ()
+            is_kept = self._is_kept(value)
+            can_be_rebuilt = value.function is not None and not value.blocked and id(value) not in self._dear
+            sources = tuple(sorted(self._sources(value))) if can_be_rebuilt else ()
             joins = len({id(v.root or v) for v in value.inputs if not v.free}) > 1 if sources else False
+            is_link = joins or value.depth > 0
             value.ordinal, value.recorder = len(self.items), self
-            choice = joins or (value.depth > 0 and id(value) not in self._dear)
-            self.items.append(Item(value.nbytes, sources, choice, value.pinned, value.function in WITH_OUT))
+            self.items.append(
+                policy.Value(
+                    value.nbytes,
+                    sources,
+                    is_fixed=not sources or (is_kept and not is_link),
+                    is_output=value.pinned,
+                    is_repeatable=bool(sources) and value.function in WITH_OUT,
+                )
+            )
         return value.ordinal
 
     def _sources(self, value: Value) -> set[int]:
@@ -363,13 +372,13 @@ class Recorder:
             return
         value = _value_of(packed)
         if value is not None and value.recorder is self:  # autocast hands one thread the cast that another made
-            self.reads.append(value.ordinal)
+            self.reads.append((value.ordinal,))
             readers = self._readers.get(value.ordinal)  # backward comes to the last of them first
             self.readers.append(readers.pop() if readers else Reader(node, 2 * self.items[value.ordinal].nbytes))
 
     def _end(self) -> None:
         self.was_read = True
-        if any(item.choice for item in self.items):  # else there is nothing to plan
+        if any(len(item.inputs) > 1 for item in self.items):  # else there is nothing to plan
             self._scratch = scratch.measure(r.convolution for r in self.readers if r.convolution is not None)
 
     def runs_again(self, segment: Segment) -> None:
@@ -379,17 +388,15 @@ class Recorder:
 
     def _note_reader(self, reader: Reader) -> None:
         """Backward is just now at a node that reads nothing which was kept or rebuilt."""
-        self.reads.append(len(self.items))
+        self.reads.append(())
         self.readers.append(reader)
-        self.items.append(Item(0))
 
-    def record(self) -> Record:
-        """The step as data, for the plan."""
+    def graph(self) -> policy.Graph:
+        """The step as the policy sees it: its tensors, and the ops of backward that read them."""
         alive = self._alive()
         segments = dict(self._segments)
         others = sorted(alive.keys() - {r.node for r in self.readers})
-        reads: list[int] = []
-        gradients: list[int] = []
+        ops: list[policy.Value] = []
         for at, (read, reader) in enumerate(zip(self.reads, self.readers, strict=True)):
             nbytes = alive.get(reader.node, reader.guess) + reader.scratch
             if reader.convolution is not None:
@@ -400,11 +407,9 @@ class Recorder:
             while others and others[-1] > reader.node >= 0:
                 between = max(between, alive[others.pop()])
             if between > nbytes:  # nodes that read nothing, and so use none of the items
-                reads.append(len(self.items))
-                gradients.append(between)
-            reads.append(read)
-            gradients.append(nbytes)
-        return Record((*self.items, Item(0)), tuple(reads), tuple(gradients))
+                ops.append(policy.Value(0, is_backward=True, scratch=between))
+            ops.append(policy.Value(0, read, is_backward=True, scratch=nbytes))
+        return policy.Graph((*self.items, *ops))
 
     def _alive(self) -> dict[int, int]:
         """The bytes of gradients that are alive while each node runs."""
@@ -413,59 +418,62 @@ class Recorder:
         idle = {r.node for readers in self._readers.values() for r in readers} - ran
         return self.recording.graph.alive(without=idle)
 
-    def entries_under(self, cut: frozenset[int] | None) -> list[Entry]:
-        """The entries as later steps make them, which follow ``cut``."""
+    def entries_under(self, kept: frozenset[int] | None) -> list[Entry]:
+        """The entries as later steps make them, in which the items ``kept`` are kept."""
         entries = list(self.entries)
-        for n, (item, kept) in enumerate(zip(self._decisions, self._kept, strict=True), self._first_decision):
-            entry, stays = entries[n], self._stays(item, kept, cut)
+        for n, (item, was_kept) in enumerate(zip(self._decisions, self._kept, strict=True), self._first_decision):
+            entry, stays = entries[n], self._stays(item, was_kept, kept)
             if stays != (entry.outcome == "kept"):
-                why = "" if not stays else LOWER_PEAK if self.items[item].choice else TOO_MUCH_WORK
+                why = "" if not stays else TOO_MUCH_WORK if self.items[item].is_fixed else LOWER_PEAK
                 entries[n] = replace(entry, outcome="kept" if stays else "rebuilt", why=why)
         return entries
 
-    def decisions(self, cut: frozenset[int] | None) -> list[Decision | None]:
+    def decisions(self, kept: frozenset[int] | None, held: frozenset[int]) -> list[Decision | None]:
         """For every saved tensor in order: its op, whether it is simply kept, and its bytes; None: it has no value.
 
-        Without a cut, what was kept is kept again and what was rebuilt is rebuilt again.
+        kept: the items to keep. Without them, what was kept is kept again and what was rebuilt is rebuilt again.
+        held: of what may be let go and made again, what is held until its readers come.
         """
-        kept = self._staying(cut)
-        fleeting: set[int] = set()
-        if cut is not None and any(item.again for item in self.items):
-            held = holds(self.record(), cut)
-            fleeting = {n for n, item in enumerate(self.items) if item.again and n not in held}
+        staying = self._staying(kept)
+        fleeting = {n for n, item in enumerate(self.items) if item.is_repeatable and n not in held}
         return [
-            None if found is None else Decision(found[0], fate in kept, found[1], fate in fleeting)
+            None
+            if found is None
+            else Decision(found[0], fate in staying, found[1], kept is not None and fate in fleeting)
             for found, fate in zip(self._found, self._fates, strict=True)
         ]
 
-    def ways(self, cut: frozenset[int] | None) -> list[fast_path.Way]:
+    def ways(self, kept: frozenset[int] | None) -> list[fast_path.Way]:
         """For every saved tensor in order: what most likely becomes of it again."""
-        kept = self._staying(cut)
+        staying = self._staying(kept)
         return [
             fast_path.keep
             if bare
             else fast_path.shape
             if fate == SHAPE
             else fast_path.decide
-            if fate in kept or cast
+            if fate in staying or cast
             else fast_path.rebuild
             for bare, fate, cast in zip(self._bare, self._fates, self._casts, strict=True)
         ]
 
-    def _staying(self, cut: frozenset[int] | None) -> set[int]:
-        """The fates of what is simply kept under ``cut``."""
-        return {KEPT} | {n for n, k in zip(self._decisions, self._kept, strict=True) if self._stays(n, k, cut)}
+    def kept_items(self) -> frozenset[int]:
+        """What the recorded step has kept."""
+        fixed = {n for n, item in enumerate(self.items) if item.is_fixed}
+        return frozenset(fixed.union(n for n, k in zip(self._decisions, self._kept, strict=True) if k))
 
-    def _stays(self, item: int, kept: bool, cut: frozenset[int] | None) -> bool:
-        """Whether an item that was ``kept`` or rebuilt in the recorded step is simply kept under ``cut``."""
-        if cut is None or not self.items[item].choice:
-            return kept or (cut is not None and item in cut)
-        return item in cut
+    def _staying(self, kept: frozenset[int] | None) -> set[int]:
+        """The fates of what is simply kept."""
+        return {KEPT} | {n for n, k in zip(self._decisions, self._kept, strict=True) if self._stays(n, k, kept)}
 
-    def course(self, cut: frozenset[int] | None) -> Course | None:
+    def _stays(self, item: int, was_kept: bool, kept: frozenset[int] | None) -> bool:
+        """Whether an item that was kept or rebuilt in the recorded step is simply kept."""
+        return was_kept if kept is None else self.items[item].is_fixed or item in kept
+
+    def course(self, kept: frozenset[int] | None) -> Course | None:
         """The calls of the step; None if a tensor that is not simply kept was saved outside of all calls."""
         assert self.recording is not None
-        kept = self._staying(cut)
+        staying = self._staying(kept)
         saves: dict[Any, bool] = {}
         for call in self.recording.calls:
             saves[call.function] = bool(call.names) or call.begins or saves.get(call.function, False)
@@ -474,7 +482,7 @@ class Recorder:
             if saves[call.function]:
                 places = [(place, name) for place, name in enumerate(call.names, call.first) if not self._bare[place]]
                 seen += len(places)
-                last = max((p for p, name in places if self._fates[p] not in kept or name is None), default=-1)
+                last = max((p for p, name in places if self._fates[p] not in staying or name is None), default=-1)
                 anchors = tuple((p, n) for p, n in places if p > last and n is not None and self._has_node[p])
                 catches, quiet = call.nbytes if number in self.caught else 0, call.graded is False
                 grows, begins = self._may_grow(call), call.begins

@@ -1,0 +1,114 @@
+"""What backward holds at its worst moment if what is not kept is rebuilt op by op, when it is asked for.
+
+So does an eager engine: the ops of backward run one after another, each reads values of forward, and one that was not
+kept is rebuilt from its inputs and these from theirs. (``peak`` is the same for a compiled step, whose kernels fuse.)
+
+[Note: recipes] What is rebuilt on the way to another value is held until its own readers in backward have come, or each
+link of a chain would be rebuilt from the first. For as long it has its recipe, and the recipe holds what it reads.
+
+[Note: made again] A link that is one cheap pass over the link before it, in the same memory (a batch norm with its
+addition and activation as one layer), may be let go instead and made again: then a chain of any length takes one map.
+It is held where that does not raise the peak, and where all else would rebuild too much.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set as AbstractSet
+from functools import cached_property
+
+from leangrad.policy.graph import Graph
+from leangrad.policy.peak import Outcome
+
+__all__ = ["Replay"]
+
+AGAIN = 2  # times the bytes of rebuilding each link once: so much may be rebuilt, where links are made again
+NEAR = 1.002  # a peak within this factor of another counts as equal
+
+
+class Replay:
+    """Backward over one graph, to be played under many cuts."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        values = graph.values
+        self._ops = [n for n, value in enumerate(values) if value.is_backward]
+        self._reads = [[i for i in values[n].inputs if not values[i].is_backward] for n in self._ops]
+        self._readers = [sum(values[r].is_backward for r in readers) for readers in graph.readers]
+        self._outputs = [n for n, value in enumerate(values) if value.is_output and not value.is_backward]
+
+    @cached_property
+    def repeatable(self) -> frozenset[int]:
+        """What may be let go and made again."""
+        return frozenset(n for n, value in enumerate(self.graph.values) if value.is_repeatable)
+
+    def play(self, kept: frozenset[int]) -> Outcome:
+        """Play backward through with ``kept``; what may be made again is held as `held` says."""
+        outcome = self._play(kept, frozenset())
+        if self.repeatable and outcome.work > AGAIN * (once := self._play(kept, self.repeatable)).work:
+            outcome = self._play(kept, self._held(kept))
+            return outcome if outcome.work <= AGAIN * once.work else once
+        return outcome
+
+    def held(self, kept: frozenset[int]) -> frozenset[int]:
+        """Of what may be made again, what is held all the same: see [Note: made again]."""
+        if not self.repeatable:
+            return frozenset()
+        held = self._held(kept)
+        once = self._play(kept, self.repeatable).work
+        return held if self._play(kept, held).work <= AGAIN * once else self.repeatable
+
+    def _held(self, kept: frozenset[int]) -> frozenset[int]:
+        held: frozenset[int] = frozenset()
+        limit = self._play(kept, held).peak_bytes * NEAR
+        for n in sorted(self.repeatable - kept, reverse=True):
+            if self._play(kept, held | {n}).peak_bytes <= limit:
+                held |= {n}
+        return held
+
+    def _play(self, kept: AbstractSet[int], held: AbstractSet[int]) -> Outcome:
+        """Of what may be made again, only what is ``held`` waits for its readers."""
+        values = self.graph.values
+        change = [0] * (len(self._reads) + 1)
+        standing = 0
+        for n, last in self._last_uses(kept).items():
+            standing += values[n].nbytes
+            change[last + 1] -= values[n].nbytes
+        left = self._readers.copy()
+        there: set[int] = set()  # what was rebuilt and is held
+        work = 0
+        for tick, read in enumerate(self._reads):
+            stack, seen = list(read), set()
+            while stack:
+                n = stack.pop()
+                if n in seen or n in there or n in kept:
+                    continue
+                seen.add(n)
+                value = values[n]
+                work += value.nbytes
+                stack.extend(value.inputs)
+                if n in read or n in held or not value.is_repeatable:
+                    there.add(n)
+                    change[tick] += value.nbytes
+            for n in read:
+                left[n] -= 1
+            for n in [n for n in there if left[n] <= 0]:
+                there.discard(n)
+                change[tick + 1] -= values[n].nbytes
+        live = peak = standing
+        at = 0
+        for n, added in zip(self._ops, change, strict=False):
+            live += added
+            if live + values[n].scratch > peak:
+                peak, at = live + values[n].scratch, n
+        return Outcome(peak, at, standing, work)
+
+    def _last_uses(self, kept: AbstractSet[int]) -> dict[int, int]:
+        """Of what stands when backward begins: when it is last read, itself or by a recipe that is still there."""
+        last = {n: tick for tick, read in enumerate(self._reads) for n in read}
+        values = self.graph.values
+        for n in range(len(values) - 1, -1, -1):
+            if n in last and n not in kept:
+                for i in values[n].inputs:
+                    last[i] = max(last.get(i, 0), last[n])
+        found = {n: tick for n, tick in last.items() if n in kept}
+        return found | dict.fromkeys(self._outputs, len(self._reads) - 1)
