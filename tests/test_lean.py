@@ -16,7 +16,7 @@ from torch import nn
 import leangrad
 from leangrad.lean import is_lean, lean, ledger_of, plain, saving
 from leangrad.ledger import MIN_BYTES, Ledger
-from leangrad.ledger.learn.recorder import Totals
+from leangrad.ledger.learn.entries import Totals
 from tests.ledger_programs import assert_same, backward, leaf
 from tests.support import same_bits
 

@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from leangrad import saving
-from leangrad.ledger.learn.recorder import Totals
+from leangrad.ledger.learn.entries import Totals
 from leangrad.ledger.ledger import _warn_of_other_hooks
 from tests.ledger_programs import (
     WITNESS_BYTES,

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from leangrad.lean import saving
-from leangrad.ledger.learn.recorder import Totals
+from leangrad.ledger.learn.entries import Totals
 from tests.ledger_programs import assert_same, assert_same_as_plain, backward, grads, leaf, model
 from tests.support import same_bits
 

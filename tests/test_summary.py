@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import leangrad
-from leangrad.ledger.learn.recorder import Entry
+from leangrad.ledger.learn.entries import Entry
 from leangrad.ledger.summary import in_words, op_name, summarize
 
 STEPS = "steps follow the trace of the recorded one"

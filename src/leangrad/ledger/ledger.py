@@ -16,7 +16,8 @@ from leangrad import _torch, kernels
 from leangrad.ledger.decision import DEEPEST, Decision
 from leangrad.ledger.fast_path import Way
 from leangrad.ledger.gc_pause import Rest
-from leangrad.ledger.learn.recorder import Entry, Recorder, Totals
+from leangrad.ledger.learn.entries import Entry, Totals
+from leangrad.ledger.learn.recorder import Recorder
 from leangrad.ledger.learn.trace import Course
 from leangrad.ledger.observe.active_region import region_is_open
 from leangrad.ledger.region import Region
@@ -149,7 +150,7 @@ class Ledger:
     def _plan(self) -> bool:
         """Make the plan of the recorded step, if there is one and its backward has come to its end."""
         recorder = self._recorder
-        if recorder is None or not recorder.was_read:
+        if recorder is None or recorder.step is None or not recorder.was_read:
             return False
         if self._is_planning:  # two segments that were run again, each while the other was alive
             return False
@@ -159,10 +160,11 @@ class Ledger:
         finally:
             self._is_planning = False
         backward = Replay(graph)
+        step = recorder.step
         kept = lowest_peak(graph, backward.play) if self.residual_depth == "auto" else None
-        self._peak_bytes = backward.play(recorder.kept_items() if kept is None else kept).peak_bytes
-        self.ways, self.course = recorder.ways(kept), recorder.course(kept)
-        self._decisions = recorder.decisions(kept, backward.held(kept or frozenset()))
+        self._peak_bytes = backward.play(step.kept_items() if kept is None else kept).peak_bytes
+        self.ways, self.course = step.ways(kept), step.course(kept)
+        self._decisions = step.decisions(kept, frozenset() if kept is None else backward.held(kept))
         self._kept_items = kept
         return True
 
@@ -256,7 +258,8 @@ class Ledger:
         recorder, own = self._recorded, list[Entry]()
         if recorder is not None:
             follows = planned and self._decisions is not None
-            own = recorder.entries_under(self._kept_items) if follows else recorder.entries
+            step = recorder.step
+            own = step.entries_under(self._kept_items) if follows and step is not None else recorder.entries
         return own + [entry for segment in self._segments.values() for entry in segment.entries(planned=planned)]
 
     def small_bytes(self) -> int:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from leangrad.ledger.learn.recorder import Entry
+    from leangrad.ledger.learn.entries import Entry
 
 NO_STEP = (
     "the ledger has recorded no step yet: its forward has not run with gradients. Run one step. If one ran, the code "

@@ -1,20 +1,18 @@
-"""What one step shows: the tensors it saved, what became of each and why, and the order in which backward read them."""
+"""Listens to one step: the tensors it saves, what becomes of each and why, and the order in which backward reads them."""
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
 from leangrad import _torch
-from leangrad.ledger import fast_path
-from leangrad.ledger.decision import Decision
 from leangrad.ledger.learn import scratch
+from leangrad.ledger.learn.entries import EXTRA, SHARED, Entry
+from leangrad.ledger.learn.recorded_step import KEPT, REBUILT, SHAPE, RecordedStep, SavedTensor
 from leangrad.ledger.learn.scratch import Convolution
-from leangrad.ledger.learn.trace import ANY_SIZE, Call, Course, Recording, Saved
+from leangrad.ledger.learn.trace import Recording
 from leangrad.ledger.values.cast import NODE, Packed
 from leangrad.ledger.values.inplace_variants import WITH_OUT
 from leangrad.ledger.values.saved import unpack
@@ -24,25 +22,6 @@ from leangrad.ledger.values.slot import Slot
 from leangrad.ledger.values.value import Value
 from leangrad.policy import graph as policy
 
-# Reasons, as the summary shows them.
-SHARED = "kept or rebuilt once for all that read it"
-EXTRA = "larger tensors are rebuilt from it"
-LOWER_PEAK = "rebuilding it would raise the peak"
-TOO_MUCH_WORK = "too small for the work of rebuilding it"
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One saved tensor in the summary."""
-
-    module: str  # the module whose forward saved it: its derivative reads it
-    op: str  # what made it
-    outcome: str  # "kept", "rebuilt", "shared" or "shape only"
-    nbytes: int
-    why: str
-    made_by: str = ""  # the module whose forward made it
-    is_extra: bool = False  # kept for recipes to start from: plain PyTorch would not keep it
-
 
 class Reader(NamedTuple):
     """A node that reads a saved tensor in backward."""
@@ -51,24 +30,6 @@ class Reader(NamedTuple):
     guess: int  # the bytes of the gradients at that time, where the graph does not tell
     scratch: int = 0  # the bytes that it takes beside them
     convolution: Convolution | None = None  # whose scratch counts too
-
-
-@dataclass(frozen=True)
-class Totals:
-    """Bytes of the tensors that autograd wanted to keep in one recorded step, by what became of them."""
-
-    kept_bytes: int = 0
-    rebuilt_bytes: int = 0
-    shared_bytes: int = 0  # asked for again, and kept or rebuilt once for all readers
-    shape_only_bytes: int = 0  # of which backward reads the shape alone
-
-    @classmethod
-    def of(cls, entries: Iterable[Entry]) -> Totals:
-        """Sum the entries of a step by what became of each tensor."""
-        found = dict.fromkeys(("kept", "rebuilt", "shared", "shape only"), 0)
-        for entry in entries:
-            found[entry.outcome] += entry.nbytes
-        return cls(*found.values())
 
 
 class Segment(Protocol):
@@ -119,20 +80,12 @@ class Recorder:
         self._made_by: dict[int, str] = {}  # of each value: the module whose forward made it
         self._changes: list[tuple[int, str]] = []  # the number of the next node, whenever another module began to run
         self.small_bytes = 0  # of what was kept unseen for having so few
-        self._decisions: list[int] = []  # the item of every decision
-        self._kept: list[bool] = []  # what became of it
         self.saved: list[Packed] = []  # what every saved tensor in order became
         self._saved_by: list[int] = []  # the number of the node that saved each
         self._saved_in: list[str] = []  # the module that ran
         self.recording: Recording | None = None
-        self._has_node: list[bool] = []
-        self._small: list[int] = []  # of each: its bytes, if it was kept unseen for having so few; else -1
-        self._casts: list[bool] = []  # of each: whether it is a parameter in autocast's dtype, or seen in that
-        self._fates: list[int] = []  # of each saved tensor: the item that it is, KEPT, REBUILT or SHAPE
-        self._found: list[tuple[str, int] | None] = []  # of each: its op and bytes; None: no value stands for it
-        self._bare: list[bool] = []  # of each: whether it is kept and no recipe reads it
+        self.step: RecordedStep | None = None  # once the region has ended
         self._dear: set[int] = set()  # the values that will be kept because rebuilding them is too much work
-        self._first_decision = 0  # the entry of the first decision; the others follow it
         self._segments: list[tuple[int, Segment]] = []  # which read is a segment that was run again
         self.on_accelerator = False
         self.was_read = self._is_reading = False
@@ -215,32 +168,50 @@ class Recorder:
         self._dear = {id(value) for value, _, _ in self._decided if _is_dear(value)}
         if self.on_accelerator:
             self._spare()
+        first_decision = len(self.entries)
         for value, module, why in self._decided:
             self._number(value)
-            self._decisions.append(value.ordinal)
-            self._kept.append(value.tensor is not None or id(value) in self._dear)
             outcome = "kept" if value.tensor is not None else "rebuilt"
             why = why if outcome == "kept" else ""
             self.entries.append(Entry(module, value.op, outcome, value.nbytes, why, self._made_by[id(value)]))
-        self._first_decision = len(self.entries) - len(self._decided)
-        needed = self._needed()
         self._note_undecided()
-        self._bare = [self._is_bare(p, needed) for p in self.saved]
-        self._fates = [self._fate(p) for p in self.saved]
-        ops = {id(value): op for op, (value, _, _) in zip(self._ops, self._decided, strict=True)}
-        values = [_value_of(p) for p in self.saved]
-        self._found = [None if v is None else (ops.get(id(v), v.op), v.nbytes) for v in values]
-        self._casts = [_is_cast(p) for p in self.saved]
-        self._note_readers()
-        self._has_node = [type(p) is Seen or (type(p) is Value and p.op != "input") for p in self.saved]
-        self._small = [self._bytes_if_small(p) for p in self.saved]
-        once = {id(p): nbytes for p, nbytes in zip(self.saved, self._small, strict=True)}
+        self.step = self._as_data(first_decision)
+        self._note_readers(self.step)
+        once = {id(p): tensor.small_bytes for p, tensor in zip(self.saved, self.step.saved, strict=True)}
         self.small_bytes = sum(nbytes for nbytes in once.values() if nbytes > 0)
         for value, _, _ in self._decided:
             value.forget_recipe()
         self._decided, self._made_by, self._changes, self._root, self._dear = [], {}, [], None, set()
         self.saved.clear()
         self._saved_in.clear()
+
+    def _as_data(self, first_decision: int) -> RecordedStep:
+        assert self.recording is not None
+        ops = {id(value): op for op, (value, _, _) in zip(self._ops, self._decided, strict=True)}
+        needed = self._needed()
+        saved = []
+        for packed in self.saved:
+            value = _value_of(packed)
+            saved.append(
+                SavedTensor(
+                    item=self._item(packed),
+                    made_by=None if value is None else (ops.get(id(value), value.op), value.nbytes),
+                    is_bare=self._is_bare(packed, needed),
+                    is_cast=_is_cast(packed),
+                    has_node=type(packed) is Seen or (type(packed) is Value and packed.op != "input"),
+                    small_bytes=self._bytes_if_small(packed),
+                )
+            )
+        return RecordedStep(
+            items=self.items,
+            decided=[(value.ordinal, self._is_kept(value)) for value, _, _ in self._decided],
+            saved=saved,
+            entries=self.entries,
+            first_decision=first_decision,
+            calls=self.recording.calls,
+            caught=self.caught,
+            min_bytes=self.min_bytes,
+        )
 
     def _bytes_if_small(self, packed: Packed) -> int:
         """The bytes of a saved tensor that was kept unseen for having so few; else -1."""
@@ -267,18 +238,15 @@ class Recorder:
                 elif not v.free:
                     self.entries.append(Entry("", v.op, "kept", v.nbytes, EXTRA, "", is_extra=True))
 
-    def _note_readers(self) -> None:
+    def _note_readers(self, step: RecordedStep) -> None:
         """Of each item: who will read it, and whose scratch that will take."""
-        assert self.recording is not None
         convolutions = {
-            place: call.convolution
-            for call in self.recording.calls
-            for place in range(call.first, call.first + len(call.names))
+            place: call.convolution for call in step.calls for place in range(call.first, call.first + len(call.names))
         }
-        for place, (item, node) in enumerate(zip(self._fates, self._saved_by, strict=False)):
-            if item >= 0:
-                reader = Reader(node, 2 * self.items[item].nbytes, convolution=convolutions.get(place))
-                self._readers.setdefault(item, []).append(reader)
+        for place, (tensor, node) in enumerate(zip(step.saved, self._saved_by, strict=False)):
+            if tensor.item >= 0:
+                reader = Reader(node, 2 * self.items[tensor.item].nbytes, convolution=convolutions.get(place))
+                self._readers.setdefault(tensor.item, []).append(reader)
 
     def _spare(self) -> None:
         """Keep the smallest of what would be rebuilt: a recipe costs the host the same however little it saves."""
@@ -302,7 +270,7 @@ class Recorder:
                         stack.append(v)
         return needed
 
-    def _fate(self, packed: Packed) -> int:
+    def _item(self, packed: Packed) -> int:
         """The item that a saved tensor is, or a view of; KEPT, REBUILT or SHAPE where it is none."""
         if type(packed) is ShapeOnly:
             return SHAPE
@@ -418,93 +386,6 @@ class Recorder:
         idle = {r.node for readers in self._readers.values() for r in readers} - ran
         return self.recording.graph.alive(without=idle)
 
-    def entries_under(self, kept: frozenset[int] | None) -> list[Entry]:
-        """The entries as later steps make them, in which the items ``kept`` are kept."""
-        entries = list(self.entries)
-        for n, (item, was_kept) in enumerate(zip(self._decisions, self._kept, strict=True), self._first_decision):
-            entry, stays = entries[n], self._stays(item, was_kept, kept)
-            if stays != (entry.outcome == "kept"):
-                why = "" if not stays else TOO_MUCH_WORK if self.items[item].is_fixed else LOWER_PEAK
-                entries[n] = replace(entry, outcome="kept" if stays else "rebuilt", why=why)
-        return entries
-
-    def decisions(self, kept: frozenset[int] | None, held: frozenset[int]) -> list[Decision | None]:
-        """For every saved tensor in order: its op, whether it is simply kept, and its bytes; None: it has no value.
-
-        kept: the items to keep. Without them, what was kept is kept again and what was rebuilt is rebuilt again.
-        held: of what may be let go and made again, what is held until its readers come.
-        """
-        staying = self._staying(kept)
-        fleeting = {n for n, item in enumerate(self.items) if item.is_repeatable and n not in held}
-        return [
-            None
-            if found is None
-            else Decision(found[0], fate in staying, found[1], kept is not None and fate in fleeting)
-            for found, fate in zip(self._found, self._fates, strict=True)
-        ]
-
-    def ways(self, kept: frozenset[int] | None) -> list[fast_path.Way]:
-        """For every saved tensor in order: what most likely becomes of it again."""
-        staying = self._staying(kept)
-        return [
-            fast_path.keep
-            if bare
-            else fast_path.shape
-            if fate == SHAPE
-            else fast_path.decide
-            if fate in staying or cast
-            else fast_path.rebuild
-            for bare, fate, cast in zip(self._bare, self._fates, self._casts, strict=True)
-        ]
-
-    def kept_items(self) -> frozenset[int]:
-        """What the recorded step has kept."""
-        fixed = {n for n, item in enumerate(self.items) if item.is_fixed}
-        return frozenset(fixed.union(n for n, k in zip(self._decisions, self._kept, strict=True) if k))
-
-    def _staying(self, kept: frozenset[int] | None) -> set[int]:
-        """The fates of what is simply kept."""
-        return {KEPT} | {n for n, k in zip(self._decisions, self._kept, strict=True) if self._stays(n, k, kept)}
-
-    def _stays(self, item: int, was_kept: bool, kept: frozenset[int] | None) -> bool:
-        """Whether an item that was kept or rebuilt in the recorded step is simply kept."""
-        return was_kept if kept is None else self.items[item].is_fixed or item in kept
-
-    def course(self, kept: frozenset[int] | None) -> Course | None:
-        """The calls of the step; None if a tensor that is not simply kept was saved outside of all calls."""
-        assert self.recording is not None
-        staying = self._staying(kept)
-        saves: dict[Any, bool] = {}
-        for call in self.recording.calls:
-            saves[call.function] = bool(call.names) or call.begins or saves.get(call.function, False)
-        calls, seen = [], 0
-        for number, call in enumerate(self.recording.calls):
-            if saves[call.function]:
-                places = [(place, name) for place, name in enumerate(call.names, call.first) if not self._bare[place]]
-                seen += len(places)
-                last = max((p for p, name in places if self._fates[p] not in staying or name is None), default=-1)
-                anchors = tuple((p, n) for p, n in places if p > last and n is not None and self._has_node[p])
-                catches, quiet = call.nbytes if number in self.caught else 0, call.graded is False
-                grows, begins = self._may_grow(call), call.begins
-                calls.append(Call(call.function, call.first, last, anchors, catches, grows, quiet, begins))
-        handled = {call.function for call in self.recording.calls if call.handled}
-        graded = {call.function for call in self.recording.calls if call.graded}
-        unseen = frozenset(call.function for call in self.recording.calls if call.graded is False) - graded
-        passes = frozenset(f for f, found in saves.items() if not found and f not in handled and f not in unseen)
-        return Course(calls, saves, unseen, passes) if seen == self._bare.count(False) else None
-
-    def _may_grow(self, call: Saved) -> int:
-        """How many elements the output of ``call`` may have before something of it is large enough to be looked into.
-
-        What it saves is taken to grow as its output does. Of a small output itself nothing was noted either.
-        """
-        nbytes = max(self._small[call.first : call.first + len(call.names)], default=-1)
-        if call.handled and call.graded and call.nbytes < self.min_bytes:
-            nbytes = max(nbytes, call.nbytes)
-        if nbytes <= 0:
-            return call.size if nbytes == 0 else ANY_SIZE
-        return max(call.size, (call.size * self.min_bytes - 1) // nbytes)
-
 
 def _value_of(packed: Packed | None) -> Value | None:
     """The value of a saved tensor, or of what it is a view of; None: it is kept with no value around it."""
@@ -515,8 +396,6 @@ def _is_cast(packed: Packed) -> bool:
     value = _value_of(packed)
     return value is not None and value.op == NODE and bool(value.inputs) and value.inputs[0].op == "leaf"
 
-
-KEPT, REBUILT, SHAPE = -1, -2, -3
 
 # Of the kept bytes, on an accelerator: the casts of a ResNet's weights are half of its recipes and 1% of it; those of
 # the attention of a ViT-L a quarter of its recipes and 3%.

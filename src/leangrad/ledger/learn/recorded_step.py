@@ -1,0 +1,129 @@
+"""A recorded step as plain data, and what later steps do if they keep what the plan says."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from leangrad.ledger import fast_path
+from leangrad.ledger.decision import Decision
+from leangrad.ledger.learn.entries import LOWER_PEAK, TOO_MUCH_WORK, Entry
+from leangrad.ledger.learn.trace import ANY_SIZE, Call, Course, Saved
+from leangrad.policy import graph as policy
+
+KEPT, REBUILT, SHAPE = -1, -2, -3  # what became of a saved tensor that is no item
+
+
+class SavedTensor(NamedTuple):
+    """What became of one tensor that autograd saved."""
+
+    item: int  # the item that it is, or a view of; else KEPT, REBUILT or SHAPE
+    made_by: tuple[str, int] | None  # its op and bytes; None: no value stands for it
+    is_bare: bool  # kept, and no recipe reads it
+    is_cast: bool  # a parameter in autocast's dtype, or seen in that
+    has_node: bool
+    small_bytes: int  # its bytes, if it was kept unseen for having so few; else -1
+
+
+@dataclass
+class RecordedStep:
+    """The tensors of one step, what became of each, and the calls that saved them."""
+
+    items: Sequence[policy.Value]  # the tensors that were decided on or that recipes start from
+    decided: Sequence[tuple[int, bool]]  # of every decision, in order: its item, and whether that was kept
+    saved: Sequence[SavedTensor]  # every saved tensor, in order
+    entries: list[Entry]
+    first_decision: int  # the entry of the first decision; the others follow it
+    calls: Sequence[Saved]
+    caught: Collection[int]  # the calls of which a tensor was kept although autograd did not ask for it
+    min_bytes: int
+
+    def entries_under(self, kept: frozenset[int] | None) -> list[Entry]:
+        """The entries as later steps make them, in which the items ``kept`` are kept."""
+        entries = list(self.entries)
+        for n, (item, was_kept) in enumerate(self.decided, self.first_decision):
+            entry, stays = entries[n], self._stays(item, was_kept, kept)
+            if stays != (entry.outcome == "kept"):
+                why = "" if not stays else TOO_MUCH_WORK if self.items[item].is_fixed else LOWER_PEAK
+                entries[n] = replace(entry, outcome="kept" if stays else "rebuilt", why=why)
+        return entries
+
+    def decisions(self, kept: frozenset[int] | None, held: frozenset[int]) -> list[Decision | None]:
+        """For every saved tensor in order: its op, whether it is simply kept, and its bytes; None: it has no value.
+
+        kept: the items to keep. Without them, what was kept is kept again and what was rebuilt is rebuilt again.
+        held: of what may be let go and made again, what is held until its readers come.
+        """
+        staying = self._staying(kept)
+        fleeting: set[int] = set()
+        if kept is not None:
+            fleeting = {n for n, item in enumerate(self.items) if item.is_repeatable and n not in held}
+        return [
+            None if s.made_by is None else Decision(s.made_by[0], s.item in staying, s.made_by[1], s.item in fleeting)
+            for s in self.saved
+        ]
+
+    def ways(self, kept: frozenset[int] | None) -> list[fast_path.Way]:
+        """For every saved tensor in order: what most likely becomes of it again."""
+        staying = self._staying(kept)
+        return [
+            fast_path.keep
+            if s.is_bare
+            else fast_path.shape
+            if s.item == SHAPE
+            else fast_path.decide
+            if s.item in staying or s.is_cast
+            else fast_path.rebuild
+            for s in self.saved
+        ]
+
+    def kept_items(self) -> frozenset[int]:
+        """What the recorded step has kept."""
+        fixed = {n for n, item in enumerate(self.items) if item.is_fixed}
+        return frozenset(fixed.union(n for n, was_kept in self.decided if was_kept))
+
+    def _staying(self, kept: frozenset[int] | None) -> set[int]:
+        """The items that are simply kept, and KEPT."""
+        return {KEPT} | {n for n, was_kept in self.decided if self._stays(n, was_kept, kept)}
+
+    def _stays(self, item: int, was_kept: bool, kept: frozenset[int] | None) -> bool:
+        """Whether an item that was kept or rebuilt in the recorded step is simply kept."""
+        return was_kept if kept is None else self.items[item].is_fixed or item in kept
+
+    def course(self, kept: frozenset[int] | None) -> Course | None:
+        """The calls of the step; None if a tensor that is not simply kept was saved outside of all calls."""
+        staying = self._staying(kept)
+        saves: dict[Any, bool] = {}
+        for call in self.calls:
+            saves[call.function] = bool(call.names) or call.begins or saves.get(call.function, False)
+        calls, seen = [], 0
+        for number, call in enumerate(self.calls):
+            if saves[call.function]:
+                places = [
+                    (place, name) for place, name in enumerate(call.names, call.first) if not self.saved[place].is_bare
+                ]
+                seen += len(places)
+                last = max((p for p, name in places if self.saved[p].item not in staying or name is None), default=-1)
+                anchors = tuple((p, n) for p, n in places if p > last and n is not None and self.saved[p].has_node)
+                catches, quiet = call.nbytes if number in self.caught else 0, call.graded is False
+                grows, begins = self._may_grow(call), call.begins
+                calls.append(Call(call.function, call.first, last, anchors, catches, grows, quiet, begins))
+        handled = {call.function for call in self.calls if call.handled}
+        graded = {call.function for call in self.calls if call.graded}
+        unseen = frozenset(call.function for call in self.calls if call.graded is False) - graded
+        passes = frozenset(f for f, found in saves.items() if not found and f not in handled and f not in unseen)
+        return Course(calls, saves, unseen, passes) if seen == sum(not s.is_bare for s in self.saved) else None
+
+    def _may_grow(self, call: Saved) -> int:
+        """How many elements the output of ``call`` may have before something of it is large enough to be looked into.
+
+        What it saves is taken to grow as its output does. Of a small output itself nothing was noted either.
+        """
+        saved = self.saved[call.first : call.first + len(call.names)]
+        nbytes = max((s.small_bytes for s in saved), default=-1)
+        if call.handled and call.graded and call.nbytes < self.min_bytes:
+            nbytes = max(nbytes, call.nbytes)
+        if nbytes <= 0:
+            return call.size if nbytes == 0 else ANY_SIZE
+        return max(call.size, (call.size * self.min_bytes - 1) // nbytes)
