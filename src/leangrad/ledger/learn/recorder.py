@@ -1,4 +1,4 @@
-"""Listens to one step: the tensors it saves, what becomes of each and why, and the order in which backward reads them."""
+"""Listens to one step: what it saves, what becomes of each tensor and why, and in which order backward reads them."""
 
 from __future__ import annotations
 
