@@ -294,15 +294,16 @@ class Recorder:
             can_be_rebuilt = value.function is not None and not value.blocked and id(value) not in self._dear
             sources = tuple(sorted(self._sources(value))) if can_be_rebuilt else ()
             joins = len({id(v.root or v) for v in value.inputs if not v.free}) > 1 if sources else False
-            is_link = joins or value.depth > 0
+            is_link = joins or (value.depth > 0 and id(value) not in self._dear)
             value.ordinal, value.recorder = len(self.items), self
             self.items.append(
                 policy.Value(
                     value.nbytes,
                     sources,
-                    is_fixed=not sources or (is_kept and not is_link),
+                    is_fixed=not can_be_rebuilt or (is_kept and not is_link),
                     is_output=value.pinned,
-                    is_repeatable=bool(sources) and value.function in WITH_OUT,
+                    may_end_chain=is_link,
+                    is_repeatable=can_be_rebuilt and value.function in WITH_OUT,
                 )
             )
         return value.ordinal
