@@ -317,7 +317,7 @@ def kernels(step: Callable[[], None]) -> float:
 
 def scaled_floor(case: Case, scale: int = 8) -> float:
     """The floor in GiB, found at a fraction of the batch."""
-    from benchmarks.floor import floor
+    from leangrad import floor
 
     torch.manual_seed(0)
     size = max(1, case.size // scale)

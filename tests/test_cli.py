@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from typer.testing import CliRunner, Result
 
 import leangrad
-from benchmarks.floor import floor
-from leangrad import _torch, demo
+from leangrad import _torch, demo, floor
 from leangrad.cli import app, doctor
 from leangrad.demo import Case, Comparison, compare, gpt, residual_net, swiglu
 from leangrad.measure import Measurement

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.floor import floor, main
+from benchmarks.floor import main
+from leangrad import floor
 from tests.support import same_bits
 
 FLOAT = 4  # bytes
