@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from leangrad import floor
-from leangrad.floor.recorded_step import SHAPE_ONLY, Op, Recorder, tensors_in
+from leangrad.floor.aten_op import SHAPE_ONLY, Op, tensors_in
+from leangrad.floor.recorded_step import Recorder
 from tests.support import same_bits
 from tests.zoo import SMALL, Case
 

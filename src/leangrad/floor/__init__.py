@@ -12,47 +12,18 @@ more is alive.
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from leangrad.floor.recorded_step import Recorder, Value, tensors_in
+from leangrad.floor.aten_op import tensors_in
+from leangrad.floor.recorded_step import Recorder, Value
+from leangrad.floor.result import Floor, Kept
 from leangrad.policy import graph as policy
 from leangrad.policy.cut import cheapest_cut
 
 __all__ = ["Floor", "Kept", "floor"]
-
-
-@dataclass(frozen=True)
-class Kept:
-    """One tensor of the cut: the op that made it, and the module that was running."""
-
-    op: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    bytes: int
-    module: str
-
-
-@dataclass(frozen=True)
-class Floor:
-    """The cheapest cut, in the order of the forward. Prints as a table."""
-
-    tensors: tuple[Kept, ...]
-
-    @property
-    def bytes(self) -> int:
-        """The bytes of the whole cut."""
-        return sum(kept.bytes for kept in self.tensors)
-
-    def __str__(self) -> str:
-        lines = [f"{'bytes':>15}  {'op':<44} {'dtype':<9} {'shape':<22} module"]
-        for kept in self.tensors:
-            dtype, shape = str(kept.dtype).removeprefix("torch."), " x ".join(map(str, kept.shape))
-            lines.append(f"{kept.bytes:>15,}  {kept.op:<44} {dtype:<9} {shape:<22} {kept.module}".rstrip())
-        return "\n".join([*lines, f"{self.bytes:>15,}  the floor: {len(self.tensors)} tensors"])
 
 
 def floor(
