@@ -1,11 +1,12 @@
 """One call of an ATen op, as its schema tells it: what it reads, what it writes, whether it may run twice."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
+from leangrad import _torch
 from leangrad.policy.ops import is_product
 
 __all__ = ["SHAPE_ONLY", "UNWRITTEN", "Op", "tensors_in"]
@@ -33,8 +34,9 @@ class Op:
 
     def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.func = func
-        namespace, _, self.name = func._schema.name.partition("::")
-        declared = func._schema.arguments
+        schema = _torch.schema(func)
+        namespace, _, self.name = schema.name.partition("::")
+        declared = schema.arguments
         self.given = {one.name: value for one, value in zip(declared, args, strict=False)} | kwargs
         written = {one.name for one in declared if one.alias_info is not None and one.alias_info.is_write}
         if self._updates_statistics():  # the schema does not say so
@@ -47,7 +49,7 @@ class Op:
         self.reads = [
             tensor for name in self.given if name not in self.unread for tensor in tensors_in(self.given[name])
         ]
-        self.is_view = not written and any(one.alias_info is not None for one in func._schema.returns)
+        self.is_view = not written and any(one.alias_info is not None for one in schema.returns)
         # Another library's op may hold a product.
         self.is_product = namespace not in ("aten", "prims") or is_product(self.name)
 
@@ -76,7 +78,7 @@ class Op:
 
     def random_state(self) -> tuple[int, ...]:
         """The state of the generator that the op draws from, if it draws."""
-        takes_dropout = any(one.name == "dropout_p" for one in self.func._schema.arguments)
+        takes_dropout = any(one.name == "dropout_p" for one in _torch.schema(self.func).arguments)
         is_sure = takes_dropout and self.given.get("dropout_p", 0.0) == 0.0
         if torch.Tag.nondeterministic_seeded not in self.func.tags or is_sure:
             return ()
@@ -89,8 +91,8 @@ class Op:
 
 def tensors_in(tree: object) -> list[Tensor]:
     """Every tensor with a storage in a tree of containers; a sparse tensor is its indices and its values."""
-    found: list[Tensor] = []
-    for leaf in tree_leaves(tree):
-        if isinstance(leaf, Tensor):
-            found += [leaf._indices(), leaf._values()] if leaf.layout == torch.sparse_coo else [leaf]
-    return found
+    if isinstance(tree, Tensor):
+        return _torch.strided_parts(tree)
+    if isinstance(tree, Mapping):
+        tree = list(tree.values())
+    return [tensor for one in tree for tensor in tensors_in(one)] if isinstance(tree, tuple | list) else []

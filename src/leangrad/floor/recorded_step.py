@@ -27,8 +27,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from leangrad import _torch
+from leangrad.errors import LeangradError
 from leangrad.floor.aten_op import UNWRITTEN, Op, tensors_in
 
 __all__ = ["Recorder", "Value"]
@@ -111,7 +112,7 @@ class _Storage:
     death: object = None
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(_torch.DispatchMode):  # type: ignore[misc]
     """Runs every op as it is and writes down which value was made from which."""
 
     def __init__(self) -> None:
@@ -142,8 +143,8 @@ class Recorder(TorchDispatchMode):
         inputs = [self._read_written(tensor, op) for tensor in op.reads]
         key = None if op.name in UNWRITTEN else (func, self._freeze_call(op), op.random_state())
         result = func(*args, **kwargs)
-        outputs, given = tensors_in(result), {_address(tensor): tensor for tensor in reversed(op.tensors)}
-        fresh = [tensor for tensor in outputs if _address(tensor) not in given]
+        outputs, given = tensors_in(result), {_torch.storage_address(tensor): tensor for tensor in reversed(op.tensors)}
+        fresh = [tensor for tensor in outputs if _torch.storage_address(tensor) not in given]
         looks = [_Look.of(tensor) for tensor in (*op.writes, *fresh)]
         made = self._make(op.name, looks, inputs, key)
         for value in made:
@@ -153,12 +154,12 @@ class Recorder(TorchDispatchMode):
             self._write(tensor, value, op.name)
         born: dict[int, _Storage] = {}
         for tensor, value in zip(fresh, made[len(op.writes) :], strict=True):
-            if (address := _address(tensor)) in born:  # two outputs in one buffer
+            if (address := _torch.storage_address(tensor)) in born:  # two outputs in one buffer
                 born[address].regions[_Region.of(tensor)] = value
             else:
                 born[address] = self._store(tensor, value, _Region.of(tensor).bytes)
         for tensor in outputs:
-            if (address := _address(tensor)) in given:
+            if (address := _torch.storage_address(tensor)) in given:
                 self._note_view(given[address], tensor)
         return result
 
@@ -205,7 +206,7 @@ class Recorder(TorchDispatchMode):
     def _read_written(self, tensor: Tensor, op: Op) -> Value:
         value = self.read(tensor)
         if value.unwritten and value.bytes and not op.writes and not op.is_view:
-            raise RuntimeError(
+            raise LeangradError(
                 f"{op.name} in module {self.modules[-1]!r} reads a {tensor.dtype} tensor of shape {tuple(tensor.shape)}"
                 " that no op has written: a kernel was launched past PyTorch's dispatcher, and what it reads cannot be "
                 "seen; make it an op with torch.library.custom_op, or take the floor of the model without it"
@@ -244,7 +245,7 @@ class Recorder(TorchDispatchMode):
         storage.regions[region] = value
 
     def _storage(self, tensor: Tensor) -> _Storage:
-        found = self._storages.get(_address(tensor))
+        found = self._storages.get(_torch.storage_address(tensor))
         if found is None:
             size = tensor.untyped_storage().nbytes()
             value = self._add("constant", _Look(tuple(tensor.shape), tensor.dtype, size), [])
@@ -253,7 +254,7 @@ class Recorder(TorchDispatchMode):
         return found
 
     def _store(self, tensor: Tensor, value: Value, size: int, foreign: bool = False) -> _Storage:
-        address = _address(tensor)
+        address = _torch.storage_address(tensor)
         storage = _Storage(value, size, {} if foreign else {_Region.of(tensor): value}, foreign)
         self._storages[address] = storage
 
@@ -271,7 +272,3 @@ class Recorder(TorchDispatchMode):
         if storage.foreign and not self.in_backward:
             for value in (storage.whole, *storage.regions.values()):
                 value.free = True
-
-
-def _address(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)

@@ -30,8 +30,17 @@ class Floor:
         return sum(kept.bytes for kept in self.tensors)
 
     def __str__(self) -> str:
-        lines = [f"{'bytes':>15}  {'op':<44} {'dtype':<9} {'shape':<22} module"]
-        for kept in self.tensors:
-            dtype, shape = str(kept.dtype).removeprefix("torch."), " x ".join(map(str, kept.shape))
-            lines.append(f"{kept.bytes:>15,}  {kept.op:<44} {dtype:<9} {shape:<22} {kept.module}".rstrip())
-        return "\n".join([*lines, f"{self.bytes:>15,}  the floor: {len(self.tensors)} tensors"])
+        rows = [
+            (f"{kept.bytes:,}", kept.op, str(kept.dtype).removeprefix("torch."), " x ".join(map(str, kept.shape)))
+            for kept in self.tensors
+        ]
+        modules = ["module", *(kept.module for kept in self.tensors)]
+        rows = [("bytes", "op", "dtype", "shape"), *rows]
+        total, count = f"{self.bytes:,}", len(self.tensors)
+        size, op, dtype, shape = (max(map(len, column)) for column in zip(*rows, strict=True))
+        size = max(size, len(total))
+        lines = [
+            f"{row[0]:>{size}}  {row[1]:<{op}}  {row[2]:<{dtype}}  {row[3]:<{shape}}  {module}".rstrip()
+            for row, module in zip(rows, modules, strict=True)
+        ]
+        return "\n".join([*lines, f"{total:>{size}}  the floor: {count} tensor{'s' * (count != 1)}"])
