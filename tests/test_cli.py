@@ -262,8 +262,9 @@ def test_verify_fails_if_lean_is_further_from_plain_than_plain_is(factories: Pat
         ("my_factories.no_such_part:pair", "found no module"),
     ],
 )
-def test_verify_says_what_it_expected(factories: Path, target: str, message: str) -> None:
-    result = invoke("verify", target.format(file="my_factories.py" if target == "{file}" else factories))
+@pytest.mark.parametrize("command", ["verify", "floor"])
+def test_a_wrong_target_is_told(factories: Path, command: str, target: str, message: str) -> None:
+    result = invoke(command, target.format(file="my_factories.py" if target == "{file}" else factories))
     assert result.exit_code == 2
     assert message in words(result)
 
@@ -295,34 +296,37 @@ def raises():
 """
 
 
-def test_an_error_of_the_users_code_is_2_and_shows_their_frames_only(factories: Path) -> None:
+@pytest.mark.parametrize("command", ["verify", "floor"])
+def test_an_error_of_the_users_code_is_2_and_shows_their_frames_only(factories: Path, command: str) -> None:
     path = factories.parent / "broken.py"
     path.write_text(BROKEN)
-    result = invoke("verify", f"{path}:broken")
+    result = invoke(command, f"{path}:broken")
     assert result.exit_code == 2
     files = re.findall(r'File "(.*?)", line \d+, in (\w+)', result.output)
     assert files == [(str(path), "forward"), (str(path), "forward"), (str(path), "forward")]
     assert "ValueError: my own message" in result.output
     assert "mat1 and mat2" in result.output  # its cause
-    assert "leangrad.verify called Broken with the batch float32[2, 4]" in result.output
+    assert f"leangrad.{command} called Broken with the batch float32[2, 4]" in result.output
     assert re.search(r"\(\d+ frames of torch and leangrad are left out; --traceback prints all\)", result.output)
-    result = invoke("verify", f"{path}:raises")
+    result = invoke(command, f"{path}:raises")
     assert (result.exit_code, re.findall(r"in (\w+)", result.output)) == (2, ["raises"])
-    everything = invoke("verify", f"{path}:broken", "--traceback")
+    everything = invoke(command, f"{path}:broken", "--traceback")
     assert isinstance(everything.exception, ValueError)
 
 
-def test_an_error_that_is_nobodys_frame_is_a_sentence(factories: Path) -> None:
-    result = invoke("verify", f"{factories}:frozen")
+@pytest.mark.parametrize("command", ["verify", "floor"])
+def test_an_error_that_is_nobodys_frame_is_a_sentence(factories: Path, command: str) -> None:
+    result = invoke(command, f"{factories}:frozen")
     assert result.exit_code == 2
     assert result.output.startswith("ValueError: expected a model with a parameter that requires a gradient")
 
 
-def test_an_import_that_fails_in_the_users_file(factories: Path) -> None:
+@pytest.mark.parametrize("command", ["verify", "floor"])
+def test_an_import_that_fails_in_the_users_file(factories: Path, command: str) -> None:
     path = factories.parent / "broken.py"
     path.write_text("import no_such_package_at_all")
     for target in ("broken:pair", f"{path}:pair"):
-        result = invoke("verify", target)
+        result = invoke(command, target)
         assert result.exit_code == 2
         assert re.findall(r'File "(.*?)"', result.output) == [str(path)]
         assert "ModuleNotFoundError: No module named 'no_such_package_at_all'" in result.output
@@ -350,6 +354,27 @@ def test_verify_against_something_else(factories: Path, against: str, words: str
     result = invoke("verify", f"{factories}:pair", "--against", against)
     assert result.exit_code == 0, result.output
     assert words in result.output
+
+
+# floor
+
+
+@pytest.mark.parametrize(("name", "kept"), [("pair", 3 * (8 + 2)), ("triple", 3 * (8 + 2))])
+@pytest.mark.parametrize("how", [str, lambda path: path.stem], ids=["file", "module"])
+def test_floor_of_a_users_model(factories: Path, name: str, kept: int, how: Callable[[Path], str]) -> None:
+    result = invoke("floor", f"{how(factories)}:{name}")
+    assert result.exit_code == 0, result.output
+    # 3 rows: 8 pre-activations of the GELU, and 2 outputs that the loss squares, in float32.
+    assert result.output.splitlines()[-1].split() == [str(4 * kept), "the", "floor:", "2", "tensors"]
+
+
+@pytest.mark.parametrize("name", ["bf16", "bfloat16"])
+def test_floor_under_autocast(factories: Path, name: str) -> None:
+    result = invoke("floor", f"{factories}:pair", "--autocast", name)
+    assert result.exit_code == 0, result.output
+    assert result.output.splitlines()[-1].split()[0] == str(2 * 3 * (8 + 2))
+    assert "bfloat16" in result.output
+    assert invoke("floor", f"{factories}:pair", "--autocast", "float64").exit_code == 2
 
 
 # doctor

@@ -100,7 +100,6 @@ def _run(subject: Subject, recorder: Recorder) -> None:
             "expected a model with memory, got one on the meta device, where torch takes other kernels than in "
             "training; build it on the device that it is trained on, with a small batch if need be"
         )
-    torch.clear_autocast_cache()
     with recorder:
         with subject.under_autocast():
             value = subject.forward(arguments)
