@@ -33,12 +33,14 @@ def test_at_most_a_dozen_public_names() -> None:
 
 
 def test_functions_that_share_their_name_with_a_module() -> None:
+    from leangrad.floor import Floor
     from leangrad.measure import Measurement
     from leangrad.verify import Verification
 
     weight = torch.ones(4, requires_grad=True)
     assert isinstance(leangrad.measure(lambda: weight.exp().sum().backward(), timed_runs=0), Measurement)
     assert isinstance(leangrad.verify(nn.Linear(4, 2), torch.randn(3, 4)), Verification)
+    assert isinstance(leangrad.floor(nn.Linear(4, 2), torch.randn(3, 4)), Floor)
     assert leangrad.is_lean(leangrad.lean(nn.Linear(4, 2)))
 
 
@@ -49,7 +51,8 @@ import leangrad.verify
 import leangrad.lean
 import leangrad
 assert "leangrad.nn" not in sys.modules  # it takes as long as all the rest
-assert all(callable(name) for name in (leangrad.measure, leangrad.verify, leangrad.lean))
+import leangrad.floor
+assert all(callable(name) for name in (leangrad.floor, leangrad.measure, leangrad.verify, leangrad.lean))
 heavy = {"triton", "transformers", "rich", "typer", "torch._dynamo", "torch._inductor"} & set(sys.modules)
 assert not heavy, heavy
 """
@@ -168,12 +171,24 @@ def test_readme_code_runs(capsys: pytest.CaptureFixture[str]) -> None:
         exec(compile(block, "README.md", "exec"), names)
     printed = capsys.readouterr().out
     assert "equal, bit for bit" in printed
+    assert names["least"].bytes == 4 * 32 * (256 + 64)  # what GELU reads, and what the loss reads
+    assert "the floor: 2 tensors" in printed
     assert leangrad.ledger_of(model).totals().rebuilt_bytes > 0
     assert all(parameter.grad is not None for parameter in model.parameters())
     found = leangrad.verify(*names["factory"]())
     assert found.equal
     assert found.lean.kept_bytes < 0.4 * found.plain.kept_bytes
     assert found.lean.peak_bytes < 0.7 * found.plain.peak_bytes
+
+
+def test_code_of_how_it_works_prints_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each block of Python is followed by what it prints."""
+    text = (ROOT / "docs" / "how_it_works.md").read_text()
+    pairs = re.findall(r"```python\n(.*?)```\n\n```\n(.*?)```", text, flags=re.DOTALL)
+    assert len(pairs) == text.count("```python") >= 1
+    for code, printed in pairs:
+        exec(compile(code, "how_it_works.md", "exec"), {})
+        assert capsys.readouterr().out == printed
 
 
 @pytest.mark.usefixtures("backend_name")
