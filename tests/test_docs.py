@@ -191,6 +191,31 @@ def test_code_of_how_it_works_prints_what_it_says(capsys: pytest.CaptureFixture[
         assert capsys.readouterr().out == printed
 
 
+def test_the_walk_through_of_an_op_quotes_the_source(capsys: pytest.CaptureFixture[str]) -> None:
+    """Blocks that begin with a path are lines of that file; others are run, and print the block after them."""
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    blocks = re.findall(r"```(python|sh|)\n(.*?)```", text, flags=re.DOTALL)
+    quoted = [block.split("\n", 1) for kind, block in blocks if kind == "python" and block.startswith("# ")]
+    assert len(quoted) >= 7
+    for path, lines in quoted:
+        source = (ROOT / path.removeprefix("# ")).read_text().splitlines()
+        assert [line for line in lines.splitlines() if line not in source] == [], path
+    run = [n for n, (kind, block) in enumerate(blocks) if kind == "python" and not block.startswith("# ")]
+    assert len(run) == 1
+    for n in run:
+        exec(compile(blocks[n][1], "CONTRIBUTING.md", "exec"), {})
+        assert capsys.readouterr().out == blocks[n + 1][1]
+
+
+def test_files_that_contributing_names_are_there() -> None:
+    """By their path, or by the end of it."""
+    text = re.sub(r"```.*?```", "", (ROOT / "CONTRIBUTING.md").read_text(), flags=re.DOTALL)
+    named = set(re.findall(r"`([\w/.]+\.py)`", text))
+    assert len(named) >= 8
+    files = [path.as_posix() for folder in ("src", "tests", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
+    assert [name for name in sorted(named) if not any(path.endswith(f"/{name}") for path in files)] == []
+
+
 @pytest.mark.usefixtures("backend_name")
 def test_code_of_the_compile_paper_runs(capsys: pytest.CaptureFixture[str]) -> None:
     """Its last model is compiled without code generation; the others are wrapped, not run."""
