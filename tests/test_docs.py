@@ -3,6 +3,7 @@
 import doctest
 import importlib
 import inspect
+import json
 import pkgutil
 import re
 import subprocess
@@ -18,7 +19,7 @@ from torch import nn
 import leangrad
 
 ROOT = Path(__file__).parent.parent
-PAPERS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+PAPERS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "benchmarks" / "README.md"])
 MODULES = ["leangrad", *(found.name for found in pkgutil.walk_packages(leangrad.__path__, "leangrad."))]
 FUNCTIONS = [name for name in leangrad.__all__ if not isinstance(getattr(leangrad, name), ModuleType)]
 
@@ -243,3 +244,36 @@ def test_commands_in_the_papers_exist() -> None:
         code = "\n".join(code_in(paper.read_text()))
         assert set(re.findall(r"\bmake ([a-z]+)", code)) <= targets, paper.name
         assert set(re.findall(r"(?<!from )\bleangrad\s([a-z]+)", code)) <= commands, paper.name
+
+
+# Benchmarks
+
+BENCHMARKS = ROOT / "benchmarks"
+
+
+def test_every_file_of_rows_has_its_command_and_hardware() -> None:
+    rows = re.findall(
+        r"^\| `([\w.]+)` \| `(.+?)` \| (.+?) \| .+ \|$", (BENCHMARKS / "README.md").read_text(), re.MULTILINE
+    )
+    told = {name: (command, hardware) for name, command, hardware in rows}
+    assert len(told) == len(rows)
+    assert told.keys() == {path.name for path in (BENCHMARKS / "results").iterdir()}
+    for name, (command, hardware) in told.items():
+        path = BENCHMARKS / "results" / name
+        if path.suffix == ".json":
+            found = json.loads(path.read_text())
+            assert found["hardware"] == hardware, name
+            assert ("OMP_NUM_THREADS=1 " in command) == (found.get("threads") == 1), name
+        assert ("H200" in hardware) == (not command.startswith("OMP_NUM_THREADS=1") or "h200" in name), name
+        written = re.search(r"--write (\w+)", command)
+        assert written is None or written[1] == path.stem, name
+
+
+def test_commands_of_benchmarks_exist_with_their_options() -> None:
+    commands = re.findall(r"`[^`]*python -m benchmarks\.(\w+)([^`]*)`", (BENCHMARKS / "README.md").read_text())
+    scripts = {path.stem for path in BENCHMARKS.glob("*.py") if "__main__" in path.read_text()}
+    assert {name for name, _ in commands} == scripts
+    for name, options in commands:
+        source = (BENCHMARKS / f"{name}.py").read_text()
+        for option in re.findall(r"--[\w-]+", options):
+            assert f'add_argument("{option}"' in source, f"{name} {option}"
