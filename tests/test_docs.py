@@ -264,7 +264,6 @@ def test_every_file_of_rows_has_its_command_and_hardware() -> None:
             found = json.loads(path.read_text())
             assert found["hardware"] == hardware, name
             assert ("OMP_NUM_THREADS=1 " in command) == (found.get("threads") == 1), name
-        assert ("H200" in hardware) == (not command.startswith("OMP_NUM_THREADS=1") or "h200" in name), name
         written = re.search(r"--write (\w+)", command)
         assert written is None or written[1] == path.stem, name
 
