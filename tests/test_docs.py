@@ -156,6 +156,13 @@ def test_links_point_to_files(paper: Path) -> None:
     assert not broken
 
 
+@pytest.mark.parametrize("paper", PAPERS, ids=lambda paper: paper.name)
+def test_links_say_where_they_lead(paper: Path) -> None:
+    """A file is named by its path, or by the end of it."""
+    named = re.findall(r"\[`([\w/]+\.(?:py|md|json))`\]\(([^)#\s]+)", paper.read_text())
+    assert [(name, target) for name, target in named if not f"/{target}".endswith(f"/{name}")] == []
+
+
 def test_readme_leads_to_every_paper() -> None:
     told = {(ROOT / target).resolve() for target in links((ROOT / "README.md").read_text())}
     assert {paper.resolve() for paper in PAPERS} - told == {ROOT.resolve() / "README.md"}

@@ -112,7 +112,7 @@ class _Storage:
     death: object = None
 
 
-class Recorder(_torch.DispatchMode):  # type: ignore[misc]
+class Recorder(_torch.DispatchMode):
     """Runs every op as it is and writes down which value was made from which."""
 
     def __init__(self) -> None:
