@@ -225,6 +225,25 @@ def test_sparse_constants(layout: torch.layout) -> None:
     assert floor(Mixed(), torch.randn(5, 16), squares).bytes == FLOAT * 5 * 6
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("changes", [False, True])
+def test_nested_batches(changes: bool) -> None:
+    class Changing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = mlp()
+
+        def forward(self, x: Tensor) -> Tensor:
+            if changes:
+                x.values().mul_(2)
+            return self.net(x)
+
+    rows = torch.randn(8, 16)
+    batch = torch.nested.nested_tensor([rows[:3], rows[3:]], layout=torch.jagged)
+    assert floor(Changing(), batch, lambda output: squares(output.values())).bytes == MLP_BYTES
+    assert same_bits(batch.values(), rows)
+
+
 # What it leaves behind
 
 

@@ -49,7 +49,8 @@ def floor(
     A lean model, a packed one and the modules of `leangrad.nn` run plain in it: the floor is that of the plain model.
     (So does all else of leangrad in this process while it runs.) Afterwards model, batch, `.grad` and random states are
     as before, also if the model raises; see [Note: What is put back] in `verify/memory.py`. Hooks of the user's own
-    run, but for those that wait for `.grad`, which nobody writes.
+    run, but for those that wait for `.grad`, which nobody writes. What leaves torch and comes back, by NumPy for
+    instance, counts as a constant, which exists anyway.
 
     Args:
         model: a module in the mode it is to be trained in. If no parameter requires a gradient, a tensor of the batch
