@@ -66,7 +66,7 @@ class Subject:
 
 
 def default_loss(output: Any) -> Tensor:
-    """The loss that `verify` takes if it is given none: see there."""
+    """The loss that `verify` and `floor` take if they are given none: see `verify`."""
     if isinstance(output, Tensor) and output.numel() == 1 and output.is_floating_point():
         return output
     own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
