@@ -1,7 +1,7 @@
 """The four models of the H200 table, plain and lean in one process.
 
-    python -m benchmarks.models --device cuda            # all four, full size
-    python -m benchmarks.models --case vit_l --scale 8   # one, with an eighth of the batch
+    python -m benchmarks.models --floor --write h200_models   # all four, full size
+    python -m benchmarks.models --case vit_l --scale 8        # one, with an eighth of the batch
 
 A row holds, for plain and lean: the step in milliseconds, waited for and in a row as training runs them, and their
 ratios, measured in turns in one process: of each turn the median of twelve steps, and in a row the mean as well; over
@@ -317,7 +317,7 @@ def kernels(step: Callable[[], None]) -> float:
 
 def scaled_floor(case: Case, scale: int = 8) -> float:
     """The floor in GiB, found at a fraction of the batch."""
-    from benchmarks.floor import floor
+    from leangrad import floor
 
     torch.manual_seed(0)
     size = max(1, case.size // scale)

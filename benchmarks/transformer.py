@@ -5,7 +5,7 @@
 
 One process serves both: the steps are timed in turns, plain then lean, and the time ratio is the median of the ratios
 of neighbours. The peak is above the parameters and includes gradients and all scratch. The floor is that of the plain
-form (`benchmarks/floor.py`); the batch is free in it, as it is in the kept bytes. `temporary maps` are allocations as
+form (`leangrad.floor`); the batch is free in it, as it is in the kept bytes. `temporary maps` are allocations as
 large as an activation map, after warm-up, that are neither kept for backward nor leave the block: what `out=` is there
 to avoid. Rows go to `benchmarks/results/transformer_<device>.json`.
 """
@@ -21,12 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from leangrad import floor
 from leangrad.engine.grad_buffer import release_scratch
 from leangrad.measure import measure
 from leangrad.nn import TransformerBlock
 
 from .environment import write_rows
-from .floor import floor
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import leangrad
 from benchmarks.environment import write_rows
-from benchmarks.floor import floor
+from leangrad import floor
 from leangrad.ledger.values.inplace_variants import IN_PLACE
 from leangrad.ledger.values.value import Value
 from tests.zoo import CASES, Case, FastBFloat16, case

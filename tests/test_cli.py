@@ -9,28 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from typer.testing import CliRunner, Result
 
 import leangrad
-from benchmarks.floor import floor
 from leangrad import _torch, demo
 from leangrad.cli import app, doctor
 from leangrad.demo import Case, Comparison, compare, gpt, residual_net, swiglu
 from leangrad.measure import Measurement
 from tests.support import same_bits
 
-TINY = (
-    residual_net(2, width=4, side=8, blocks=1, classes=3),
-    gpt(2, 8, layers=1, width=16, heads=2, vocabulary=11),
-    swiglu(2, 8, layers=1, width=16, heads=4, groups=2, hidden=24, vocabulary=11),
-)
-OTHER = (
-    residual_net(3, width=8, side=6, blocks=3, classes=5),
-    gpt(3, 10, layers=2, width=24, heads=3, vocabulary=7),
-    swiglu(3, 10, layers=2, width=32, heads=4, groups=1, hidden=40, vocabulary=7),
-)
+FLOAT_BYTES = 4
 
 
 def invoke(*arguments: str) -> Result:
@@ -45,28 +34,97 @@ def words(result: Result) -> str:
 # demo
 
 
-@pytest.mark.parametrize("case", [*TINY, *OTHER, *demo.CASES], ids=lambda case: case.name)
-def test_floor_counted_by_hand_is_the_floor(case: Case) -> None:
-    inputs, targets = case.make_batch(torch.Generator().manual_seed(0))
-    found = floor(case.make_model(), inputs, lambda out: F.cross_entropy(out.flatten(0, -2), targets.flatten()))
-    assert found.bytes == case.floor_bytes
+def residual_net_bytes(batch: int = 8, width: int = 16, side: int = 64, blocks: int = 4, classes: int = 4) -> int:
+    """The floor, counted by hand: the output of every convolution, which batch norm's backward reads, and the logits.
+
+    They are enough: the statistics are computed from them again, and with those every ReLU, every sum and every
+    convolution's input.
+    """
+    maps = (1 + 2 * blocks) * batch * width * side * side
+    return FLOAT_BYTES * (maps + batch * classes)
+
+
+def gpt_bytes(
+    batch: int = 8, length: int = 128, *, layers: int = 4, width: int = 128, heads: int = 4, vocabulary: int = 64
+) -> int:
+    """The floor, counted by hand.
+
+    For each token and block: q, k and v (3 width), the attention's output (width) and its logs of denominators (heads),
+    the outputs of `proj` and `out` (width each), without which the residual stream cannot be built again, and that of
+    `fc` (4 width), from which all of GELU can. And the logits. The masks of dropout are drawn again from the random
+    state, and the embeddings looked up again.
+    """
+    each_token = layers * (3 * width + width + heads + width + 4 * width + width) + vocabulary
+    return FLOAT_BYTES * batch * length * each_token
+
+
+def swiglu_bytes(
+    batch: int = 8,
+    length: int = 128,
+    *,
+    layers: int = 4,
+    width: int = 128,
+    heads: int = 4,
+    groups: int = 2,
+    hidden: int = 384,
+    vocabulary: int = 64,
+) -> int:
+    """The floor, counted by hand.
+
+    For each token and block: q (width), k and v before they are repeated (width · groups / heads each), the attention's
+    output (width) and its logs of denominators (heads), the outputs of `out` and `down` (width each), without which the
+    residual stream cannot be built again, and those of `gate` and `up` (hidden each). And the logits.
+    """
+    narrow = width // heads * groups
+    each_token = layers * (width + 2 * narrow + width + heads + 2 * width + 2 * hidden) + vocabulary
+    return FLOAT_BYTES * batch * length * each_token
+
+
+# A case, its count by hand, and the sizes of both.
+COUNTS: list[tuple[Callable[..., Case], Callable[..., int], dict[str, int]]] = [
+    (residual_net, residual_net_bytes, {"batch": 2, "width": 4, "side": 8, "blocks": 1, "classes": 3}),
+    (gpt, gpt_bytes, {"batch": 2, "length": 8, "layers": 1, "width": 16, "heads": 2, "vocabulary": 11}),
+    (
+        swiglu,
+        swiglu_bytes,
+        {"batch": 2, "length": 8, "layers": 1, "width": 16, "heads": 4, "groups": 2, "hidden": 24, "vocabulary": 11},
+    ),
+    (residual_net, residual_net_bytes, {"batch": 3, "width": 8, "side": 6, "blocks": 3, "classes": 5}),
+    (gpt, gpt_bytes, {"batch": 3, "length": 10, "layers": 2, "width": 24, "heads": 3, "vocabulary": 7}),
+    (
+        swiglu,
+        swiglu_bytes,
+        {"batch": 3, "length": 10, "layers": 2, "width": 32, "heads": 4, "groups": 1, "hidden": 40, "vocabulary": 7},
+    ),
+]
+TINY = tuple(make(**sizes) for make, _, sizes in COUNTS[:3])
+
+
+@pytest.mark.parametrize(("make", "count", "sizes"), COUNTS)
+def test_floor_is_what_was_counted_by_hand(
+    make: Callable[..., Case], count: Callable[..., int], sizes: dict[str, int]
+) -> None:
+    assert compare(make(**sizes), steps=1).floor_bytes == count(**sizes)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", demo.CASES, ids=lambda case: case.name)
-def test_demo_shows_a_gain(case: Case) -> None:
+@pytest.mark.parametrize(
+    ("case", "by_hand"), list(zip(demo.CASES, (residual_net_bytes(), gpt_bytes(), swiglu_bytes()), strict=True))
+)
+def test_demo_shows_a_gain(case: Case, by_hand: int) -> None:
     comparison = compare(case, steps=2)
+    assert comparison.floor_bytes == by_hand
     assert comparison.gradient_difference is None
     assert comparison.plain_loss == comparison.lean_loss
-    assert comparison.plain.kept_bytes > 1.9 * case.floor_bytes > 30e6
-    assert case.floor_bytes < comparison.lean.kept_bytes < 1.15 * case.floor_bytes
+    assert comparison.plain.kept_bytes > 1.9 * by_hand > 30e6
+    assert by_hand < comparison.lean.kept_bytes < 1.15 * by_hand
     assert comparison.lean.peak_bytes < 0.75 * comparison.plain.peak_bytes
 
 
 @pytest.mark.parametrize("case", TINY, ids=lambda case: case.name)
 def test_models_learn(case: Case) -> None:
     inputs, targets = case.make_batch(torch.Generator().manual_seed(0))
-    again = Case(case.name, case.make_model, lambda _: (inputs, targets), case.floor_bytes)
+    again = Case(case.name, case.make_model, lambda _: (inputs, targets))
     first, last = compare(again, steps=1), compare(again, steps=60)
     assert last.lean_loss < 0.5 * first.lean_loss
 
@@ -263,8 +321,9 @@ def test_verify_fails_if_lean_is_further_from_plain_than_plain_is(factories: Pat
         ("my_factories.no_such_part:pair", "found no module"),
     ],
 )
-def test_verify_says_what_it_expected(factories: Path, target: str, message: str) -> None:
-    result = invoke("verify", target.format(file="my_factories.py" if target == "{file}" else factories))
+@pytest.mark.parametrize("command", ["verify", "floor"])
+def test_a_wrong_target_is_told(factories: Path, command: str, target: str, message: str) -> None:
+    result = invoke(command, target.format(file="my_factories.py" if target == "{file}" else factories))
     assert result.exit_code == 2
     assert message in words(result)
 
@@ -296,34 +355,37 @@ def raises():
 """
 
 
-def test_an_error_of_the_users_code_is_2_and_shows_their_frames_only(factories: Path) -> None:
+@pytest.mark.parametrize("command", ["verify", "floor"])
+def test_an_error_of_the_users_code_is_2_and_shows_their_frames_only(factories: Path, command: str) -> None:
     path = factories.parent / "broken.py"
     path.write_text(BROKEN)
-    result = invoke("verify", f"{path}:broken")
+    result = invoke(command, f"{path}:broken")
     assert result.exit_code == 2
     files = re.findall(r'File "(.*?)", line \d+, in (\w+)', result.output)
     assert files == [(str(path), "forward"), (str(path), "forward"), (str(path), "forward")]
     assert "ValueError: my own message" in result.output
     assert "mat1 and mat2" in result.output  # its cause
-    assert "leangrad.verify called Broken with the batch float32[2, 4]" in result.output
+    assert f"leangrad.{command} called Broken with the batch float32[2, 4]" in result.output
     assert re.search(r"\(\d+ frames of torch and leangrad are left out; --traceback prints all\)", result.output)
-    result = invoke("verify", f"{path}:raises")
+    result = invoke(command, f"{path}:raises")
     assert (result.exit_code, re.findall(r"in (\w+)", result.output)) == (2, ["raises"])
-    everything = invoke("verify", f"{path}:broken", "--traceback")
+    everything = invoke(command, f"{path}:broken", "--traceback")
     assert isinstance(everything.exception, ValueError)
 
 
-def test_an_error_that_is_nobodys_frame_is_a_sentence(factories: Path) -> None:
-    result = invoke("verify", f"{factories}:frozen")
+@pytest.mark.parametrize("command", ["verify", "floor"])
+def test_an_error_that_is_nobodys_frame_is_a_sentence(factories: Path, command: str) -> None:
+    result = invoke(command, f"{factories}:frozen")
     assert result.exit_code == 2
     assert result.output.startswith("ValueError: expected a model with a parameter that requires a gradient")
 
 
-def test_an_import_that_fails_in_the_users_file(factories: Path) -> None:
+@pytest.mark.parametrize("command", ["verify", "floor"])
+def test_an_import_that_fails_in_the_users_file(factories: Path, command: str) -> None:
     path = factories.parent / "broken.py"
     path.write_text("import no_such_package_at_all")
     for target in ("broken:pair", f"{path}:pair"):
-        result = invoke("verify", target)
+        result = invoke(command, target)
         assert result.exit_code == 2
         assert re.findall(r'File "(.*?)"', result.output) == [str(path)]
         assert "ModuleNotFoundError: No module named 'no_such_package_at_all'" in result.output
@@ -351,6 +413,27 @@ def test_verify_against_something_else(factories: Path, against: str, words: str
     result = invoke("verify", f"{factories}:pair", "--against", against)
     assert result.exit_code == 0, result.output
     assert words in result.output
+
+
+# floor
+
+
+@pytest.mark.parametrize(("name", "kept"), [("pair", 3 * (8 + 2)), ("triple", 3 * (8 + 2))])
+@pytest.mark.parametrize("how", [str, lambda path: path.stem], ids=["file", "module"])
+def test_floor_of_a_users_model(factories: Path, name: str, kept: int, how: Callable[[Path], str]) -> None:
+    result = invoke("floor", f"{how(factories)}:{name}")
+    assert result.exit_code == 0, result.output
+    # 3 rows: 8 pre-activations of the GELU, and 2 outputs that the loss squares, in float32.
+    assert result.output.splitlines()[-1].split() == [str(4 * kept), "the", "floor:", "2", "tensors"]
+
+
+@pytest.mark.parametrize("name", ["bf16", "bfloat16"])
+def test_floor_under_autocast(factories: Path, name: str) -> None:
+    result = invoke("floor", f"{factories}:pair", "--autocast", name)
+    assert result.exit_code == 0, result.output
+    assert result.output.splitlines()[-1].split()[0] == str(2 * 3 * (8 + 2))
+    assert "bfloat16" in result.output
+    assert invoke("floor", f"{factories}:pair", "--autocast", "float64").exit_code == 2
 
 
 # doctor

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import leangrad
-from benchmarks.floor import floor
+from leangrad import floor
 from leangrad.engine.grad_buffer import release_scratch
 from leangrad.measure import measure
 from leangrad.nn import DiffusionBlock, TransformerBlock

@@ -3,6 +3,7 @@
 import doctest
 import importlib
 import inspect
+import json
 import pkgutil
 import re
 import subprocess
@@ -18,7 +19,7 @@ from torch import nn
 import leangrad
 
 ROOT = Path(__file__).parent.parent
-PAPERS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+PAPERS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "benchmarks" / "README.md"])
 MODULES = ["leangrad", *(found.name for found in pkgutil.walk_packages(leangrad.__path__, "leangrad."))]
 FUNCTIONS = [name for name in leangrad.__all__ if not isinstance(getattr(leangrad, name), ModuleType)]
 
@@ -33,12 +34,14 @@ def test_at_most_a_dozen_public_names() -> None:
 
 
 def test_functions_that_share_their_name_with_a_module() -> None:
+    from leangrad.floor import Floor
     from leangrad.measure import Measurement
     from leangrad.verify import Verification
 
     weight = torch.ones(4, requires_grad=True)
     assert isinstance(leangrad.measure(lambda: weight.exp().sum().backward(), timed_runs=0), Measurement)
     assert isinstance(leangrad.verify(nn.Linear(4, 2), torch.randn(3, 4)), Verification)
+    assert isinstance(leangrad.floor(nn.Linear(4, 2), torch.randn(3, 4)), Floor)
     assert leangrad.is_lean(leangrad.lean(nn.Linear(4, 2)))
 
 
@@ -49,7 +52,8 @@ import leangrad.verify
 import leangrad.lean
 import leangrad
 assert "leangrad.nn" not in sys.modules  # it takes as long as all the rest
-assert all(callable(name) for name in (leangrad.measure, leangrad.verify, leangrad.lean))
+import leangrad.floor
+assert all(callable(name) for name in (leangrad.floor, leangrad.measure, leangrad.verify, leangrad.lean))
 heavy = {"triton", "transformers", "rich", "typer", "torch._dynamo", "torch._inductor"} & set(sys.modules)
 assert not heavy, heavy
 """
@@ -152,6 +156,13 @@ def test_links_point_to_files(paper: Path) -> None:
     assert not broken
 
 
+@pytest.mark.parametrize("paper", PAPERS, ids=lambda paper: paper.name)
+def test_links_say_where_they_lead(paper: Path) -> None:
+    """A file is named by its path, or by the end of it."""
+    named = re.findall(r"\[`([\w/]+\.(?:py|md|json))`\]\(([^)#\s]+)", paper.read_text())
+    assert [(name, target) for name, target in named if not f"/{target}".endswith(f"/{name}")] == []
+
+
 def test_readme_leads_to_every_paper() -> None:
     told = {(ROOT / target).resolve() for target in links((ROOT / "README.md").read_text())}
     assert {paper.resolve() for paper in PAPERS} - told == {ROOT.resolve() / "README.md"}
@@ -168,12 +179,49 @@ def test_readme_code_runs(capsys: pytest.CaptureFixture[str]) -> None:
         exec(compile(block, "README.md", "exec"), names)
     printed = capsys.readouterr().out
     assert "equal, bit for bit" in printed
+    assert names["least"].bytes == 4 * 32 * (256 + 64)  # what GELU reads, and what the loss reads
+    assert "the floor: 2 tensors" in printed
     assert leangrad.ledger_of(model).totals().rebuilt_bytes > 0
     assert all(parameter.grad is not None for parameter in model.parameters())
     found = leangrad.verify(*names["factory"]())
     assert found.equal
     assert found.lean.kept_bytes < 0.4 * found.plain.kept_bytes
     assert found.lean.peak_bytes < 0.7 * found.plain.peak_bytes
+
+
+def test_code_of_how_it_works_prints_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each block of Python is followed by what it prints."""
+    text = (ROOT / "docs" / "how_it_works.md").read_text()
+    pairs = re.findall(r"```python\n(.*?)```\n\n```\n(.*?)```", text, flags=re.DOTALL)
+    assert len(pairs) == text.count("```python") >= 1
+    for code, printed in pairs:
+        exec(compile(code, "how_it_works.md", "exec"), {})
+        assert capsys.readouterr().out == printed
+
+
+def test_the_walk_through_of_an_op_quotes_the_source(capsys: pytest.CaptureFixture[str]) -> None:
+    """Blocks that begin with a path are lines of that file; others are run, and print the block after them."""
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    blocks = re.findall(r"```(python|sh|)\n(.*?)```", text, flags=re.DOTALL)
+    quoted = [block.split("\n", 1) for kind, block in blocks if kind == "python" and block.startswith("# ")]
+    assert len(quoted) >= 7
+    for path, lines in quoted:
+        source = (ROOT / path.removeprefix("# ")).read_text().splitlines()
+        assert [line for line in lines.splitlines() if line not in source] == [], path
+    run = [n for n, (kind, block) in enumerate(blocks) if kind == "python" and not block.startswith("# ")]
+    assert len(run) == 1
+    for n in run:
+        exec(compile(blocks[n][1], "CONTRIBUTING.md", "exec"), {})
+        assert capsys.readouterr().out == blocks[n + 1][1]
+
+
+def test_files_that_contributing_names_are_there() -> None:
+    """By their path, or by the end of it."""
+    text = re.sub(r"```.*?```", "", (ROOT / "CONTRIBUTING.md").read_text(), flags=re.DOTALL)
+    named = set(re.findall(r"`([\w/.]+\.py)`", text))
+    assert len(named) >= 8
+    files = [path.as_posix() for folder in ("src", "tests", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
+    assert [name for name in sorted(named) if not any(path.endswith(f"/{name}") for path in files)] == []
 
 
 @pytest.mark.usefixtures("backend_name")
@@ -203,3 +251,35 @@ def test_commands_in_the_papers_exist() -> None:
         code = "\n".join(code_in(paper.read_text()))
         assert set(re.findall(r"\bmake ([a-z]+)", code)) <= targets, paper.name
         assert set(re.findall(r"(?<!from )\bleangrad\s([a-z]+)", code)) <= commands, paper.name
+
+
+# Benchmarks
+
+BENCHMARKS = ROOT / "benchmarks"
+
+
+def test_every_file_of_rows_has_its_command_and_hardware() -> None:
+    rows = re.findall(
+        r"^\| `([\w.]+)` \| `(.+?)` \| (.+?) \| .+ \|$", (BENCHMARKS / "README.md").read_text(), re.MULTILINE
+    )
+    told = {name: (command, hardware) for name, command, hardware in rows}
+    assert len(told) == len(rows)
+    assert told.keys() == {path.name for path in (BENCHMARKS / "results").iterdir()}
+    for name, (command, hardware) in told.items():
+        path = BENCHMARKS / "results" / name
+        if path.suffix == ".json":
+            found = json.loads(path.read_text())
+            assert found["hardware"] == hardware, name
+            assert ("OMP_NUM_THREADS=1 " in command) == (found.get("threads") == 1), name
+        written = re.search(r"--write (\w+)", command)
+        assert written is None or written[1] == path.stem, name
+
+
+def test_commands_of_benchmarks_exist_with_their_options() -> None:
+    commands = re.findall(r"`[^`]*python -m benchmarks\.(\w+)([^`]*)`", (BENCHMARKS / "README.md").read_text())
+    scripts = {path.stem for path in BENCHMARKS.glob("*.py") if "__main__" in path.read_text()}
+    assert {name for name, _ in commands} == scripts
+    for name, options in commands:
+        source = (BENCHMARKS / f"{name}.py").read_text()
+        for option in re.findall(r"--[\w-]+", options):
+            assert f'add_argument("{option}"' in source, f"{name} {option}"

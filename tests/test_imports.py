@@ -78,7 +78,10 @@ def test_no_folder_has_more_than_a_dozen_files() -> None:
     assert {str(folder): count for folder, count in counts.items() if count > 12} == {}
 
 
-@pytest.mark.parametrize(("low", "high"), [("policy", "torch"), ("policy", "compiled"), ("ops", "nn")])
+@pytest.mark.parametrize(
+    ("low", "high"),
+    [("policy", "torch"), ("policy", "compiled"), ("ops", "nn"), ("policy", "floor"), ("ledger", "floor")],
+)
 def test_lower_rooms_do_not_know_higher_ones(low: str, high: str) -> None:
     graph = imports(SOURCE)
     found = {name: graph[name] for name in graph if name.startswith(f"leangrad.{low}")}

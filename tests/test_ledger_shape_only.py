@@ -548,7 +548,7 @@ def test_the_summary_tells() -> None:
 def test_disentangled_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     """DeBERTa's scores come from three products a layer; two of them are only gathered from."""
     transformers = pytest.importorskip("transformers")
-    from benchmarks.floor import floor
+    from leangrad import floor
 
     heads, length, buckets, layers = 4, 64, 64, 2
     config = transformers.DebertaV2Config(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import leangrad
-from benchmarks.floor import floor
+from leangrad import floor
 from leangrad.ledger import Ledger
 from leangrad.ledger.learn import scratch
 from tests.support import same_bits

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from benchmarks.floor import floor
+from leangrad import floor
 from leangrad.engine.grad_buffer import release_scratch
 from leangrad.measure import measure
 from leangrad.nn import TransformerBlock

@@ -28,6 +28,7 @@ from leangrad._torch import compiler
 from leangrad.inert import Watch
 from leangrad.ledger import MIN_BYTES, Ledger, Region
 from leangrad.ledger.gc_pause import Rest
+from leangrad.switch import is_plain_for_now
 
 __all__ = ["is_lean", "lean", "ledger_of", "plain", "saving"]
 
@@ -176,7 +177,7 @@ class Enter(Hook):
             if self.watch is not None:
                 self.watch.forward_ran = True
             return None
-        if self.watch is not None and torch.is_grad_enabled():
+        if self.watch is not None and torch.is_grad_enabled() and not is_plain_for_now():
             self.end_watch()
         region = self.ledger.region(module)
         if region is not None:

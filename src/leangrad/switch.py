@@ -9,9 +9,12 @@ call, so it may be set or taken back while the program runs. Empty and 0 mean of
 """
 
 import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["NAME", "disabled"]
+__all__ = ["NAME", "disabled", "is_plain_for_now", "plain_for_now"]
 
 NAME = "LEANGRAD_DISABLE"
 
@@ -22,11 +25,37 @@ _key: Any = os.environ.encodekey(NAME) if isinstance(_values, dict) else NAME
 _values = _values if isinstance(_values, dict) else os.environ
 _OFF = (None, "", "0", b"", b"0")
 
+_lock = threading.Lock()
+_plain_runs = 0  # how many `plain_for_now` are open
+
 
 def disabled() -> bool:
-    """Whether `LEANGRAD_DISABLE` is set to anything but 0 or nothing.
+    """Whether `LEANGRAD_DISABLE` is set to anything but 0 or nothing; or `plain_for_now` says the same.
 
     >>> disabled()
     False
     """
-    return _values.get(_key) not in _OFF
+    return _plain_runs > 0 or _values.get(_key) not in _OFF
+
+
+@contextmanager
+def plain_for_now() -> Iterator[None]:
+    """Run everything plain, as if `LEANGRAD_DISABLE` were set: in all threads, for a GPU has its own for backward.
+
+    >>> with plain_for_now():
+    ...     disabled()
+    True
+    """
+    global _plain_runs
+    with _lock:
+        _plain_runs += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _plain_runs -= 1
+
+
+def is_plain_for_now() -> bool:
+    """Whether a `plain_for_now` is open: what runs in it is no step of training."""
+    return _plain_runs > 0

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks.floor import floor
+from leangrad import floor
 from leangrad.compiled import compile_lean
 from leangrad.compiled.partitioner import chosen
 from tests.support import assert_same_bits

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.floor import floor
+from leangrad import floor
 from leangrad.compiled.partitioner import chosen
 from leangrad.policy.choice import NEAR
 from tests.support.compiling import DYNAMOS_OWN, assert_near, prepared, skip_where_dynamo_is_wrong

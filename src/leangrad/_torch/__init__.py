@@ -13,7 +13,7 @@ call of Python more would be felt. `ledger/` uses these where it needs them:
 
 Their check is `ledger_names_present`: if one of them is gone no region opens, and lean models run plain.
 
-tensors, autograd, checkpoints, modules, modes, cuda      by subject
+tensors, autograd, checkpoints, dispatch, modules, modes, cuda      by subject
 compiler      torch.compile: what the compiled engine asks of AOTAutograd and Inductor; it is not imported here
 present       whether this torch has all of these names
 """
@@ -54,6 +54,7 @@ from leangrad._torch.checkpoints import (
     unseen,
 )
 from leangrad._torch.cuda import compile_kernel, current_device, is_capturing, raw_stream
+from leangrad._torch.dispatch import DispatchMode, missing_dispatch_names, schema, storage_address, strided_parts
 from leangrad._torch.modes import (
     autocast_may_be_on,
     dispatch_modes_active,
@@ -102,6 +103,7 @@ from leangrad._torch.tensors import (
 __all__ = [
     "CHECKPOINTS",
     "HOOK_NODE",
+    "DispatchMode",
     "after_backward",
     "autocast_may_be_on",
     "backward_elsewhere",
@@ -141,6 +143,7 @@ __all__ = [
     "is_watched",
     "keeps_output",
     "ledger_names_present",
+    "missing_dispatch_names",
     "mutates",
     "muted_kineto",
     "next_sequence_nr",
@@ -165,9 +168,12 @@ __all__ = [
     "saved_tensor_hooks_active",
     "saved_tensor_hooks_allowed",
     "scale_",
+    "schema",
     "softmax_backward",
+    "storage_address",
     "storage_holders",
     "storage_is_shared",
+    "strided_parts",
     "tensor_without_memory",
     "transforms_active",
     "unseen",

@@ -3,10 +3,10 @@
 import contextlib
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from leangrad._torch.autograd import innermost_pack_hook
+from leangrad._torch.dispatch import python_dispatch
 from leangrad._torch.modes import dispatch_modes_active
 
 
@@ -56,14 +56,11 @@ def _is_hook_of(pack: Any, name: str) -> bool:
 CHECKPOINTS = "torch.utils.checkpoint"
 
 
-_python_dispatch: Any = getattr(torch.utils, "_python_dispatch", None)
-
-
 def is_selective() -> bool:
     """Whether a selective checkpoint counts the ops that run now: it must see none that is not the model's."""
     if not dispatch_modes_active():
         return False
-    modes: list[Any] = getattr(_python_dispatch, "_get_current_dispatch_mode_stack", list)()
+    modes: list[Any] = getattr(python_dispatch, "_get_current_dispatch_mode_stack", list)()
     return any(type(mode).__module__ == CHECKPOINTS for mode in modes)
 
 
@@ -71,7 +68,7 @@ def unseen() -> Any:
     """A context in which a selective checkpoint does not see what runs."""
     if not is_selective():
         return contextlib.nullcontext()
-    return getattr(_python_dispatch, "_disable_current_modes", contextlib.nullcontext)()
+    return getattr(python_dispatch, "_disable_current_modes", contextlib.nullcontext)()
 
 
 def copy_unseen(tensor: Tensor) -> Tensor:

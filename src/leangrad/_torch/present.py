@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from leangrad._torch.checkpoints import _python_dispatch
+from leangrad._torch.dispatch import python_dispatch
 
 
 def private_names() -> dict[str, bool]:
@@ -26,7 +26,7 @@ def private_names() -> dict[str, bool]:
     owners += [torch.autograd.Variable, torch.autograd.graph, torch.autograd.Function, torch.nn.modules]
     owners += [torch.nn.Module(), torch.nn.modules.module, torch.ops.aten, torch.ops.aten.add.Tensor]
     owners += [tensor, tensor.untyped_storage(), tensor.grad_fn]
-    owners += [torch.cuda, getattr(torch._C, "_StaticCudaLauncher", None), torch.utils, _python_dispatch]
+    owners += [torch.cuda, getattr(torch._C, "_StaticCudaLauncher", None), torch.utils, python_dispatch]
     there = {name for owner in owners for name in dir(owner)}
     files = [path for path in Path(__file__).parent.glob("*.py") if path.stem != "compiler"]  # which has `missing`
     names = [name for path in sorted(files) for name in _private_names_in(ast.parse(path.read_text()))]

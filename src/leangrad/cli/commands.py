@@ -1,10 +1,11 @@
-"""The command line: `leangrad demo`, `leangrad verify`, `leangrad doctor`; also as `python -m leangrad`."""
+"""The command line: `leangrad demo`, `verify`, `floor` and `doctor`; also as `python -m leangrad`."""
 
+import contextlib
 import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from enum import StrEnum
 from pathlib import Path
 from traceback import StackSummary, TracebackException
@@ -134,19 +135,26 @@ class Against(StrEnum):
     itself = "itself"
 
 
+Target = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODULE:FACTORY",
+        help="A file or an importable module, and a function in it that returns (model, batch) or "
+        "(model, batch, loss).",
+    ),
+]
+AutocastOption = Annotated[
+    Autocast | None, typer.Option(metavar="bf16|fp16", help="Run forward and loss under autocast.")
+]
+TracebackOption = Annotated[
+    bool, typer.Option("--traceback", help="For an error in your code, print all frames, also torch's and ours.")
+]
+
+
 @app.command()
 def verify(
-    target: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODULE:FACTORY",
-            help="A file or an importable module, and a function in it that returns (model, batch) or "
-            "(model, batch, loss).",
-        ),
-    ],
-    autocast: Annotated[
-        Autocast | None, typer.Option(metavar="bf16|fp16", help="Run forward and loss under autocast.")
-    ] = None,
+    target: Target,
+    autocast: AutocastOption = None,
     against: Annotated[
         Against,
         typer.Option(
@@ -154,9 +162,7 @@ def verify(
             "in the host's memory; or 'itself', lean's own runs with one another, which shows less."
         ),
     ] = Against.plain,
-    traceback: Annotated[
-        bool, typer.Option("--traceback", help="For an error in your code, print all frames, also torch's and ours.")
-    ] = False,
+    traceback: TracebackOption = False,
 ) -> None:
     """Train one step of your own model, plain and lean, and compare every number.
 
@@ -164,10 +170,22 @@ def verify(
 
     It is 2 if your code or the arguments raise an error.
     """
-    dtype = None if autocast is None else autocast.dtype()
-    try:
+    with _errors_of_the_user(traceback):
         model, batch, loss = _subject(target)
-        verification = leangrad.verify(model, batch, loss, autocast=dtype, against=against.value)
+        verification = leangrad.verify(model, batch, loss, autocast=_dtype(autocast), against=against.value)
+    typer.echo(str(verification))
+    raise typer.Exit(0 if verification.passed else 1)
+
+
+def _dtype(autocast: Autocast | None) -> torch.dtype | None:
+    return None if autocast is None else autocast.dtype()
+
+
+@contextlib.contextmanager
+def _errors_of_the_user(traceback: bool) -> Iterator[None]:
+    """Print an error in the user's code with their own frames only, and exit with 2; or raise it, with all frames."""
+    try:
+        yield
     except typer.BadParameter:
         raise
     except Exception as error:
@@ -175,8 +193,6 @@ def verify(
             raise
         typer.echo(_own_frames(error), err=True, nl=False)
         raise typer.Exit(2) from None
-    typer.echo(str(verification))
-    raise typer.Exit(0 if verification.passed else 1)
 
 
 def _own_frames(error: BaseException) -> str:
@@ -236,6 +252,23 @@ def _load(source: str) -> ModuleType:
     sys.modules[path.stem] = module  # dataclasses and pickle look their module up
     spec.loader.exec_module(module)
     return module
+
+
+# ---------------------------------------------------------------------------------------------------------------- floor
+
+
+@app.command()
+def floor(target: Target, autocast: AutocastOption = None, traceback: TracebackOption = False) -> None:
+    """Print the fewest bytes that a step of your own model can keep for backward, tensor by tensor.
+
+    No matmul, convolution or attention is computed twice. The step is run once, on the device that your model is on.
+
+    The exit code is 2 if your code or the arguments raise an error.
+    """
+    with _errors_of_the_user(traceback):
+        model, batch, loss = _subject(target)
+        found = leangrad.floor(model, batch, loss, autocast=_dtype(autocast))
+    typer.echo(str(found))
 
 
 # --------------------------------------------------------------------------------------------------------------- doctor

@@ -6,25 +6,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-__all__ = ["FLOAT_BYTES", "Case", "chained_tokens"]
-
-FLOAT_BYTES = 4
+__all__ = ["Case", "chained_tokens"]
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model, its data and its floor.
+    """A model and its data.
 
     - `make_model`: a new model, drawn from torch's global generator.
     - `make_batch`: inputs and the classes to be told from them; the loss is their cross-entropy.
-    - `floor_bytes`: the fewest bytes that a step can keep with no matmul, convolution or attention computed twice,
-      counted by hand beside each model.
     """
 
     name: str
     make_model: Callable[[], nn.Module]
     make_batch: Callable[[torch.Generator], tuple[Tensor, Tensor]]
-    floor_bytes: int
 
 
 def chained_tokens(batch: int, length: int, vocabulary: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from leangrad.demo.case import Case
+from leangrad.floor import Floor, floor
 from leangrad.lean import lean
 from leangrad.measure import Measurement, measure
 from leangrad.verify.comparison import difference
@@ -26,6 +27,7 @@ class Comparison:
     """What came of one case.
 
     - `plain`, `lean`: the memory of one step after the training, forward and backward, gradients included.
+    - `floor_bytes`: the fewest that such a step can keep, by `leangrad.floor`.
     - `time_ratio`: the median over the steps of lean's seconds over plain's, optimizer included.
     - `gradient_difference`: the largest relative difference of any gradient in any step; None if all were the same
       bit for bit.
@@ -72,7 +74,7 @@ def compare(case: Case, steps: int, on_step: Callable[[], object] = lambda: None
             name=case.name,
             plain=plain_side.measured(inputs, targets),
             lean=lean_side.measured(inputs, targets),
-            floor_bytes=case.floor_bytes,
+            floor_bytes=plain_side.floor(inputs, targets).bytes,
             time_ratio=_time_ratio(plain_side.seconds, lean_side.seconds),
             gradient_difference=max(apart) if apart else None,
             plain_loss=plain_side.loss,
@@ -93,7 +95,7 @@ class _Side:
         """One step of training. The gradients stay, to be compared."""
         start = time.perf_counter()
         self.optimizer.zero_grad()
-        loss = self._loss(inputs, targets)
+        loss = _loss(self.model(inputs), targets)
         loss.backward()
         self.optimizer.step()
         self.seconds.append(time.perf_counter() - start)
@@ -102,10 +104,15 @@ class _Side:
     def measured(self, inputs: Tensor, targets: Tensor) -> Measurement:
         """The memory of one more forward and backward."""
         self.optimizer.zero_grad()
-        return measure(lambda: self._loss(inputs, targets).backward(), timed_runs=0)
+        return measure(lambda: _loss(self.model(inputs), targets).backward(), timed_runs=0)
 
-    def _loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(self.model(inputs).flatten(0, -2), targets.flatten())
+    def floor(self, inputs: Tensor, targets: Tensor) -> Floor:
+        """What such a step has to keep at least."""
+        return floor(self.model, inputs, lambda logits: _loss(logits, targets))
+
+
+def _loss(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
 
 
 def _differences(plain: nn.Module, lean: nn.Module) -> list[float]:

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from leangrad.demo.case import FLOAT_BYTES, Case, chained_tokens
+from leangrad.demo.case import Case, chained_tokens
 
 __all__ = ["gpt"]
 
@@ -60,17 +60,9 @@ class GPT(nn.Module):
 def gpt(
     batch: int = 8, length: int = 128, *, layers: int = 4, width: int = 128, heads: int = 4, vocabulary: int = 64
 ) -> Case:
-    """The case.
-
-    The floor, for each token and block: q, k and v (3 width), the attention's output (width) and its logs of
-    denominators (heads), the outputs of `proj` and `out` (width each), without which the residual stream cannot be
-    built again, and that of `fc` (4 width), from which all of GELU can. And the logits. The masks of dropout are drawn
-    again from the random state, and the embeddings looked up again.
-    """
-    each_token = layers * (3 * width + width + heads + width + 4 * width + width) + vocabulary
+    """The case."""
     return Case(
         "GPT with dropout",
         lambda: GPT(layers, width, heads, length, vocabulary, dropout=0.1),
         lambda generator: chained_tokens(batch, length, vocabulary, generator),
-        FLOAT_BYTES * batch * length * each_token,
     )

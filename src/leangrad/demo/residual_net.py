@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from leangrad.demo.case import FLOAT_BYTES, Case
+from leangrad.demo.case import Case
 
 __all__ = ["residual_net"]
 
@@ -47,17 +47,11 @@ class ResidualNet(nn.Module):
 
 
 def residual_net(batch: int = 8, width: int = 16, side: int = 64, blocks: int = 4, classes: int = 4) -> Case:
-    """The case.
-
-    The floor: the output of every convolution, which batch norm's backward reads, and the logits. They are enough: the
-    statistics are computed from them again, and with those every ReLU, every sum and every convolution's input.
-    """
-    maps = (1 + 2 * blocks) * batch * width * side * side
+    """The case."""
     return Case(
         "residual conv net",
         lambda: ResidualNet(width, blocks, classes),
         lambda generator: _stripes(batch, side, classes, generator),
-        FLOAT_BYTES * (maps + batch * classes),
     )
 
 

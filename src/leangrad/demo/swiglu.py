@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from leangrad.demo.case import FLOAT_BYTES, Case, chained_tokens
+from leangrad.demo.case import Case, chained_tokens
 
 __all__ = ["swiglu"]
 
@@ -106,19 +106,11 @@ def swiglu(
     hidden: int = 384,
     vocabulary: int = 64,
 ) -> Case:
-    """The case.
-
-    The floor, for each token and block: q (width), k and v before they are repeated (width · groups / heads each), the
-    attention's output (width) and its logs of denominators (heads), the outputs of `out` and `down` (width each),
-    without which the residual stream cannot be built again, and those of `gate` and `up` (hidden each). And the logits.
-    """
-    narrow = width // heads * groups
-    each_token = layers * (width + 2 * narrow + width + heads + 2 * width + 2 * hidden) + vocabulary
+    """The case."""
     return Case(
         "RMSNorm + SwiGLU",
         lambda: SwiGLUNet(
             layers, width=width, heads=heads, groups=groups, hidden=hidden, length=length, vocabulary=vocabulary
         ),
         lambda generator: chained_tokens(batch, length, vocabulary, generator),
-        FLOAT_BYTES * batch * length * each_token,
     )

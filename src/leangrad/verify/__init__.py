@@ -1,13 +1,13 @@
 """Plain and lean side by side, on the user's own model and batch.
 
-Read in this order: `memory` and `generators` (what is put back between runs), `comparison` (what a run gives, and how
-far two are apart), `offload` (plain where plain does not fit), and `verify` itself, here.
+Read in this order: `subject` (a model with its batch and loss, called as one step), `memory` and `generators` (what is
+put back between runs), `comparison` (what a run gives, and how far two are apart), `offload` (plain where plain does
+not fit), and `verify` itself, here.
 """
 
 import contextlib
-import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -21,6 +21,7 @@ from leangrad.switch import NAME, disabled
 from leangrad.verify.comparison import Difference, Outcome, collect, differences, largest
 from leangrad.verify.memory import Memory
 from leangrad.verify.offload import offloaded
+from leangrad.verify.subject import Arguments, Subject
 
 __all__ = ["Difference", "Verification", "verify"]
 
@@ -175,8 +176,10 @@ def verify(
     >>> verification.equal
     True
     """
-    _check_arguments(model, loss, autocast, against)
-    subject = _Subject(model, _arguments(batch), loss or default_loss, autocast, _describe(batch))
+    if against not in get_args(Against):
+        raise ValueError(f"expected against to be one of {get_args(Against)}, got {against!r}")
+    subject = Subject.of(model, batch, loss, autocast, caller="verify")
+    _check_trainable(model)
     memory = Memory(model, batch)
     try:
         plain, what = None, "the lean run"
@@ -231,55 +234,12 @@ def lean_region(model: nn.Module) -> Callable[[], Region]:
     return lambda: ledger
 
 
-def default_loss(output: Any) -> Tensor:
-    """The loss that `verify` takes if it is given none: see there."""
-    if isinstance(output, Tensor) and output.numel() == 1 and output.is_floating_point():
-        return output
-    own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if isinstance(own, Tensor):
-        return own
-    tensors = [tensor for tensor in _tensors(output) if tensor.is_floating_point() and tensor.requires_grad]
-    if not tensors:
-        raise ValueError(
-            f"expected an output with a floating tensor that requires a gradient, got {_describe(output)}; pass "
-            "`loss=`, a function of the output that gives a scalar"
-        )
-    return torch.stack([tensor.float().square().mean() for tensor in tensors]).sum()
-
-
-@dataclass
-class _Subject:
-    """The model with its batch and loss: what a run is made of."""
-
-    model: nn.Module
-    arguments: tuple[tuple[Any, ...], dict[str, Any]]
-    loss: Callable[[Any], Tensor]
-    autocast: torch.dtype | None
-    batch: str
-
-    def forward(self, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> Tensor:
-        args, kwargs = arguments
-        try:
-            output = self.model(*args, **kwargs)
-        except Exception as error:
-            error.add_note(f"leangrad.verify called {type(self.model).__name__} with the batch {self.batch}")
-            raise
-        value = self.loss(output)
-        _check_loss(value)
-        return value
-
-    def under_autocast(self) -> Region:
-        if self.autocast is None:
-            return contextlib.nullcontext()
-        return torch.autocast(next(self.model.parameters()).device.type, dtype=self.autocast)
-
-
 def _run(
-    subject: _Subject, memory: Memory, region: Callable[[], Region], what: str
+    subject: Subject, memory: Memory, region: Callable[[], Region], what: str
 ) -> tuple[Measurement, list[Outcome]]:
     """Measure the step in a region, each time from the remembered state; return also what each run gave."""
     outcomes: list[Outcome] = []
-    arguments: tuple[tuple[Any, ...], dict[str, Any]]
+    arguments: Arguments
     inputs: dict[str, Tensor]
     value: Tensor | None = None
 
@@ -289,9 +249,7 @@ def _run(
         memory.restore()
         memory.clear_gradients()
         torch.clear_autocast_cache()
-        inputs = {}
-        args, kwargs = subject.arguments
-        arguments = tuple(_with_own_leaves(list(args), "", inputs)), _with_own_leaves(kwargs, "", inputs)
+        arguments, inputs = subject.fresh_arguments()
         try:
             yield
         except Exception as error:
@@ -311,80 +269,12 @@ def _run(
     return measure_within(step, timed_runs=_TIMED_RUNS, around=fresh), outcomes
 
 
-def _with_own_leaves(value: Any, path: str, inputs: dict[str, Tensor]) -> Any:
-    """`value` with each tensor that requires a gradient replaced by a leaf on the same memory, noted in `inputs`.
-
-    So backward neither reaches a graph behind the batch nor touches the `.grad` of the caller's tensors.
-    """
-    if isinstance(value, Tensor):
-        if not value.requires_grad:
-            return value
-        inputs[path] = value.detach().requires_grad_()
-        return inputs[path]
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_with_own_leaves(v, _below(path, i), inputs) for i, v in enumerate(value)))
-    if type(value) in (tuple, list):
-        return type(value)(_with_own_leaves(v, _below(path, i), inputs) for i, v in enumerate(value))
-    if type(value) is dict:
-        return {key: _with_own_leaves(v, _below(path, key), inputs) for key, v in value.items()}
-    return value
-
-
-def _below(path: str, key: object) -> str:
-    return f"{path}.{key}" if path else str(key)
-
-
-def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(batch, Tensor):
-        return (batch,), {}
-    if isinstance(batch, tuple | list):
-        return tuple(batch), {}
-    if isinstance(batch, Mapping) and all(isinstance(key, str) for key in batch):
-        return (), dict(batch)
-    raise TypeError(
-        "expected batch to be a tensor, a tuple or list of positional arguments, or a mapping from names to keyword "
-        f"arguments, got {_describe(batch)}; pass () for a model that takes none"
-    )
-
-
-def _check_arguments(model: Any, loss: Any, autocast: Any, against: Any) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"expected model to be a torch.nn.Module, got {_describe(model)}; call verify(model, batch, loss)"
-        )
-    if against not in get_args(Against):
-        raise ValueError(f"expected against to be one of {get_args(Against)}, got {against!r}")
-    if any(
-        isinstance(p, nn.UninitializedParameter | nn.UninitializedBuffer)
-        for p in [*model.parameters(), *model.buffers()]
-    ):
-        raise ValueError("expected a model whose parameters exist, got lazy ones; call the model once, then verify it")
+def _check_trainable(model: nn.Module) -> None:
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError(
             f"expected a model with a parameter that requires a gradient, got {type(model).__name__} with none; "
             "unfreeze what is to be trained, such as with model.requires_grad_(True)"
         )
-    if loss is not None and not callable(loss):
-        raise TypeError(
-            f"expected loss to be a function of the model's output, or None, got {_describe(loss)}; for targets pass "
-            "such as `loss=lambda output: criterion(output, targets)`"
-        )
-    if autocast is not None and not isinstance(autocast, torch.dtype):
-        raise TypeError(f"expected autocast to be a dtype such as torch.bfloat16, or None, got {_describe(autocast)}")
-    if torch.is_inference_mode_enabled():
-        raise ValueError(
-            "expected to be outside torch.inference_mode(), in which nothing can be trained; leave it first"
-        )
-
-
-def _check_loss(value: Any) -> None:
-    mend = "pass `loss=`, a function of the model's output that gives a scalar tensor, such as `lambda out: out.mean()`"
-    if not isinstance(value, Tensor):
-        raise TypeError(f"expected the loss to be a scalar tensor, got {_describe(value)}; {mend}")
-    if value.numel() != 1:
-        raise ValueError(f"expected the loss to be a scalar, got {_describe(value)}; {mend}")
-    if not value.requires_grad:
-        raise ValueError(f"expected a loss that depends on a parameter, got one that requires no gradient; {mend}")
 
 
 def _check_gradients(outcome: Outcome) -> None:
@@ -393,31 +283,6 @@ def _check_gradients(outcome: Outcome) -> None:
             "expected backward to leave a gradient in at least one parameter, got none: there is nothing to compare; "
             "check that the loss depends on the parameters and that no hook sets .grad to None"
         )
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for content in value.values():
-            yield from _tensors(content)
-    elif isinstance(value, tuple | list):
-        for content in value:
-            yield from _tensors(content)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from _tensors(getattr(value, field.name))
-
-
-def _describe(value: Any) -> str:
-    """A value in a few words: tensors by dtype and shape."""
-    if isinstance(value, Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key}: {_describe(content)}" for key, content in value.items()) + "}"
-    if isinstance(value, tuple | list):
-        return "(" + ", ".join(_describe(content) for content in value) + ")"
-    return type(value).__name__
 
 
 def _line(entry: Difference) -> str:

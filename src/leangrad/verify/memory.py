@@ -75,6 +75,8 @@ class Memory:
     def _remember_tensor(self, tensor: Tensor) -> None:
         if tensor.is_meta:
             return
+        if tensor.is_nested:
+            tensor = tensor.detach().values()  # the memory of all its parts: what may be changed in place
         grad = tensor.grad if tensor.is_leaf else None
         # On the CPU, so that a model that fills its GPU can still be verified.
         self._tensors.append((tensor, tensor.detach().to("cpu", copy=True), tensor.requires_grad, grad))

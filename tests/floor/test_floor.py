@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.floor import floor, main
-from tests.support import same_bits
+from leangrad import floor
 
 FLOAT = 4  # bytes
 
@@ -332,58 +331,3 @@ def test_a_kernel_past_the_dispatcher_is_an_error() -> None:
 
     with pytest.raises(RuntimeError, match="no op has written"):
         floor(Apply(unseen, first=nn.Linear(4, 4)), torch.randn(4, 4), torch.mean)
-
-
-# The function
-
-
-def test_leaves_everything_as_it_was() -> None:
-    def spoil(self: Any, x: Tensor) -> Tensor:
-        return self.net(x.mul_(2))
-
-    net = Apply(spoil, net=nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout()))
-    next(net.parameters()).grad = gradient = torch.ones(4, 4)
-    x, state, random = torch.randn(8, 4), {k: v.clone() for k, v in net.state_dict().items()}, torch.get_rng_state()
-    batch = x.clone()
-    floor(net, batch, torch.mean)
-    assert same_bits(batch, x)
-    assert same_bits(torch.get_rng_state(), random)
-    assert all(same_bits(state[name], now) for name, now in net.state_dict().items())
-    assert next(net.parameters()).grad is gradient
-    assert same_bits(gradient, torch.ones(4, 4))
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in net.modules())
-
-
-def test_batches_and_losses() -> None:
-    net = Apply(lambda self, x, y: self.first(x) * y, first=nn.Linear(4, 2))
-    x, y = torch.randn(3, 4), torch.randn(3, 2, requires_grad=True)
-    # The gradient of y, the caller's own leaf, reads the product.
-    assert floor(net, (x, y), torch.mean).bytes == floor(net, [x, y], torch.mean).bytes == FLOAT * 3 * 2
-    net = Apply(lambda self, **batch: self.first(batch["x"]).exp().mean(), first=nn.Linear(4, 2))
-    net.forward = lambda **batch: net.function(net, **batch)  # type: ignore[method-assign]
-    assert floor(net, {"x": x}).bytes == FLOAT * 3 * 2
-
-
-def test_errors_say_what_to_do() -> None:
-    net = nn.Linear(4, 4)
-    with pytest.raises(ValueError, match=r"got shape \(2, 4\); pass loss="):
-        floor(net, torch.randn(2, 4))
-    with pytest.raises(ValueError, match=r"got shape \(\); pass loss="):
-        floor(net, torch.randn(2, 4), lambda y: y.detach().mean())
-    with pytest.raises(ValueError, match="unfreeze one"):
-        floor(net.requires_grad_(False), torch.randn(2, 4), torch.mean)
-
-
-def test_prints_as_a_table() -> None:
-    net = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 1))
-    lines = str(floor(net, torch.randn(400, 8), torch.mean)).splitlines()
-    assert lines[1].split() == ["51,200", "addmm", "float32", "400", "x", "32", "0"]
-    assert lines[-1].split() == ["51,200", "the", "floor:", "1", "tensors"]
-
-
-def test_command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("sys.argv", ["floor", "--case", "vit", "resnet"])
-    main()
-    lines = capsys.readouterr().out.splitlines()
-    assert {"vit", "resnet"} <= set(lines)
-    assert "the floor" in lines[-1]

@@ -27,29 +27,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from leangrad.policy.ops import is_product
+from leangrad import _torch
+from leangrad.errors import LeangradError
+from leangrad.floor.aten_op import UNWRITTEN, Op, tensors_in
 
-__all__ = ["Op", "Recorder", "Value", "tensors_in"]
-
-#: In-place ops that do not look at what was there before.
-_OVERWRITING = {"copy_", "fill_", "zero_", "bernoulli_", "normal_", "uniform_", "random_", "exponential_"}
-_OVERWRITING |= {"log_normal_", "cauchy_", "geometric_"}
-
-_UNWRITTEN = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
-
-#: Backward ops that look only at the shape of `self`. Eager keeps some of these tensors all the same; nobody has to.
-SHAPE_ONLY = {"nll_loss_backward", "nll_loss2d_backward", "avg_pool2d_backward", "avg_pool3d_backward"}
-SHAPE_ONLY |= {"_adaptive_avg_pool2d_backward", "_adaptive_avg_pool3d_backward"}
-SHAPE_ONLY |= {f"{kind}_pad{n}d_backward" for kind in ("reflection", "replication") for n in (1, 2, 3)}
-SHAPE_ONLY |= {f"max_pool{n}d_with_indices_backward" for n in (2, 3)}
-SHAPE_ONLY |= {f"adaptive_max_pool{n}d_backward" for n in (2, 3)}
-
-#: Ops that make a tensor like another one.
-_FACTORIES = {f"{kind}_like" for kind in ("zeros", "ones", "full", "rand", "randn", "randint")}
-_FACTORIES |= {"new_zeros", "new_ones", "new_full"} | _UNWRITTEN
+__all__ = ["Recorder", "Value"]
 
 
 @dataclass(eq=False)
@@ -129,66 +112,7 @@ class _Storage:
     death: object = None
 
 
-class Op:
-    """One call of an ATen op: what it reads, what it writes, and whether it may run twice."""
-
-    def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.func = func
-        namespace, _, self.name = func._schema.name.partition("::")
-        declared = func._schema.arguments
-        self.given = {one.name: value for one, value in zip(declared, args, strict=False)} | kwargs
-        written = {one.name for one in declared if one.alias_info is not None and one.alias_info.is_write}
-        if self._updates_statistics():  # the schema does not say so
-            written |= {"running_mean", "running_var"}
-        self.unread = self._unread() | {one.name for one in declared if one.is_out}
-        if self.name in _OVERWRITING:
-            self.unread |= written
-        self.tensors = tensors_in(self.given)
-        self.writes = [tensor for name in self.given if name in written for tensor in tensors_in(self.given[name])]
-        self.reads = [
-            tensor for name in self.given if name not in self.unread for tensor in tensors_in(self.given[name])
-        ]
-        self.is_view = not written and any(one.alias_info is not None for one in func._schema.returns)
-        # Another library's op may hold a product.
-        self.is_product = namespace not in ("aten", "prims") or is_product(self.name)
-
-    def _is_training(self) -> bool:
-        return bool(self.given.get("training", self.given.get("train", True)))
-
-    def _updates_statistics(self) -> bool:
-        is_forward = "momentum" in self.given or "exponential_average_factor" in self.given
-        return "running_mean" in self.given and is_forward and self._is_training()
-
-    def _unread(self) -> set[str]:
-        """The tensor arguments whose contents cannot change the result."""
-        given = self.given
-        if self.name in SHAPE_ONLY or self.name in _FACTORIES:
-            return {"self"}
-        unread = set()
-        if "running_mean" in given:
-            training = self._is_training()
-            unread |= {"running_mean", "running_var"} if training else {"save_mean", "save_invstd", "save_var"}
-            if not training and "output_mask" in given and not given["output_mask"][1]:
-                unread.add("input")
-        if self.name == "convolution_backward":
-            to_input, to_weight, _ = given["output_mask"]
-            unread |= {name for name, is_read in (("input", to_weight), ("weight", to_input)) if not is_read}
-        return unread
-
-    def random_state(self) -> tuple[int, ...]:
-        """The state of the generator that the op draws from, if it draws."""
-        takes_dropout = any(one.name == "dropout_p" for one in self.func._schema.arguments)
-        is_sure = takes_dropout and self.given.get("dropout_p", 0.0) == 0.0
-        if torch.Tag.nondeterministic_seeded not in self.func.tags or is_sure:
-            return ()
-        if (generator := self.given.get("generator")) is not None:
-            return tuple(generator.get_state().tolist())
-        device = torch.device(self.given.get("device") or (self.tensors[0].device if self.tensors else "cpu"))
-        state = torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
-        return tuple(state.tolist())
-
-
-class Recorder(TorchDispatchMode):
+class Recorder(_torch.DispatchMode):
     """Runs every op as it is and writes down which value was made from which."""
 
     def __init__(self) -> None:
@@ -217,25 +141,25 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         op = Op(func, args, kwargs)
         inputs = [self._read_written(tensor, op) for tensor in op.reads]
-        key = None if op.name in _UNWRITTEN else (func, self._freeze_call(op), op.random_state())
+        key = None if op.name in UNWRITTEN else (func, self._freeze_call(op), op.random_state())
         result = func(*args, **kwargs)
-        outputs, given = tensors_in(result), {_address(tensor): tensor for tensor in reversed(op.tensors)}
-        fresh = [tensor for tensor in outputs if _address(tensor) not in given]
+        outputs, given = tensors_in(result), {_torch.storage_address(tensor): tensor for tensor in reversed(op.tensors)}
+        fresh = [tensor for tensor in outputs if _torch.storage_address(tensor) not in given]
         looks = [_Look.of(tensor) for tensor in (*op.writes, *fresh)]
         made = self._make(op.name, looks, inputs, key)
         for value in made:
             value.fixed |= op.is_product and not self.in_backward
-            value.unwritten = op.name in _UNWRITTEN
+            value.unwritten = op.name in UNWRITTEN
         for tensor, value in zip(op.writes, made, strict=False):
             self._write(tensor, value, op.name)
         born: dict[int, _Storage] = {}
         for tensor, value in zip(fresh, made[len(op.writes) :], strict=True):
-            if (address := _address(tensor)) in born:  # two outputs in one buffer
+            if (address := _torch.storage_address(tensor)) in born:  # two outputs in one buffer
                 born[address].regions[_Region.of(tensor)] = value
             else:
                 born[address] = self._store(tensor, value, _Region.of(tensor).bytes)
         for tensor in outputs:
-            if (address := _address(tensor)) in given:
+            if (address := _torch.storage_address(tensor)) in given:
                 self._note_view(given[address], tensor)
         return result
 
@@ -282,7 +206,7 @@ class Recorder(TorchDispatchMode):
     def _read_written(self, tensor: Tensor, op: Op) -> Value:
         value = self.read(tensor)
         if value.unwritten and value.bytes and not op.writes and not op.is_view:
-            raise RuntimeError(
+            raise LeangradError(
                 f"{op.name} in module {self.modules[-1]!r} reads a {tensor.dtype} tensor of shape {tuple(tensor.shape)}"
                 " that no op has written: a kernel was launched past PyTorch's dispatcher, and what it reads cannot be "
                 "seen; make it an op with torch.library.custom_op, or take the floor of the model without it"
@@ -321,7 +245,7 @@ class Recorder(TorchDispatchMode):
         storage.regions[region] = value
 
     def _storage(self, tensor: Tensor) -> _Storage:
-        found = self._storages.get(_address(tensor))
+        found = self._storages.get(_torch.storage_address(tensor))
         if found is None:
             size = tensor.untyped_storage().nbytes()
             value = self._add("constant", _Look(tuple(tensor.shape), tensor.dtype, size), [])
@@ -330,7 +254,7 @@ class Recorder(TorchDispatchMode):
         return found
 
     def _store(self, tensor: Tensor, value: Value, size: int, foreign: bool = False) -> _Storage:
-        address = _address(tensor)
+        address = _torch.storage_address(tensor)
         storage = _Storage(value, size, {} if foreign else {_Region.of(tensor): value}, foreign)
         self._storages[address] = storage
 
@@ -348,16 +272,3 @@ class Recorder(TorchDispatchMode):
         if storage.foreign and not self.in_backward:
             for value in (storage.whole, *storage.regions.values()):
                 value.free = True
-
-
-def tensors_in(tree: object) -> list[Tensor]:
-    """Every tensor with a storage in a tree of containers; a sparse tensor is its indices and its values."""
-    found: list[Tensor] = []
-    for leaf in tree_leaves(tree):
-        if isinstance(leaf, Tensor):
-            found += [leaf._indices(), leaf._values()] if leaf.layout == torch.sparse_coo else [leaf]
-    return found
-
-
-def _address(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)

@@ -1,5 +1,6 @@
 """What the graph says of real steps is true: which bytes are one value, what an op reads, what may run twice."""
 
+import importlib
 from typing import Any
 
 import pytest
@@ -7,11 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks import floor as floor_module
-from benchmarks.floor import floor
-from benchmarks.joint_graph import SHAPE_ONLY, Op, Recorder, tensors_in
+from leangrad import floor
+from leangrad.floor.aten_op import SHAPE_ONLY, Op, tensors_in
+from leangrad.floor.recorded_step import Recorder
 from tests.support import same_bits
 from tests.zoo import SMALL, Case
+
+floor_module = importlib.import_module("leangrad.floor")  # `leangrad.floor` is the function
 
 PRODUCTS = """
     mm addmm addmm_ bmm baddbmm mv dot matmul linear mkldnn_linear _scaled_mm _grouped_mm _addmm_activation convolution

@@ -1,0 +1,156 @@
+"""The floor: the fewest bytes that can be kept from forward to backward with no product computed twice.
+
+A product is a matmul, a convolution, an attention or a fused recurrent layer. `floor` runs one real step plain, records
+every ATen op that eager PyTorch runs in it, and asks `leangrad.policy` for the cheapest cut of that graph. It is the
+policy's second adapter: `leangrad.compiled` is the other.
+
+Read in this order: `aten_op` (one call: what it reads and writes, whether it may run twice), `recorded_step` (the
+dispatch mode that writes a step down as a graph of values), `result` (the tensors of the cut, as a table), and `floor`
+itself, here.
+
+[Note: the cut] A value that backward reads is kept, at its own size, or rebuilt, which takes the inputs of its op; a
+product is never rebuilt. Parameters, buffers, the batch, constants and the loss exist anyway and are free; a buffer
+that the forward changes is free in its last state only. A random op is rebuilt from the state of its generator, a few
+integers on the host that count nothing. The floor speaks of kept bytes, not of the peak: while something is rebuilt
+more is alive.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from leangrad import _torch
+from leangrad.errors import LeangradError
+from leangrad.floor.recorded_step import Recorder, Value
+from leangrad.floor.result import Floor, Kept
+from leangrad.ledger.observe.active_region import open_region
+from leangrad.policy import graph as policy
+from leangrad.policy.cut import cheapest_cut
+from leangrad.switch import plain_for_now
+from leangrad.verify.memory import Memory
+from leangrad.verify.subject import Subject
+
+__all__ = ["Floor", "Kept", "floor"]
+
+
+def floor(
+    model: nn.Module, batch: Any, loss: Callable[[Any], Tensor] | None = None, *, autocast: torch.dtype | None = None
+) -> Floor:
+    """Find the fewest bytes that one training step of a model can keep for backward with no product computed twice.
+
+    The plain step is run once, and every ATen op of it is looked at::
+
+        value = loss(model(*batch))
+        torch.autograd.grad(value, [*model.parameters(), *inputs_that_require_grad])
+
+    A lean model, a packed one and the modules of `leangrad.nn` run plain in it: the floor is that of the plain model.
+    (So does all else of leangrad in this process while it runs.) Afterwards model, batch, `.grad` and random states are
+    as before, also if the model raises; see [Note: What is put back] in `verify/memory.py`. Hooks of the user's own
+    run, but for those that wait for `.grad`, which nobody writes. What leaves torch and comes back, by NumPy for
+    instance, counts as a constant, which exists anyway.
+
+    Args:
+        model: a module in the mode it is to be trained in. If no parameter requires a gradient, a tensor of the batch
+            has to.
+        batch: a tensor; a tuple or list of positional arguments; or a mapping of keyword arguments.
+        loss: called with the model's output, gives a scalar. None means what it means for `leangrad.verify`: the
+            output itself if it is a scalar, its `.loss` or `["loss"]` if it has one, else the mean squares of the
+            output.
+        autocast: run forward and loss under `torch.autocast` with this dtype, and backward outside of it.
+
+    Raises:
+        TypeError, ValueError: an argument is not what is said above.
+        LeangradError: the model runs kernels past torch's dispatcher, so that nobody can tell what they read.
+        RuntimeError: torch's own, for a checkpoint inside the model with `use_reentrant=True`; pass False.
+
+    >>> net = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 1))
+    >>> print(floor(net, torch.randn(4, 8), torch.mean))  # the pre-activations, 4 x 32 x 4 bytes: GELU is rebuilt
+    bytes  op     dtype    shape   module
+      512  addmm  float32  4 x 32  0
+      512  the floor: 1 tensor
+    """
+    subject = Subject.of(model, batch, loss, autocast, caller="floor")
+    _check_surroundings()
+    memory = Memory(model, batch, loss)
+    recorder = Recorder()
+    try:
+        with plain_for_now(), _naming_modules(model, recorder), torch.enable_grad():
+            _run(subject, recorder)
+    finally:
+        memory.restore()
+    values = recorder.values
+    kept = cheapest_cut(policy.Graph([_as_policy(value) for value in values]), early=True)
+    cut = [values[index] for index in sorted(kept) if values[index].bytes and not values[index].free]
+    return Floor(tuple(Kept(value.op, value.shape, value.dtype, value.bytes, value.module) for value in cut))
+
+
+def _run(subject: Subject, recorder: Recorder) -> None:
+    """Run forward, loss and backward once, under the recorder."""
+    arguments, inputs = subject.fresh_arguments()
+    leaves = [one for one in subject.model.parameters() if one.requires_grad] + list(inputs.values())
+    if not leaves:
+        raise ValueError(
+            f"expected a model with a parameter that requires a gradient, got {type(subject.model).__name__} with "
+            "none; unfreeze one with requires_grad_(), or pass a batch that requires a gradient"
+        )
+    if any(one.is_meta for one in (*leaves, *subject.model.parameters(), *subject.model.buffers())):
+        raise ValueError(
+            "expected a model with memory, got one on the meta device, where torch takes other kernels than in "
+            "training; build it on the device that it is trained on, with a small batch if need be"
+        )
+    with recorder:
+        with subject.under_autocast():
+            value = subject.forward(arguments)
+        gradients = torch.autograd.grad(value, leaves, recorder.begin_backward(value), allow_unused=True)
+    if all(one is None for one in gradients):
+        raise ValueError(
+            "expected a loss that depends on a parameter of the model or on a tensor of the batch that requires a "
+            "gradient, got one that depends on neither; check what `loss` is computed from"
+        )
+
+
+def _check_surroundings() -> None:
+    if missing := _torch.missing_dispatch_names():
+        raise LeangradError(
+            f"torch {torch.__version__} has no {', '.join(missing)}, without which floor cannot see what a step "
+            "computes; use a torch that leangrad knows"
+        )
+    if open_region() is not None:
+        raise ValueError(
+            "expected to be outside of `with leangrad.saving()` and of a lean model's forward, which would take the "
+            "step that floor records for one of training; call floor before or after"
+        )
+
+
+def _as_policy(value: Value) -> policy.Value:
+    """A recorded value, as the policy sees it. What backward needs is all that the policy asks of backward."""
+    return policy.Value(
+        value.bytes,
+        () if value.free else tuple(value.inputs),
+        is_fixed=value.fixed,
+        is_standing=value.free,
+        is_asked_for=value.needed,
+    )
+
+
+@contextmanager
+def _naming_modules(model: nn.Module, recorder: Recorder) -> Iterator[None]:
+    """Tell the recorder which module is running; torch takes no such hooks on a scripted one, which stays unnamed."""
+    names = {module: name for name, module in model.named_modules() if not isinstance(module, torch.jit.ScriptModule)}
+
+    def enter(module: nn.Module, _: Any) -> None:
+        recorder.modules.append(names.get(module, ""))
+
+    def leave(module: nn.Module, _inputs: Any, _output: Any) -> None:
+        recorder.modules.pop()
+
+    hooks = [module.register_forward_pre_hook(enter) for module in names]
+    hooks += [module.register_forward_hook(leave, always_call=True) for module in names]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
