@@ -11,7 +11,7 @@ LEDGER = Path(ledger.__file__).parent
 PAPER = Path(__file__).parent.parent / "docs" / "how_it_works.md"
 
 # Words of the field that no file or class is called by.
-WORDS = {"saved tensor", "kept", "rebuilt", "anchor", "recipe", "origin", "product", "cut", "step"}
+WORDS = {"saved tensor", "kept", "rebuilt", "anchor", "recipe", "origin", "product", "cut", "plan", "step"}
 
 # One name, one meaning: these have two. A name may leave this list, none may come.
 AMBIGUOUS = {"Book", "Recorder", "Row", "Saved", "Slot"}

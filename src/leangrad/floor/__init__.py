@@ -1,8 +1,8 @@
 """The floor: the fewest bytes that can be kept from forward to backward with no product computed twice.
 
 A product is a matmul, a convolution, an attention or a fused recurrent layer. `floor` runs one real step plain, records
-every ATen op that eager PyTorch runs in it, and asks `leangrad.policy` for the cheapest cut of that graph. It is the
-policy's second adapter: `leangrad.compiled` is the other.
+every ATen op that eager PyTorch runs in it, and asks `leangrad.policy` for the cheapest cut of that graph. It is
+one of the policy's adapters, beside those of the two engines.
 
 Read in this order: `aten_op` (one call: what it reads and writes, whether it may run twice), `recorded_step` (the
 dispatch mode that writes a step down as a graph of values), `result` (the tensors of the cut, as a table), and `floor`

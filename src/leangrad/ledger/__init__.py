@@ -6,7 +6,7 @@ values      what backward may ask for: kept tensors, recipes, views, shapes
 origins     where tensors come from: rules of ops, the walk along the graph
 observe     what nodes forget: calls, changes in place, random numbers; hooks and checkpoints
 decision    keep, share or rebuild: for one saved tensor; ``fast_path`` is the same for one that was decided before
-learn       what a recorded step shows, the plan, the trace that later steps follow
+learn       what a recorded step shows, and the trace that later steps follow; what to keep says ``leangrad.policy``
 region      one forward: hooks, function mode and decision together; ``gc_pause`` while it runs
 fuse        a chain of recipes as one kernel
 ledger      what is learned from step to step; ``summary`` tells it
@@ -24,6 +24,7 @@ Words
     product                         the output of a matmul, a convolution or an attention: never computed twice
     cut                             which tensors of a chain are kept, so that the others are rebuilt from them
     step                            one forward and its backward
+    plan                            which tensors of a recorded step later steps keep, for the lowest peak
 
 The ledger itself
     ledger, Ledger                  decides on every saved tensor: keep, share or rebuild; learns from step to step
@@ -88,13 +89,12 @@ observe: what nodes forget
 learn: what a recorded step shows
     learn                           the folder of what later steps take from the recorded one
     recorder, Recorder (learn)      writes one step down: its saved tensors, what became of each, who read it
-    Entry                           one saved tensor, as the summary shows it
     Reader                          a node that reads a saved tensor in backward
-    Totals                          kept, rebuilt and shared bytes of a recorded step
     Segment                         protocol: what a plan asks of a checkpointed segment
-    plan                            which cut of the recorded step gives the lowest peak
-    Record, Item                    the recorded step as the plan sees it; Item is one tensor of it
-    Outcome                         peak, kept and rebuilt bytes of a record under one cut
+    recorded_step, RecordedStep     the step as plain data, and what later steps do if they keep what the plan says
+    SavedTensor                     what became of one saved tensor of that step
+    entries, Entry                  one saved tensor, as the summary shows it
+    Totals                          kept, rebuilt and shared bytes of a recorded step
     gradients                       which gradients are alive while each node of backward runs
     Graph, Node, Edge               the graph of backward nodes that gradients are counted on
     scratch, Convolution, Layout    memory that a convolution's backward takes for itself on a CPU: measured
