@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 from leangrad import _torch, kernels
-from leangrad.ledger.decision import DEEPEST, Decision
-from leangrad.ledger.fast_path import Way
+from leangrad.ledger.decision import DEEPEST, Decision, Outcome
 from leangrad.ledger.gc_pause import Rest
 from leangrad.ledger.learn.plan import best_cut, play
 from leangrad.ledger.learn.recorder import Entry, Recorder, Totals
@@ -55,7 +54,7 @@ class Ledger:
         self.differences = 0  # steps that were not like the recorded one
         self._difference = ""  # why the last of them was not
         self._cut: frozenset[int] | None = None  # what was chosen to be kept, of the step that was learned from
-        self.ways: Sequence[Way] = ()  # for every saved tensor in order: what most likely becomes of it
+        self.outcomes: Sequence[Outcome] = ()  # of each saved tensor of the recorded step
         self.course: Course | None = None  # the calls of the recorded step
         self._peak_bytes = 0  # of backward, by the plan
         self._is_planning = False
@@ -159,7 +158,7 @@ class Ledger:
             self._is_planning = False
         cut = best_cut(record) if self.residual_depth == "auto" else None
         self._peak_bytes = play(record, cut or frozenset()).peak_bytes
-        self.ways, self.course = recorder.ways(cut), recorder.course(cut)
+        self.outcomes, self.course = recorder.outcomes(), recorder.course(cut)
         self._decisions, self._cut = recorder.decisions(cut), cut
         return True
 
@@ -188,7 +187,7 @@ class Ledger:
     def differs(self, why: str) -> None:
         """This step is not like the one that was recorded, because of ``why``."""
         self._difference, self.differences = why, self.differences + 1
-        self._decisions, self._recorder, self.course, self.ways = None, None, None, ()
+        self._decisions, self._recorder, self.course, self.outcomes = None, None, None, ()
         self._lessons = self._lessons + 1 if self._steps < STEADY else 1
         self._pause = 2 ** min(self._lessons, LONGEST_PAUSE) - 2  # 0, 2, 6, 14, ...
         self._steps = 0

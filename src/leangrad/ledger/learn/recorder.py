@@ -10,13 +10,12 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor, nn
 
 from leangrad import _torch
-from leangrad.ledger import fast_path
-from leangrad.ledger.decision import Decision
+from leangrad.ledger.decision import Decision, Outcome
 from leangrad.ledger.learn import scratch
 from leangrad.ledger.learn.plan import Item, Record, holds
 from leangrad.ledger.learn.scratch import Convolution
 from leangrad.ledger.learn.trace import ANY_SIZE, Call, Course, Recording, Saved
-from leangrad.ledger.values.cast import NODE, Packed
+from leangrad.ledger.values.cast import Packed
 from leangrad.ledger.values.inplace_variants import WITH_OUT
 from leangrad.ledger.values.saved import unpack
 from leangrad.ledger.values.saved_view import Seen
@@ -127,7 +126,6 @@ class Recorder:
         self.recording: Recording | None = None
         self._has_node: list[bool] = []
         self._small: list[int] = []  # of each: its bytes, if it was kept unseen for having so few; else -1
-        self._casts: list[bool] = []  # of each: whether it is a parameter in autocast's dtype, or seen in that
         self._fates: list[int] = []  # of each saved tensor: the item that it is, KEPT, REBUILT or SHAPE
         self._found: list[tuple[str, int] | None] = []  # of each: its op and bytes; None: no value stands for it
         self._bare: list[bool] = []  # of each: whether it is kept and no recipe reads it
@@ -230,7 +228,6 @@ class Recorder:
         ops = {id(value): op for op, (value, _, _) in zip(self._ops, self._decided, strict=True)}
         values = [_value_of(p) for p in self.saved]
         self._found = [None if v is None else (ops.get(id(v), v.op), v.nbytes) for v in values]
-        self._casts = [_is_cast(p) for p in self.saved]
         self._note_readers()
         self._has_node = [type(p) is Seen or (type(p) is Value and p.op != "input") for p in self.saved]
         self._small = [self._bytes_if_small(p) for p in self.saved]
@@ -438,18 +435,11 @@ class Recorder:
             for found, fate in zip(self._found, self._fates, strict=True)
         ]
 
-    def ways(self, cut: frozenset[int] | None) -> list[fast_path.Way]:
-        """For every saved tensor in order: what most likely becomes of it again."""
-        kept = self._staying(cut)
+    def outcomes(self) -> list[Outcome]:
+        """For every saved tensor in order: what became of it."""
         return [
-            fast_path.keep
-            if bare
-            else fast_path.shape
-            if fate == SHAPE
-            else fast_path.decide
-            if fate in kept or cast
-            else fast_path.rebuild
-            for bare, fate, cast in zip(self._bare, self._fates, self._casts, strict=True)
+            Outcome.BARE if bare else Outcome.SHAPE_ONLY if fate == SHAPE else Outcome.DECIDED
+            for bare, fate in zip(self._bare, self._fates, strict=True)
         ]
 
     def _staying(self, cut: frozenset[int] | None) -> set[int]:
@@ -501,11 +491,6 @@ class Recorder:
 def _value_of(packed: Packed | None) -> Value | None:
     """The value of a saved tensor, or of what it is a view of; None: it is kept with no value around it."""
     return packed if type(packed) is Value else packed.owner if type(packed) is Seen else None
-
-
-def _is_cast(packed: Packed) -> bool:
-    value = _value_of(packed)
-    return value is not None and value.op == NODE and bool(value.inputs) and value.inputs[0].op == "leaf"
 
 
 KEPT, REBUILT, SHAPE = -1, -2, -3
