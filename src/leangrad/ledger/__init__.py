@@ -5,7 +5,7 @@ Rooms, from the bottom up; each imports only those above it in this list:
 values      what backward may ask for: kept tensors, recipes, views, shapes
 origins     where tensors come from: rules of ops, the walk along the graph
 observe     what nodes forget: calls, changes in place, random numbers; hooks and checkpoints
-decision    keep, share or rebuild: for one saved tensor; ``fast_path`` is the same for one that was decided before
+decision    keep, share or rebuild: for one saved tensor
 learn       what a recorded step shows, and the trace that later steps follow; what to keep says ``leangrad.policy``
 region      one forward: hooks, function mode and decision together; ``gc_pause`` while it runs
 fuse        a chain of recipes as one kernel
@@ -32,8 +32,8 @@ The ledger itself
     Knowledge                       protocol: what a region asks of its ledger
     decision, Choice                keep, share or rebuild one saved tensor; Choice is the part of Region that decides
     Decision                        what the plan says of one saved tensor: op, bytes, whether it is simply kept
+    Outcome                         what became of one saved tensor of the recorded step
     Recorder (decision)             protocol: what the decision tells the recorder of a step
-    fast_path                       the decision again, for a saved tensor that was decided in the recorded step
     gc_pause, Rest                  Python's garbage collector does not run by itself while a region works
     summary                         the table of what was kept, rebuilt and shared, and why
     Row (summary)                   one line of that table: tensors that are alike
@@ -120,7 +120,7 @@ fuse: a chain of ops as one kernel
     pattern, Pattern                what a chain looked like, to know the next one like it without gathering it
     UnlikeError                     raised for a chain whose constants cannot be compared
     matcher                         compares a chain with a pattern, and fetches the tensors that it reads
-    Row (fuse), Leaf, Kind          parts of a pattern: one op, one tensor that is read, and its kind
+    Row (fuse), Leaf                parts of a pattern: one op, and one tensor that is read
 """
 
 from leangrad.ledger.ledger import MIN_BYTES, Ledger

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
+from enum import Enum, auto
 from typing import Any, NamedTuple, Protocol
 from weakref import ref
 
@@ -35,6 +36,15 @@ class Decision(NamedTuple):
     keeps: bool  # it is simply kept
     nbytes: int
     fleeting: bool = False  # recipes that read it do not hold it for its readers: see [Note: made again]
+
+
+class Outcome(Enum):
+    """What became of one saved tensor of the recorded step."""
+
+    UNKNOWN = auto()  # no step was recorded, or it saved fewer tensors
+    BARE = auto()  # kept, and no recipe read it: it needs no value
+    SHAPE_ONLY = auto()  # a stand-in served
+    DECIDED = auto()  # any other
 
 
 # [Note: decisions by saved tensor] What was learned is looked up by the number of the saved tensor, not by how many
@@ -107,19 +117,25 @@ class Choice:
             return value
         base = tensor._base
         owner: Any = node if base is None else base.grad_fn
-        if owner is None or tensor.layout is not torch.strided or tensor.is_nested:
-            return Bare(tensor.detach(), tensor._version)
         if type(owner).__name__ == NODE and self.recorder is None:
             short = self._cast(tensor, tensor if base is None else base, owner)
             if short is not None:
                 return short
-        if base is not None:
-            seen = self.seen(tensor, base, node)
-            (seen.owner if isinstance(seen, Seen) else seen).readers += 1
-            return seen
-        value = self.value(tensor, node)
+        found = self.find(tensor)
+        if found is None:
+            return Bare(tensor.detach(), tensor._version)
+        value = found.owner if isinstance(found, Seen) else found
         value.readers += 1
-        return value
+        return found
+
+    def find(self, tensor: Tensor) -> Value | Seen | None:
+        """The value of ``tensor``, or that of its base and the view; None: no recipe can read it."""
+        node, base = tensor.grad_fn, tensor._base
+        if node is None or tensor.layout is not torch.strided or tensor.is_nested:
+            return None
+        if base is None:
+            return self.value(tensor, node)
+        return None if base.grad_fn is None else self.seen(tensor, base, node)
 
     def watch(self, value: Value) -> None:
         """``value`` is an anchor that plain PyTorch would not have kept: it must not change under its recipe.

@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 from leangrad import _torch, kernels
-from leangrad.ledger.decision import DEEPEST, Decision
-from leangrad.ledger.fast_path import Way
+from leangrad.ledger.decision import DEEPEST, Decision, Outcome
 from leangrad.ledger.gc_pause import Rest
 from leangrad.ledger.learn.entries import Entry, Totals
 from leangrad.ledger.learn.recorder import Recorder
@@ -57,7 +56,7 @@ class Ledger:
         self.differences = 0  # steps that were not like the recorded one
         self._difference = ""  # why the last of them was not
         self._kept_items: frozenset[int] | None = None  # what the plan keeps of the step that was learned from
-        self.ways: Sequence[Way] = ()  # for every saved tensor in order: what most likely becomes of it
+        self.outcomes: Sequence[Outcome] = ()  # of each saved tensor of the recorded step
         self.course: Course | None = None  # the calls of the recorded step
         self._peak_bytes = 0  # of backward, by the plan
         self._is_planning = False
@@ -163,7 +162,7 @@ class Ledger:
         step = recorder.step
         kept = lowest_peak(graph, backward.play) if self.residual_depth == "auto" else None
         self._peak_bytes = backward.play(step.kept_items() if kept is None else kept).peak_bytes
-        self.ways, self.course = step.ways(kept), step.course(kept)
+        self.outcomes, self.course = step.outcomes(), step.course(kept)
         self._decisions = step.decisions(kept, frozenset() if kept is None else backward.held(kept))
         self._kept_items = kept
         return True
@@ -193,7 +192,7 @@ class Ledger:
     def differs(self, why: str) -> None:
         """This step is not like the one that was recorded, because of ``why``."""
         self._difference, self.differences = why, self.differences + 1
-        self._decisions, self._recorder, self.course, self.ways = None, None, None, ()
+        self._decisions, self._recorder, self.course, self.outcomes = None, None, None, ()
         self._lessons = self._lessons + 1 if self._steps < STEADY else 1
         self._pause = 2 ** min(self._lessons, LONGEST_PAUSE) - 2  # 0, 2, 6, 14, ...
         self._steps = 0

@@ -10,8 +10,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from leangrad import _torch
-from leangrad.ledger import fast_path
-from leangrad.ledger.decision import Choice, Decision
+from leangrad.ledger.decision import Choice, Decision, Outcome
 from leangrad.ledger.learn.recorder import Recorder
 from leangrad.ledger.learn.trace import Calls, Course, Recording
 from leangrad.ledger.observe.active_region import enter, opened
@@ -19,7 +18,7 @@ from leangrad.ledger.observe.checkpoint import Opener, Recomputation, Token, is_
 from leangrad.ledger.observe.hooks import Hooks
 from leangrad.ledger.origins.graph_walk import Operand, Walk
 from leangrad.ledger.values.cast import Anchor, Packed
-from leangrad.ledger.values.saved import unpack
+from leangrad.ledger.values.saved import Bare, unpack
 from leangrad.ledger.values.saved_view import Seen
 from leangrad.ledger.values.slot import Slot
 from leangrad.ledger.values.upstream_anchors import Products
@@ -32,7 +31,7 @@ class Knowledge(Protocol):
     """What a region asks of its ledger: settings, and what earlier steps have shown."""
 
     min_bytes: int
-    ways: Sequence[fast_path.Way]
+    outcomes: Sequence[Outcome]  # of each saved tensor of the recorded step
     course: Course | None
     sharded: bool
 
@@ -89,8 +88,7 @@ class Region(Choice):
         self.waiting: list[weakref.ref[Value]] = []
         self._ledger = ledger
         self.decisions = ledger.decisions
-        self._ways = ledger.ways
-        self._planned = len(self._ways)
+        self._outcomes = ledger.outcomes
         self.packs = self.call = 0
         self.catches: int = ledger.catches
         self.walk = Walk(self)
@@ -170,13 +168,16 @@ class Region(Choice):
         """The same along a course: hooks are set inside calls only, where torch itself has taken the override away."""
         n = self.packs
         if n == ENDED:
-            return fast_path.keep(self, tensor)
+            return _kept(tensor)
         self.packs = n + 1
         if n == self.hooks.last:
             self.hooks.reach_last()
-        if n < self._planned:
-            return self._ways[n](self, tensor)
-        return self.decide(tensor) if self.slots is None else self.defer(tensor)
+        outcome = self._outcomes[n] if n < len(self._outcomes) else Outcome.UNKNOWN
+        if outcome is Outcome.BARE:
+            return _kept(tensor)
+        if outcome is Outcome.DECIDED or self.slots is None:
+            return self.decide(tensor)
+        return self.defer(tensor, expected=outcome is Outcome.SHAPE_ONLY)
 
     # -------------------------------- beside a checkpoint: see [Note: a region in a segment that is run again]
 
@@ -240,7 +241,7 @@ class Region(Choice):
     def anchor(self, tensor: Tensor, number: int) -> None:
         """Saved tensor ``number``, which autograd keeps by itself, may be read by recipes."""
         self.packs = number + 1
-        value = fast_path.anchor(self, tensor)
+        value = self.find(tensor)
         if value is not None:
             self._held.append(value)
 
@@ -251,7 +252,14 @@ class Region(Choice):
 
     def differ(self, why: str) -> None:
         """This step is not like the one that was recorded, because of ``why``: what was learned serves it no more."""
-        self.decisions, self._planned, self.caught = None, 0, None
+        self.decisions, self._outcomes, self.caught = None, (), None
         if self._follows:
             self._calls.leave_course()
         self._ledger.differs(why)
+
+
+def _kept(tensor: Tensor) -> Bare:
+    """A tensor that is kept, and that no recipe reads."""
+    if tensor.is_leaf:
+        return Bare(tensor if tensor.requires_grad else tensor.detach(), tensor._version)
+    return Bare(tensor.detach(), tensor._version, type(tensor.grad_fn))

@@ -34,6 +34,7 @@ from leangrad.ledger.fuse.builder import RefusedError
 from leangrad.ledger.fuse.chain import TABLE, Chain, Taken, may_chain
 from leangrad.ledger.fuse.fused_plan import PROOFS, CutError, InexactError, Plan
 from leangrad.ledger.fuse.lowering import LOWERINGS, NORMS, VARIANTS, VIEWS
+from leangrad.ledger.fuse.matcher import kind_of
 from leangrad.ledger.fuse.pattern import AGAIN, Pattern, UnlikeError
 from leangrad.ledger.origins.rules import RULES
 from leangrad.ledger.values.memos import remember
@@ -137,7 +138,7 @@ def _gather(root: Value, made: dict[int, Tensor], task: int, taken: Taken) -> tu
         _give_back(taken, task)
         return None  # Triton launches on the current device
     is_known = chain is first and all(v.tensor is not None for v in chain.leaves)
-    key = kind if is_known else (*chain.key, *[_kind(t) for t in leaves])
+    key = kind if is_known else (*chain.key, *[kind_of(t) for t in leaves])
     plan = _plans.get(key)
     if plan is None or plan.proof.missing:
         _give_back(taken, task)  # the replay op by op will take them
@@ -251,11 +252,7 @@ def _candidates(chain: Chain, leaves: list[Tensor]) -> list[Plan]:
 
 def _kind_of(chain: Chain) -> Key:
     """What is known of a chain before its leaves are taken."""
-    return (*chain.key, *[_kind(v.tensor) if v.tensor is not None else v.layout for v in chain.leaves])
-
-
-def _kind(tensor: Tensor) -> Key:
-    return tensor.dtype, tensor.shape, tensor.stride(), tensor.device, tensor.is_neg()
+    return (*chain.key, *[kind_of(v.tensor) if v.tensor is not None else v.layout for v in chain.leaves])
 
 
 def register() -> None:

@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from leangrad.ledger.fuse.chain import TABLE, Chain, is_number
+from leangrad._torch import raw_stream
+from leangrad.ledger.fuse.chain import TABLE, Chain, Taken, is_number
 from leangrad.ledger.fuse.lowering import STATIC
-from leangrad.ledger.fuse.matcher import Fetch, Leaf, Match, Row, kind_of, write_fetch, write_match
+from leangrad.ledger.fuse.matcher import Leaf, Row, kind_of
 from leangrad.ledger.values.value import Value
 
 PLAIN = (int, float, bool, str, type(None), tuple, torch.Size, torch.dtype, torch.memory_format, torch.layout)
@@ -32,33 +33,97 @@ class UnlikeError(Exception):
     """No pattern can be made: a constant of the chain cannot be compared."""
 
 
+# The values of a chain from the root down; its leaves and its numbers in the chain's own order.
+Found = tuple[tuple[Value, ...], tuple[Value, ...], list[float]]
+# The tensors of its leaves, and whether each is owned (None: none is); its numbers; the values to leave tensors with.
+Fetched = tuple[list[Tensor], list[bool] | None, list[float], list[Value]]
+
+
 class Pattern:
     """How to know the like of a chain, and the plan that serves them.
 
     plan      None: they are replayed op by op. AGAIN: to rebuild their leaves makes values of the chain too, so that it
               is another one then.
-    match     the values of the chain under a root, if it is like this one
-    fetch     what a launch needs, if it still is; where there is no plan, it is never asked
     """
 
-    __slots__ = ("fetch", "hits", "match", "plan")
-
-    match: Match
-    fetch: Fetch
+    __slots__ = ("_held", "_leaves", "_outputs", "_rows", "_scalars", "hits", "plan")
 
     def __init__(self, chain: Chain, at_hand: list[bool], tensors: Sequence[Tensor | None], plan: Any) -> None:
         """``at_hand``: of each leaf, whether it was made before the leaves were taken; ``tensors``: where known."""
-        rows = _rows(chain)
-        leaves = [
+        self._rows = rows = _rows(chain)
+        self._leaves = [
             Leaf(v.tensor is not None, v.function in TABLE, made, None if tensor is None else kind_of(tensor))
             for v, made, tensor in zip(chain.leaves, at_hand, tensors, strict=True)
         ]
-        self.match = write_match(rows, leaves)
-        if plan is not None:
-            outputs = [len(rows) - 1 - k for k in chain.outputs[:-1]]
-            self.fetch = write_fetch(rows, leaves, outputs, None if plan is AGAIN else plan.device)
+        self._scalars = len(chain.scalars)
+        self._outputs = [len(rows) - 1 - k for k in chain.outputs[:-1]]  # the rows whose tensors are left with them
+        # What nobody reads but the next value of the chain is never held.
+        self._held = [k for k, v in enumerate(chain.values[-2::-1], 1) if v.readers or v.parents > 1]
         self.plan = plan
         self.hits = 0
+
+    def match(self, root: Value, made: dict[int, Tensor], task: int) -> Found | None:
+        """The values of the chain under ``root`` if it is like this one, else None."""
+        values = [root]
+        leaves: list[Value | None] = [None] * len(self._leaves)
+        scalars = [0.0] * self._scalars
+        for k, row in enumerate(self._rows):
+            if k:
+                user, place = row.reader
+                value = values[user].args[place]
+                if not row.is_inner(value, made, task):
+                    return None
+                values.append(value)
+                for user, place in row.again:
+                    if values[user].args[place] is not value:
+                        return None
+            elif not row.is_root(root):
+                return None
+            args = values[k].args
+            if len(args) != row.length:
+                return None
+            for i, constant in row.constants:
+                if type(args[i]) is not type(constant) or args[i] != constant:  # True, 1 and 1.0 are equal
+                    return None
+            for i, n in row.numbers:
+                if not is_number(args[i]):
+                    return None
+                scalars[n] = float(args[i])
+            for i, n in row.leaves:
+                if leaves[n] is None and self._leaves[n].is_leaf(args[i], made):
+                    leaves[n] = args[i]
+                elif leaves[n] is not args[i]:
+                    return None
+        found = tuple([leaf for leaf in leaves if leaf is not None])
+        return (tuple(values), found, scalars) if len(set(found)) == len(leaves) else None
+
+    def fetch(self, found: Found, made: dict[int, Tensor], task: int, taken: Taken) -> Fetched | None:
+        """What a launch needs; None if the chain is another one now.
+
+        To rebuild a leaf, values of this very chain may have been rebuilt, and are held: they are leaves from then on.
+        What is made already is therefore taken last, as in ``Chain.take``: a tensor that is held counts how often it
+        was taken.
+        """
+        values, leaves, scalars = found
+        known = list(zip(leaves, self._leaves, strict=True))
+        for v, leaf in known:
+            if not leaf.is_made and v not in taken:
+                taken[v] = v._take(made, task)
+                if any(values[k].memo is not None or id(values[k]) in made for k in self._held):
+                    return None
+        if self.plan is AGAIN:
+            return None
+        for v, leaf in known:
+            if not leaf.is_kept:
+                if v not in taken:
+                    taken[v] = v._take(made, task)
+                if kind_of(taken[v][0]) != leaf.kind:
+                    return None
+        device = self.plan.device
+        stream = raw_stream(device) if device.type == "cuda" else 0
+        fetched = [(v.anchor(stream), False) if leaf.is_kept else taken.pop(v) for v, leaf in known]
+        owned = None if all(leaf.is_kept for leaf in self._leaves) else [owned for _, owned in fetched]
+        return [tensor for tensor, _ in fetched], owned, scalars, [values[k] for k in self._outputs]
 
 
 def _rows(chain: Chain) -> list[Row]:
@@ -79,14 +144,9 @@ def _rows(chain: Chain) -> list[Row]:
         kwargs = {key: _comparable(a) for key, a in v.kwargs.items()}
         rows.append(
             Row(
-                op=v.op,
                 reader=reader,
                 again=tuple(again),
                 look=(v.function, v.dtype, v.layout, kwargs, v.readers, v.parents),
-                dtype=v.dtype,
-                kwargs=kwargs,
-                readers=v.readers,
-                parents=v.parents,
                 is_to_come=chain.is_to_come(v),
                 is_held=v._is_held(),
                 length=len(args),

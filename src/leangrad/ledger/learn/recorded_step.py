@@ -6,8 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from leangrad.ledger import fast_path
-from leangrad.ledger.decision import Decision
+from leangrad.ledger.decision import Decision, Outcome
 from leangrad.ledger.learn.entries import LOWER_PEAK, TOO_MUCH_WORK, Entry
 from leangrad.ledger.learn.trace import ANY_SIZE, Call, Course, Saved
 from leangrad.policy import graph as policy
@@ -21,7 +20,6 @@ class SavedTensor(NamedTuple):
     item: int  # the item that it is, or a view of; else KEPT, REBUILT or SHAPE
     made_by: tuple[str, int] | None  # its op and bytes; None: no value stands for it
     is_bare: bool  # kept, and no recipe reads it
-    is_cast: bool  # a parameter in autocast's dtype, or seen in that
     has_node: bool
     small_bytes: int  # its bytes, if it was kept unseen for having so few; else -1
 
@@ -64,18 +62,11 @@ class RecordedStep:
             for s in self.saved
         ]
 
-    def ways(self, kept: frozenset[int] | None) -> list[fast_path.Way]:
-        """For every saved tensor in order: what most likely becomes of it again."""
-        staying = self._staying(kept)
+    def outcomes(self) -> list[Outcome]:
+        """For every saved tensor in order: what became of it."""
         return [
-            fast_path.keep
-            if s.is_bare
-            else fast_path.shape
-            if s.item == SHAPE
-            else fast_path.decide
-            if s.item in staying or s.is_cast
-            else fast_path.rebuild
-            for s in self.saved
+            Outcome.BARE if saved.is_bare else Outcome.SHAPE_ONLY if saved.item == SHAPE else Outcome.DECIDED
+            for saved in self.saved
         ]
 
     def kept_items(self) -> frozenset[int]:

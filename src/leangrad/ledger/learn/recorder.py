@@ -13,7 +13,7 @@ from leangrad.ledger.learn.entries import EXTRA, SHARED, Entry
 from leangrad.ledger.learn.recorded_step import KEPT, REBUILT, SHAPE, RecordedStep, SavedTensor
 from leangrad.ledger.learn.scratch import Convolution
 from leangrad.ledger.learn.trace import Recording
-from leangrad.ledger.values.cast import NODE, Packed
+from leangrad.ledger.values.cast import Packed
 from leangrad.ledger.values.inplace_variants import WITH_OUT
 from leangrad.ledger.values.saved import unpack
 from leangrad.ledger.values.saved_view import Seen
@@ -197,7 +197,6 @@ class Recorder:
                     item=self._item(packed),
                     made_by=None if value is None else (ops.get(id(value), value.op), value.nbytes),
                     is_bare=self._is_bare(packed, needed),
-                    is_cast=_is_cast(packed),
                     has_node=type(packed) is Seen or (type(packed) is Value and packed.op != "input"),
                     small_bytes=self._bytes_if_small(packed),
                 )
@@ -391,11 +390,6 @@ class Recorder:
 def _value_of(packed: Packed | None) -> Value | None:
     """The value of a saved tensor, or of what it is a view of; None: it is kept with no value around it."""
     return packed if type(packed) is Value else packed.owner if type(packed) is Seen else None
-
-
-def _is_cast(packed: Packed) -> bool:
-    value = _value_of(packed)
-    return value is not None and value.op == NODE and bool(value.inputs) and value.inputs[0].op == "leaf"
 
 
 # Of the kept bytes, on an accelerator: the casts of a ResNet's weights are half of its recipes and 1% of it; those of

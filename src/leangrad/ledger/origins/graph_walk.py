@@ -18,7 +18,7 @@ from torch import Tensor
 from leangrad import _torch
 from leangrad._torch import passed_no_hook
 from leangrad.ledger.origins.functions import NoRecipeError
-from leangrad.ledger.origins.rule_builder import MAX_WALK, ONLY, UNSIGNED, origin_of
+from leangrad.ledger.origins.rule_builder import ONLY, origin_of
 from leangrad.ledger.values.cast import Anchor, Cast
 from leangrad.ledger.values.node_metadata import LIVE, NOTE, VALUES, AccumulateGrad, Node
 from leangrad.ledger.values.pending_inputs import wait
@@ -29,6 +29,7 @@ from leangrad.ledger.values.value import Value, is_there, leaf_value
 
 NOTHING: dict[str, Any] = {}
 COPIED_BYTES = 64 * 1024  # operands up to this size are copied
+MAX_WALK = 64  # nodes between a tensor and its anchors; beyond that the tensor is kept
 
 
 class Operand:
@@ -145,7 +146,7 @@ class Walk:
         """One node more was visited."""
         self.steps += 1
         if self.steps > MAX_WALK:
-            raise NoRecipeError(f"more than {MAX_WALK} ops between the tensor and its anchors")
+            raise NoRecipeError(f"more than {MAX_WALK} ops lie between it and the nearest kept tensors")
 
     def _seen(self, seen: Seen, node: Node, nr: int) -> Value | None:
         """A view that was saved, as a value: recipes read it."""
@@ -198,8 +199,7 @@ class Walk:
             if name in DEFAULTS:
                 return DEFAULTS[name]
             raise NoRecipeError(f"{type(node).__name__} does not record its {name}")
-        found = note[name]
-        return found if type(found) in UNSIGNED else self._noted(found, name)
+        return self._noted(note[name], name)
 
     def _noted(self, constant: Any, name: str) -> Any:
         if constant is NOTE:

@@ -120,10 +120,11 @@ class Value(Saved):
         self.read_arguments()
 
     def read_arguments(self) -> None:
-        """Find the values among ``args``."""
-        inputs: list[Any] = []
+        """Find the values among ``args``, or in lists among them: this value is made of them."""
+        inputs: list[Value] = []
         order: list[int] = []
-        for i, a in enumerate(self.args):
+        args = self.args
+        for i, a in enumerate(args):
             if type(a) is Value:
                 inputs.append(a)
                 order.append(i)
@@ -132,60 +133,16 @@ class Value(Saved):
                 if inside:
                     inputs += inside
                     order.append(i)
-        self.read_values(tuple(inputs), tuple(order))
-
-    def read_values(self, inputs: tuple[Value, ...], order: tuple[int, ...]) -> None:
-        """This value is made of ``inputs``; ``order``: where they, or lists of them, stand among the arguments."""
-        blocked, depth, joined, not_free = False, 0, False, 0
-        root: Value | None = None
         for v in inputs:
             v.parents += 1
-            if v.free:
-                continue
-            not_free += 1
-            if v.tensor is None and (v.function is None or v.blocked):
-                blocked = True
-            if v.depth > depth:
-                depth = v.depth
-            if root is None:
-                root = v.root or v
-            elif root is not (v.root or v):
-                joined = True
-        self.inputs, self.order = inputs, order
-        if depth and (not_free > 1 or inputs[0].free):
+        self.inputs = tuple(inputs)
+        if blocked := blocking(inputs):
+            self.blocked = blocked
+        self.settle_lineage()
+        if self.depth and len(order) > 1:
             # The deepest first: a long chain is then rebuilt from its far end with no temporaries waiting on the way.
-            args = self.args
-            self.order = tuple(sorted(order, key=lambda i: -args[i].depth if type(args[i]) is Value else 0))
-        if blocked:
-            self.blocked = blocking(inputs)
-        self.depth, self.root = (depth + 1, None) if joined else (depth, root)
-
-    def read_one(self, only: Value) -> None:
-        """It is made of its first argument alone: half of all recipes."""
-        only.parents += 1
-        self.inputs, self.order = (only,), (0,)
-        if only.tensor is None and (only.function is None or only.blocked):
-            self.blocked = blocking(self.inputs)
-        if not only.free:
-            self.depth, self.root = only.depth, only.root or only
-
-    def read_two(self, a: Value, b: Value) -> None:
-        """It is made of its first two arguments."""
-        a.parents += 1
-        b.parents += 1
-        self.inputs = (a, b)
-        self.order = (1, 0) if b.depth > a.depth else (0, 1)
-        if (a.tensor is None and (a.function is None or a.blocked)) or (
-            b.tensor is None and (b.function is None or b.blocked)
-        ):
-            self.blocked = blocking(self.inputs)
-        if a.free:
-            if not b.free:
-                self.depth, self.root = b.depth, b.root or b
-        elif b.free or (a.root or a) is (b.root or b):
-            self.depth, self.root = (a.depth if b.free or a.depth >= b.depth else b.depth), a.root or a
-        else:
-            self.depth = 1 + (a.depth if a.depth >= b.depth else b.depth)
+            order.sort(key=lambda i: -args[i].depth if type(args[i]) is Value else 0)
+        self.order = tuple(order)
 
     def forget_recipe(self) -> None:
         """A kept value lets go of a recipe that still waits, and so of what that recipe holds."""
