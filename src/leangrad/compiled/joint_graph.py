@@ -30,6 +30,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from leangrad._torch import compiler
 from leangrad.policy.graph import Graph, Value
 from leangrad.policy.ops import is_discrete, is_heavy, is_source
+from leangrad.policy.work import work_of
 
 __all__ = ["copy_changed_inputs", "op_name", "read_joint_graph"]
 
@@ -58,8 +59,6 @@ MOVES = VIEWS | {"clone", "convert_element_type", "gather", "index", "index_sele
 SINGLE = 24  # bits of a float32's significand
 REDUCES = 4  # an op that reads so many times what it gives makes a statistic, which is kept
 INLINE_SHARE = 20  # a value computed inside its reader costs about the 20th part of one that is written and read
-BALANCE = 200  # operations that take as long as one byte moved, on an accelerator of today in half precision
-VECTOR = 3  # the same where it has no units for matrices: depthwise convolutions
 
 
 def read_joint_graph(graph: fx.Graph, info: Any, *, fused: bool) -> tuple[Graph, list[fx.Node]]:
@@ -135,7 +134,7 @@ class _Reader:
             is_output=node in self.outputs and (is_backward or self.info.is_required_fw(node)),
             is_asked_for=not is_backward and node in self.info.required_bw_nodes,
             price=moved if self._is_written_in_backward(node) else moved // INLINE_SHARE,
-            work=0 if can_inline else max(moved, _operations(node) // (VECTOR if _is_depthwise(node) else BALANCE)),
+            work=0 if can_inline else _work(node, moved),
         )
 
     def _is_standing(self, node: fx.Node) -> bool:
@@ -281,38 +280,8 @@ def _size(node: fx.Node) -> int:
     return compiler.size_of(node)
 
 
-def _operations(node: fx.Node) -> int:
-    """Roughly how many operations a product takes: 2 for each of its elements and each of the inner size."""
-    if node.op != "call_function" or not is_heavy(op_name(node)):
-        return 0
+def _work(node: fx.Node, moved: int) -> int:
+    if node.op != "call_function":
+        return moved
     shapes = [compiler.shape_of(i) for i in node.all_input_nodes]
-    given = [shape for shape in shapes if len(shape) >= 2]
-    out = compiler.elements_of(node)
-    name = op_name(node)
-    if not given:
-        return 0
-    if "conv" in name and len(given) > 1:
-        weight = given[-1]
-        inner = 1
-        for size in weight[1:]:
-            inner *= size
-        return 2 * inner * (_elements(given[0]) if "backward" in name else out) * (2 if "backward" in name else 1)
-    if "attention" in name and len(given) > 2:
-        return 4 * _elements(given[0]) * given[1][-2] * (2 if "backward" in name else 1)
-    return 2 * out * given[-2][-1] if len(given) > 1 else 2 * out * given[0][-1]
-
-
-def _is_depthwise(node: fx.Node) -> bool:
-    """Whether each channel of a convolution reads one channel only."""
-    if node.op != "call_function" or "conv" not in op_name(node):
-        return False
-    shapes = [compiler.shape_of(i) for i in node.all_input_nodes]
-    weights = [shape for shape in shapes if len(shape) >= 3]
-    return bool(weights) and weights[-1][1] == 1 and weights[-1][0] > 1
-
-
-def _elements(shape: tuple[int, ...]) -> int:
-    product = 1
-    for size in shape:
-        product *= size
-    return product
+    return work_of(op_name(node), shapes, compiler.elements_of(node), moved)

@@ -6,10 +6,10 @@ writes its step down as such a graph: ``leangrad.compiled.joint_graph`` does it 
 runs.
 
 Read in this order: ``graph`` (values, what they take and what they are made from), ``ops`` (which ops are never run
-twice, by name), ``max_flow`` and ``cut`` (the cheapest set of values to keep), ``kernels`` (which values a code
-generator writes to memory), ``peak`` (what a compiled step holds at its worst moment under a cut), ``replay`` (the same
-for an eager backward), ``chains`` (where chains of values that are made again end), ``choice`` (the cut that an engine
-takes).
+twice, by name), ``work`` (what an op takes), ``max_flow`` and ``cut`` (the cheapest set of values to keep), ``kernels``
+(which values a code generator writes to memory), ``peak`` (what a compiled step holds at its worst moment under a cut),
+``replay`` (the same for an eager backward), ``chains`` (where chains of values that are made again end), ``choice``
+(the cut that an engine takes).
 
 heavy       an op that never runs twice: a product, a convolution, an attention, a sort, a collective
 source      an op that draws random numbers; it never runs twice either

@@ -1,0 +1,51 @@
+"""What an op takes, in bytes moved: arithmetic counts as the bytes that take as long."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+from leangrad.policy.ops import is_heavy
+
+__all__ = ["work_of"]
+
+Shape = tuple[int, ...]
+
+BALANCE = 200  # operations that take as long as one byte moved, on an accelerator of today in half precision
+VECTOR = 3  # the same where it has no units for matrices: depthwise convolutions
+
+
+def work_of(name: str, shapes: Sequence[Shape], elements: int, moved: int) -> int:
+    """The work of an op that has a kernel of its own.
+
+    name: of the op, without namespace and overload.
+    shapes: of its inputs.
+    elements: of its output.
+    moved: the bytes that it reads and writes.
+
+    >>> work_of("mm", [(512, 512), (512, 512)], 512 * 512, moved=3 * 512 * 512 * 2)  # too small to be bound by products
+    1572864
+    >>> work_of("mm", [(4096, 4096), (4096, 4096)], 4096 * 4096, moved=3 * 4096 * 4096 * 2)
+    687194767
+    """
+    return max(moved, _operations(name, shapes, elements) // (VECTOR if _is_depthwise(name, shapes) else BALANCE))
+
+
+def _operations(name: str, shapes: Sequence[Shape], elements: int) -> int:
+    """Roughly how many operations a product takes: 2 for each of its elements and each of the inner size."""
+    given = [shape for shape in shapes if len(shape) >= 2]
+    if not given or not is_heavy(name):
+        return 0
+    is_backward = "backward" in name
+    if "conv" in name and len(given) > 1:
+        outer = prod(given[0]) if is_backward else elements
+        return 2 * prod(given[-1][1:]) * outer * (2 if is_backward else 1)
+    if "attention" in name and len(given) > 2:
+        return 4 * prod(given[0]) * given[1][-2] * (2 if is_backward else 1)
+    return 2 * elements * given[-2 if len(given) > 1 else 0][-1]
+
+
+def _is_depthwise(name: str, shapes: Sequence[Shape]) -> bool:
+    """Whether each channel of a convolution reads one channel only."""
+    weights = [shape for shape in shapes if len(shape) >= 3]
+    return "conv" in name and bool(weights) and weights[-1][1] == 1 and weights[-1][0] > 1
