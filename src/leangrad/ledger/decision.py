@@ -117,7 +117,7 @@ class Choice:
             return value
         base = tensor._base
         owner: Any = node if base is None else base.grad_fn
-        if type(owner).__name__ == NODE and self.recorder is None:
+        if type(owner).__name__ == NODE and self.recorder is None and _is_strided(tensor):
             short = self._cast(tensor, tensor if base is None else base, owner)
             if short is not None:
                 return short
@@ -131,7 +131,7 @@ class Choice:
     def find(self, tensor: Tensor) -> Value | Seen | None:
         """The value of ``tensor``, or that of its base and the view; None: no recipe can read it."""
         node, base = tensor.grad_fn, tensor._base
-        if node is None or tensor.layout is not torch.strided or tensor.is_nested:
+        if node is None or not _is_strided(tensor):
             return None
         if base is None:
             return self.value(tensor, node)
@@ -423,3 +423,7 @@ class Choice:
         value.tensor, value.part = None, origin.part
         enter(node, nr, value)
         join(node, nr, value)
+
+
+def _is_strided(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested

@@ -8,7 +8,7 @@ in parameters, in values that are known already, or in the outputs of ops that a
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, Protocol
 from weakref import ref
 
@@ -154,17 +154,6 @@ class Walk:
             return None
         value = seen.value()
         node.metadata[VALUES[nr]] = ref(value)
-        return value
-
-    def cast(self, value: Value, node: Node, variable: Tensor, function: Callable[..., Any], made: Any) -> Value:
-        """A parameter in autocast's dtype: half of the recipes of a model that trains under it, so made by hand."""
-        if made is None:
-            made = _torch.output_facts(node)
-        if variable.device != made.device:
-            raise NoRecipeError("a copy from another device")
-        leaf = self.leaf(variable)
-        leaf.parents += 1
-        value.function, value.args, value.inputs, value.order = function, (leaf, made.dtype), (leaf,), (0,)
         return value
 
     def leaf(self, variable: Tensor) -> Value:

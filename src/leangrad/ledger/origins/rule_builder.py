@@ -14,7 +14,7 @@ from typing import Any
 from leangrad._torch import output_facts, output_nbytes
 from leangrad.ledger.origins.functions import FUNCTIONS, NoRecipeError
 from leangrad.ledger.origins.rules import RULES, Rule
-from leangrad.ledger.values.node_metadata import OPAQUE, AccumulateGrad, Node, join
+from leangrad.ledger.values.node_metadata import OPAQUE, Node, join
 from leangrad.ledger.values.value import Value, fuses
 
 Origin = Callable[..., Value]  # of a walk, a node, the number of its output, its metadata, and the output itself
@@ -91,8 +91,6 @@ def _build(rule: Rule, node: Node) -> Origin:
         if walk.sizes:
             value.nbytes = output_nbytes(node, nr)
         edges = node.next_functions
-        if twins and type(edges[0][0]) is AccumulateGrad:
-            return walk.cast(value, node, edges[0][0].variable, function, made)  # type: ignore[no-any-return]
         if asks_output and made is None:
             made = output_facts(node)
         args = [walk.listed(edges, metadata)] if is_listed else []

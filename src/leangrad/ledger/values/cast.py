@@ -1,6 +1,8 @@
-"""A parameter in autocast's dtype: half of what a model rebuilds that trains under autocast, so it has a short way.
+"""A parameter in autocast's dtype, made anew whenever it is read: half of what a model rebuilds under autocast.
 
-It needs no walk and no value: a parameter, its version and a dtype say all.
+It needs no walk and no value: a parameter, its version and a dtype say all. It saves memory, not time: a value that
+several saved tensors share is held from its first reader to its last, and a weight that is called again and again
+would be held in autocast's dtype through most of backward, as plain PyTorch holds it.
 """
 
 from __future__ import annotations
