@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from leangrad.functional import activate
 from leangrad.measure import measure
 from leangrad.ops.activation import ACTIVATIONS
-from tests.ops.test_activation import PLAIN
 from tests.support import same_bits
+from tests.support.activation import PLAIN
 
 SHAPE = (5, 8)
 

@@ -16,8 +16,8 @@ from leangrad.kernels.rebuild import rebuild_and_backward
 from leangrad.measure import measure
 from leangrad.nn import MLP
 from leangrad.ops.activation import ACTIVATIONS
-from tests.ops.test_activation import PLAIN
 from tests.support import same_bits
+from tests.support.activation import PLAIN
 
 MIXED = ("gelu", None, "swiglu", "relu", "softmax", "tanh")
 

@@ -17,8 +17,8 @@ from leangrad.errors import ConsumedError
 from leangrad.measure import measure
 from leangrad.ops.activation import ACTIVATIONS
 from leangrad.tape import Tape
-from tests.ops.test_activation import PLAIN
 from tests.support import same_bits
+from tests.support.activation import PLAIN
 from tests.support.fuzz import fuzz_settings
 
 

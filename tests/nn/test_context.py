@@ -12,22 +12,12 @@ from leangrad import workspace
 from leangrad.nn.context import AttentionContext, apply_context, update_context
 from leangrad.ops import context as ops
 from tests.support import same_bits
+from tests.support.context import TOLERANCE, close, plain
 from tests.support.error_rule import assert_error_rule, named
 from tests.support.fuzz import fuzz_settings
 
-# How far from the plain form, relative to the largest value.
-TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 NAN, INF = float("nan"), float("inf")
-
-
-def plain(x, context, strength):
-    return x + strength / x.shape[-1] * (x @ context)
-
-
-def close(found, expected, dtype):
-    assert found.dtype == expected.dtype
-    assert (found - expected).abs().max() <= TOLERANCE[dtype] * expected.abs().max()
 
 
 def inputs(shape=(6, 8), dtype=torch.float64, strength=0.7):

@@ -5,12 +5,9 @@ import torch
 
 from leangrad import workspace
 from leangrad.nn.context import AttentionContext, update_context
+from tests.support.context import plain
 
 pytestmark = pytest.mark.gpu
-
-
-def plain(x, context, strength):
-    return x + strength / x.shape[-1] * (x @ context)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)

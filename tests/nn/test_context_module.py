@@ -10,8 +10,8 @@ from torch.utils.checkpoint import checkpoint
 import leangrad
 from leangrad.errors import ChangedError
 from leangrad.nn.context import AttentionContext
-from tests.nn.test_context import NAN, close, plain
 from tests.support import same_bits
+from tests.support.context import close, plain
 
 
 def trained(width=8, steps=1, **kwargs):
@@ -212,4 +212,4 @@ def test_bad_input():
     with pytest.raises(ValueError, match=r"width: expected 1 or more"):
         AttentionContext(0)
     with pytest.raises(ValueError, match=r"rate: expected a number, got nan"):
-        AttentionContext(4, NAN)
+        AttentionContext(4, float("nan"))

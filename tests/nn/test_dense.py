@@ -17,8 +17,8 @@ from leangrad.errors import ConsumedError
 from leangrad.measure import measure
 from leangrad.nn import MLP, Activate, Dense
 from leangrad.ops.activation import ACTIVATIONS, resolve
-from tests.ops.test_activation import PLAIN
 from tests.support import same_bits
+from tests.support.activation import PLAIN
 
 
 class Swiglu(nn.Module):

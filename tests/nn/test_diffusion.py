@@ -14,8 +14,8 @@ from leangrad.engine.grad_buffer import release_scratch
 from leangrad.measure import measure
 from leangrad.nn import DiffusionBlock, TransformerBlock
 from leangrad.nn.diffusion import embed_time, precondition
-from tests.nn.test_transformer import close, is_node, same, small_blocks_are_nodes
 from tests.support import same_bits
+from tests.support.transformer import close, is_node, same, small_blocks_are_nodes
 
 __all__ = ["small_blocks_are_nodes"]
 

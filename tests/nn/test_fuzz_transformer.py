@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from leangrad.nn import AttentionContext, DiffusionBlock, TransformerBlock
-from tests.nn.test_transformer import close, is_node, small_blocks_are_nodes
 from tests.support.fuzz import fuzz_settings
+from tests.support.transformer import close, is_node, small_blocks_are_nodes
 
 __all__ = ["small_blocks_are_nodes"]
 

@@ -6,8 +6,8 @@ import torch
 from leangrad.measure import measure
 from leangrad.nn.scan import _Kind, _plain, rg_lru, selective_scan
 from leangrad.ops import scan as ops
-from tests.nn.test_scan import FUNCTIONS, INPUTS, make, outputs_and_grads, random_grads, rg_lru_loop
 from tests.support import same_bits
+from tests.support.scan import FUNCTIONS, INPUTS, make, outputs_and_grads, random_grads, rg_lru_loop
 
 # Graphs around it
 

@@ -6,8 +6,8 @@ import torch
 from leangrad.engine.grad_buffer import release_scratch
 from leangrad.measure import measure
 from leangrad.nn import TransformerBlock
-from tests.nn.test_transformer import KINDS, WIDTH, batch, is_node, make, results, same, small_blocks_are_nodes
 from tests.support import same_bits
+from tests.support.transformer import KINDS, WIDTH, batch, is_node, make, results, same, small_blocks_are_nodes
 
 __all__ = ["small_blocks_are_nodes"]
 

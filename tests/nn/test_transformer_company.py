@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint
 import leangrad
 from leangrad.measure import measure
 from leangrad.nn import AttentionContext, TransformerBlock
-from tests.nn.test_transformer import (
+from tests.support import same_bits
+from tests.support.transformer import (
     KINDS,
     WIDTH,
     PlainForm,
@@ -25,7 +26,6 @@ from tests.nn.test_transformer import (
     same,
     small_blocks_are_nodes,
 )
-from tests.support import same_bits
 
 __all__ = ["small_blocks_are_nodes"]
 

@@ -4,9 +4,12 @@ import pytest
 import torch
 from torch import nn
 
-from leangrad.nn import DiffusionBlock, TransformerBlock, transformer
+from leangrad.nn import DiffusionBlock, TransformerBlock
 from tests.support import same_bits
 from tests.support.error_rule import assert_error_rule, named
+from tests.support.transformer import small_blocks_are_nodes
+
+__all__ = ["small_blocks_are_nodes"]
 
 pytestmark = pytest.mark.gpu
 
@@ -19,11 +22,6 @@ KINDS = {
     "llama encoder": LLAMA,
 }
 WIDTH, HEADS, BATCH, LENGTH = 128, 4, 3, 96
-
-
-@pytest.fixture(autouse=True)
-def small_blocks_are_nodes(monkeypatch):
-    monkeypatch.setattr(transformer, "_NODE_MIN_BYTES", 0)
 
 
 def results(forward, block, x, g, *args, autocast=False):

@@ -5,8 +5,8 @@ import torch
 
 from leangrad.nn import AttentionContext, TransformerBlock
 from leangrad.nn.blocks.masks import fit_mask
-from tests.nn.test_transformer import BATCH, HEADS, LENGTH, WIDTH
 from tests.support import same_bits
+from tests.support.transformer import BATCH, HEADS, LENGTH, WIDTH
 
 
 def test_errors_name_the_argument():

@@ -8,7 +8,7 @@ from leangrad.engine.grad_buffer import release_scratch
 from leangrad.measure import measure
 from leangrad.nn import TransformerBlock
 from leangrad.ops import norm
-from tests.nn.test_transformer import PlainForm, is_node, small_blocks_are_nodes
+from tests.support.transformer import PlainForm, is_node, small_blocks_are_nodes
 
 __all__ = ["small_blocks_are_nodes"]
 

@@ -13,29 +13,9 @@ from torch import Tensor
 
 from leangrad.ops.activation import ACTIVATIONS, FRESH, OVER, Activation, resolve
 from tests.support import same_bits
+from tests.support.activation import PLAIN
 from tests.support.fuzz import fuzz_settings
 
-
-def gated(function, a, b):
-    return function(a) * b
-
-
-PLAIN = {
-    "relu": F.relu,
-    "leaky_relu": F.leaky_relu,
-    "elu": F.elu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "silu": F.silu,
-    "sigmoid": torch.sigmoid,
-    "tanh": torch.tanh,
-    "softplus": F.softplus,
-    "hardswish": F.hardswish,
-    "mish": F.mish,
-    "softmax": lambda x: torch.softmax(x, -1),
-    "swiglu": lambda x: gated(F.silu, *x.chunk(2, -1)),  # one chunk: of two the gradients would be added, -0.0 to 0.0
-    "geglu": lambda x: gated(F.gelu, *x.chunk(2, -1)),
-}
 SHAPES = [(3, 8), (1, 2), (5, 4, 6), (0, 4), (7,), (2, 2**18 + 6)]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
