@@ -8,7 +8,7 @@ from leangrad.functional import activate
 from leangrad.measure import measure
 from leangrad.ops.activation import ACTIVATIONS
 from tests.support import same_bits
-from tests.test_activation import PLAIN
+from tests.support.activation import PLAIN
 
 SHAPE = (5, 8)
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from leangrad.errors import StaleError
 from leangrad.workspace import Workspace
-from tests.fuzz import fuzz_settings
+from tests.support.fuzz import fuzz_settings
 
 NAN = float("nan")
 

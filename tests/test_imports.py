@@ -1,4 +1,7 @@
-"""The rooms of the source: imports point one way. Read off the files, lazy and type-checking imports included."""
+"""The rooms of the source: imports point one way; and those of the tests, which mirror them.
+
+Read off the files, lazy and type-checking imports included.
+"""
 
 from __future__ import annotations
 
@@ -8,23 +11,24 @@ from pathlib import Path
 
 import pytest
 
-SOURCE = Path(__file__).parent.parent / "src"
+ROOT = Path(__file__).parent.parent
+SOURCE = ROOT / "src"
 # A package's `__init__` shares its name with the package: `from leangrad import nn` reads the one, means the other.
 Graph = dict[str, set[str]]
 
 
-def modules(source: Path) -> dict[str, Path]:
-    """The files under ``source`` by their module's name."""
+def modules(source: Path, *folders: str) -> dict[str, Path]:
+    """The files under ``source``, or under these folders in it, by their module's name."""
     found = {}
-    for path in sorted(source.rglob("*.py")):
+    for path in sorted(path for folder in folders or (".",) for path in (source / folder).rglob("*.py")):
         parts = path.relative_to(source).with_suffix("").parts
         found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     return found
 
 
-def imports(source: Path) -> Graph:
+def imports(source: Path, *folders: str) -> Graph:
     """For each module, those that any line of its file imports."""
-    known = modules(source)
+    known = modules(source, *folders)
     graph: Graph = {}
     for name, path in known.items():
         package = name if path.name == "__init__.py" else name.rpartition(".")[0]
@@ -90,3 +94,49 @@ def test_lower_rooms_do_not_know_higher_ones(low: str, high: str) -> None:
     if high == "torch":
         text = [path.read_text() for name, path in modules(SOURCE).items() if name.startswith(f"leangrad.{low}")]
         assert not any("import torch" in words or "from torch" in words for words in text)
+
+
+# The tests
+
+# Folders of the tests that are no folders of the source: what tests share, and the models that promises are held over.
+SHARED = {"support", "support/rule_cases", "zoo"}
+
+
+def imported_tests(graph: Graph) -> Graph:
+    """For each module that imports test files, these."""
+    found = {name: {other for other in read if is_test_file(other)} for name, read in graph.items()}
+    return {name: tests for name, tests in found.items() if tests}
+
+
+def is_test_file(name: str) -> bool:
+    return name.rpartition(".")[2].startswith("test_")
+
+
+def test_no_test_file_is_imported() -> None:
+    """What two of them need is in `tests/support`."""
+    graph = imports(ROOT, "tests", "benchmarks", "examples")
+    assert sum(is_test_file(name) for name in graph) > 100
+    assert imported_tests(graph) == {}
+
+
+def test_imported_test_files_are_found(tmp_path: Path) -> None:
+    (tmp_path / "tests" / "room").mkdir(parents=True)
+    (tmp_path / "tests" / "support.py").write_text("TABLE = 1\n")
+    (tmp_path / "tests" / "test_door.py").write_text("from tests.support import TABLE\n")
+    (tmp_path / "tests" / "room" / "test_chair.py").write_text("from tests.test_door import TABLE\n")
+    (tmp_path / "tests" / "room" / "test_table.py").write_text("def test():\n    from . import test_chair\n")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "walk.py").write_text("import tests.room.test_table\n")
+    expected = {
+        "other.walk": {"tests.room.test_table"},
+        "tests.room.test_chair": {"tests.test_door"},
+        "tests.room.test_table": {"tests.room.test_chair"},
+    }
+    assert imported_tests(imports(tmp_path, "tests", "other")) == expected
+
+
+def test_tests_mirror_the_source() -> None:
+    tests, source = ROOT / "tests", SOURCE / "leangrad"
+    folders = {path.parent.relative_to(tests).as_posix() for path in tests.rglob("*.py")} - SHARED
+    assert len(folders) > 12
+    assert [folder for folder in sorted(folders) if not (source / folder / "__init__.py").exists()] == []

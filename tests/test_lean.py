@@ -17,8 +17,8 @@ import leangrad
 from leangrad.lean import is_lean, lean, ledger_of, plain, saving
 from leangrad.ledger import MIN_BYTES, Ledger
 from leangrad.ledger.learn.entries import Totals
-from tests.ledger_programs import assert_same, backward, leaf
 from tests.support import same_bits
+from tests.support.ledger_programs import assert_same, backward, leaf
 
 
 class Net(nn.Module):

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from leangrad.ledger import Ledger
-from tests.ledger_programs import (
+from tests.support import assert_same_bits, same_bits
+from tests.support.ledger_programs import (
     Region,
     assert_raises_where_plain_trains,
     assert_same_as_plain,
@@ -18,7 +19,6 @@ from tests.ledger_programs import (
     leaf,
     rebuilds,
 )
-from tests.support import assert_same_bits, same_bits
 
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128]
 

@@ -21,9 +21,9 @@ from leangrad.compiled.partitioner import Settings
 from leangrad.policy.graph import Graph
 from leangrad.policy.ops import is_discrete, is_source
 from leangrad.policy.peak import play
-from tests.compiled.fuzz_steps import ALL, AOT_DIFFERS, CHANGING, CHECKPOINTED, EDITS, Modules
-from tests.fuzz import examples
 from tests.support.bits import difference
+from tests.support.compiled_fuzz_steps import ALL, AOT_DIFFERS, CHANGING, CHECKPOINTED, EDITS, Modules
+from tests.support.fuzz import examples
 from tests.support.partitions import Interpreter, Partition, Partitions, saved
 
 pytestmark = pytest.mark.fuzz

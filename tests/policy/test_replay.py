@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from leangrad.policy.choice import EQUAL, LONGEST
-from tests.fuzz import fuzz_settings
+from tests.support.fuzz import fuzz_settings
 from tests.support.plan_oracle import every_cut, simulate
 from tests.support.steps import Item, Step
 

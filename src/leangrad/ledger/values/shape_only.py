@@ -27,7 +27,8 @@ from torch import Tensor
 
 SIZES, LAYOUT, INDEXED = "sizes", "layout", "indexed"
 
-NEWEST = (2, 13)  # the release of torch whose formulas were read last; run tests/test_ledger_shape_only.py to raise it
+# The release of torch whose formulas were read last; run tests/ledger/values/test_shape_only.py to raise it.
+NEWEST = (2, 13)
 
 ENTRIES: dict[str, dict[str, str]] = {
     "GatherBackward0": {"self": SIZES},

@@ -1,0 +1,186 @@
+"""Random programs, plain and through a ledger: the same gradients, bit for bit, or both raise.
+
+A program is a list of steps over a pool of small tensors. Each step makes a tensor from one or two earlier ones or
+changes one in place: pointwise ops with scalars, norms, softmax, views, in-place ops on tensors and on views, dropout,
+joins and splits, products with parameters, casts and mixed dtypes, masks, detached branches, and edits that autograd
+does not record. Part of the program may run before the region and part of it after. It runs three times through one
+ledger, with other scalars and sometimes without one of its steps: what the first run taught is used, and misleads.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from leangrad.errors import ChangedError
+from leangrad.lean import saving
+from leangrad.ledger import Ledger
+from tests.support import assert_same_bits
+from tests.support.fuzz import fuzz_settings
+from tests.support.fuzz_steps import RECORDED, UNRECORDED, Run
+
+pytestmark = pytest.mark.fuzz
+
+Step = tuple[str, int, int, float]
+
+
+@dataclass(frozen=True)
+class Program:
+    """What to run, where the region lies in it, which step the third run leaves out, and how backward runs."""
+
+    steps: tuple[Step, ...]
+    seed: int
+    enter: int
+    leave: int
+    skip: int
+    backward: str
+    autocast: bool = False
+
+    @property
+    def edits(self) -> bool:
+        return any(name in UNRECORDED for name, *_ in self.steps)
+
+
+def forward(program: Program, run: Run, region: Any, turn: int, outputs: int = 4) -> list[Tensor]:
+    def play(steps: tuple[tuple[int, Step], ...]) -> None:
+        if steps and not run.pool:
+            run.pool += [run.p * 1.0, run.p + run.b]
+        for n, (name, i, j, c) in steps:
+            if turn == 2 and n == program.skip:
+                continue
+            make = RECORDED.get(name) or UNRECORDED[name]
+            made = make(run, run.pick(i), run.pick(j), c * (1 + turn / 8))
+            if made is not None:
+                run.pool.append(made)
+
+    numbered = tuple(enumerate(program.steps))
+    play(numbered[: program.enter])
+    with region:
+        play(numbered[program.enter : program.leave])
+    play(numbered[program.leave :])
+    return [t for t in run.pool[-outputs:] if t.requires_grad]
+
+
+def gradients(program: Program, run: Run, outputs: list[Tensor]) -> list[Tensor | None]:
+    draw = torch.Generator().manual_seed(program.seed)
+    seeds = [torch.randn(t.shape, generator=draw).to(t.dtype) for t in outputs]
+    if program.backward == "create_graph":
+        first = torch.autograd.grad(outputs, run.leaves, seeds, create_graph=True, allow_unused=True)
+        graded = [g for g in first if g is not None and g.requires_grad]
+        if graded:
+            torch.autograd.backward([g.float().square().sum() for g in graded])
+        return [*(g.detach() if g is not None else None for g in first), *(t.grad for t in run.leaves)]
+    if program.backward == "partial":
+        torch.autograd.backward(outputs[:1], seeds[:1], inputs=[run.w, run.p], retain_graph=True)
+    torch.autograd.backward(outputs, seeds, retain_graph=program.backward == "twice")
+    if program.backward == "twice":
+        torch.autograd.backward(outputs, seeds)
+    return [t.grad for t in run.leaves]
+
+
+Result = list[Tensor | None] | Exception
+
+
+def result(program: Program, ledger: Ledger | None, turn: int, outputs: int = 4) -> Result:
+    """The outputs and gradients of one run, or its error."""
+    torch.manual_seed(program.seed + turn)
+    run = Run(program.seed + turn)
+    try:
+        with torch.autocast("cpu", torch.bfloat16, enabled=program.autocast):
+            made = forward(program, run, ledger if ledger is not None else nullcontext(), turn, outputs)
+        return [t.detach().clone() for t in made] + gradients(program, run, made)
+    except (RuntimeError, IndexError) as error:
+        return error
+
+
+def may_refuse(program: Program, error: Exception, turn: int) -> bool:
+    """Whether a ChangedError is fair where plain gives gradients.
+
+    After an edit that nobody records it is (the second law). After recorded ones it is if plain refuses too as soon as
+    everything that was computed takes part in backward: then a tensor that some backward needs was changed.
+    """
+    if not isinstance(error, ChangedError):
+        return False
+    return program.edits or isinstance(result(program, None, turn, outputs=99), Exception)
+
+
+def check(program: Program, depth: Any) -> Counter[str]:
+    """Compare plain with lean; count what happened."""
+    seen: Counter[str] = Counter()
+    ledger = saving(residual_depth=depth, min_bytes=0)
+    for turn in range(3):
+        plain, lean = result(program, None, turn), result(program, ledger, turn)
+        if isinstance(plain, Exception):
+            # Where plain refuses, lean may refuse too, or rebuild what was changed and be right.
+            seen["refused"] += 1
+        elif isinstance(lean, Exception):
+            if not may_refuse(program, lean, turn):
+                raise AssertionError(f"turn {turn}: plain gives gradients, lean raises") from lean
+            seen["changed"] += 1
+        else:
+            seen["same"] += 1
+            for n, (a, b) in enumerate(zip(plain, lean, strict=True)):
+                assert_same_bits(a, b, f"turn {turn}, tensor {n}", nans="any", strides=True)
+    seen["rebuilt"] += ledger.totals().rebuilt_bytes > 0
+    return seen
+
+
+SCALARS = (0.5, 1.5, -0.7, 2.0, 1.0)
+BACKWARDS = ("once", "once", "twice", "create_graph", "partial")
+DEPTHS = (0, 1, 2, "auto")
+
+
+@st.composite
+def programs(draw: st.DrawFn, *, edits: bool) -> Program:
+    names = st.sampled_from(sorted(RECORDED))
+    if edits:
+        names = st.one_of(names, names, names, names, st.sampled_from(sorted(UNRECORDED)))
+    number = st.integers(0, 15)
+    steps = draw(st.lists(st.tuples(names, number, number, st.sampled_from(SCALARS)), min_size=2, max_size=14))
+    n = len(steps)
+    enter = draw(st.sampled_from([0, 0, 0, 1, 2]))
+    leave = draw(st.sampled_from([n, n, n, max(enter, n - 2)]))
+    skip = draw(st.integers(0, 2 * n))
+    backward, autocast = draw(st.sampled_from(BACKWARDS)), draw(st.sampled_from([False, False, False, True]))
+    return Program(tuple(steps), draw(st.integers(0, 99)), enter, leave, skip, backward, autocast)
+
+
+def random_program(seed: int) -> Program:
+    """The same kind of program from a plain seed, where nothing needs to shrink."""
+    choose = random.Random(seed)
+    names = sorted(RECORDED)
+    steps = tuple(
+        (choose.choice(names), choose.randrange(16), choose.randrange(16), choose.choice(SCALARS))
+        for _ in range(choose.randint(4, 16))
+    )
+    return Program(steps, seed, choose.choice([0, 0, 2]), len(steps), choose.randrange(30), choose.choice(BACKWARDS))
+
+
+@given(program=programs(edits=False), depth=st.sampled_from(DEPTHS))
+@fuzz_settings(200, 6_000)
+def test_recorded_programs_give_the_same_bits(program: Program, depth: Any) -> None:
+    check(program, depth)
+
+
+@given(program=programs(edits=True), depth=st.sampled_from(DEPTHS))
+@fuzz_settings(120, 4_000)
+def test_unrecorded_edits_are_never_silently_wrong(program: Program, depth: Any) -> None:
+    check(program, depth)
+
+
+def test_the_fuzz_is_not_vacuous() -> None:
+    """Most random programs train, and the ledger rebuilds something in most of them."""
+    seen: Counter[str] = Counter()
+    for seed in range(40):
+        seen += check(random_program(seed), DEPTHS[seed % 4])
+    assert seen["same"] > 60, seen
+    assert seen["rebuilt"] > 25, seen
