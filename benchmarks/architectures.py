@@ -67,7 +67,7 @@ def settles(model: nn.Module, forward: Callable[[], Tensor]) -> str:
     ledger = leangrad.ledger_of(model)
     for n in range(STEPS):
         forward().backward()
-        if n >= 2 and (ledger.course is None or ledger.differences):
+        if n >= 2 and (ledger.trace is None or ledger.differences):
             return ledger.trace_status
     return ""
 

@@ -89,7 +89,7 @@ def test_a_captured_lean_step_is_the_captured_plain_step(name: str) -> None:
             model.append(nn.Conv2d(16, 3, 1, device="cuda"))  # as many channels as the batch has
         step = Captured(leangrad.lean(model) if lean else model, shape)
         if lean:
-            assert leangrad.ledger_of(model).course is not None  # what was captured is the followed trace
+            assert leangrad.ledger_of(model).trace is not None  # what was captured is the followed trace
         torch.manual_seed(1)
         losses = [step.replay(torch.randn(shape, device="cuda")) for _ in range(REPLAYS)]
         runs.append((losses, list(model.parameters()), list(model.buffers())))

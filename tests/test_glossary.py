@@ -13,8 +13,6 @@ PAPER = Path(__file__).parent.parent / "docs" / "how_it_works.md"
 # Words of the field that no file or class is called by.
 WORDS = {"saved tensor", "kept", "rebuilt", "anchor", "recipe", "origin", "product", "cut", "plan", "step"}
 
-# One name, one meaning: these have two. A name may leave this list, none may come.
-AMBIGUOUS = {"Book", "Recorder", "Row", "Saved", "Slot"}
 
 Glossary = dict[str, str]
 
@@ -79,9 +77,9 @@ def test_a_meaning_is_one_plain_line() -> None:
         assert not meaning.endswith("."), name
 
 
-def test_names_with_two_meanings_are_known() -> None:
+def test_no_name_has_two_meanings() -> None:
     found = names_in_the_source(LEDGER)
-    assert {name for name, rooms in found.items() if len(rooms) > 1} == AMBIGUOUS
+    assert {name: rooms for name, rooms in found.items() if len(rooms) > 1} == {}
 
 
 def test_names_are_collected(tmp_path: Path) -> None:

@@ -330,7 +330,7 @@ def test_a_compiled_part_is_compiled_once():
         warnings.simplefilter("ignore")  # of the compiler, which looks at the gradient of what is no leaf
         for _ in range(4):
             net(torch.ones(2, 8)).square().mean().backward()
-    assert ledger_of(net).course is not None
+    assert ledger_of(net).trace is not None
     assert len(graphs) == 1
 
 

@@ -27,7 +27,7 @@ from leangrad import _torch
 from leangrad._torch import compiler
 from leangrad.inert import Watch
 from leangrad.ledger import MIN_BYTES, Ledger, Region
-from leangrad.ledger.gc_pause import Rest
+from leangrad.ledger.gc_pause import GcPause
 from leangrad.switch import is_plain_for_now
 
 __all__ = ["is_lean", "lean", "ledger_of", "plain", "saving"]
@@ -244,7 +244,7 @@ class _Call:
     def __init__(self, module: nn.Module, region: Region | None) -> None:
         self.module, self.region = module, region
         self.thread = threading.get_ident()
-        self.rest = Rest() if region is not None else None
+        self.rest = GcPause() if region is not None else None
         self.guard: Callable[[], _Guard | None] = lambda: None  # a weak reference, once there is one
 
     def close(self) -> None:

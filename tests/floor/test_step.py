@@ -144,10 +144,10 @@ def test_of_a_lean_model_it_is_that_of_the_plain_one() -> None:
     for _ in range(3):
         squares(lean(x)).backward()
     ledger = leangrad.ledger_of(lean)
-    learned = ledger.decisions, ledger.course, ledger.entries(), ledger.differences
+    learned = ledger.decisions, ledger.trace, ledger.entries(), ledger.differences
     assert learned[0] is not None
     floor(lean, torch.randn(3, 16), squares)  # a batch of another size, which would end the trace
-    assert (ledger.decisions, ledger.course, ledger.entries(), ledger.differences) == learned
+    assert (ledger.decisions, ledger.trace, ledger.entries(), ledger.differences) == learned
     squares(lean(x)).backward()
     assert ledger.differences == 0
 

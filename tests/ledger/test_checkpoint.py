@@ -24,7 +24,7 @@ import leangrad
 from leangrad import _torch
 from leangrad.errors import ChangedError
 from leangrad.ledger import Ledger
-from leangrad.ledger.observe.checkpoint import Recomputation, Token
+from leangrad.ledger.observe.checkpoint import Placeholder, Recomputation
 from leangrad.ledger.observe.rng import _marks_tell
 from leangrad.ledger.values.saved import Bare
 from leangrad.ledger.values.value import Value
@@ -664,7 +664,7 @@ def test_steps_leave_nothing_to_the_collector(lean: str, ends: str) -> None:
     x = torch.randn(ROWS, WIDTH)
 
     def ours() -> int:
-        kinds = (Value, Bare, Token, Recomputation)
+        kinds = (Value, Bare, Placeholder, Recomputation)
         return sum(type(o) in kinds for o in gc.get_objects())
 
     gc.collect()
@@ -687,7 +687,7 @@ def test_a_token_is_the_tensor_for_whoever_computes_with_it() -> None:
     kept = Value("input")
     kept.keep(x)
     value.set_recipe(torch.exp, (kept,), {})
-    token = Token(x.exp(), value, None)
+    token = Placeholder(x.exp(), value, None)
     assert (token.shape, token.dtype, token.device) == (x.shape, x.dtype, x.device)
     assert token.detach() is token
     assert same_bits(token + 1, x.exp() + 1)
@@ -697,7 +697,7 @@ def test_a_token_is_the_tensor_for_whoever_computes_with_it() -> None:
     view.set_recipe(torch.t, (kept,), {})
     made = Value("exp")
     made.set_recipe(torch.exp, (view,), {})
-    assert same_bits(Token(x.t(), made, None).contiguous(), x.t().exp())
+    assert same_bits(Placeholder(x.t(), made, None).contiguous(), x.t().exp())
     assert same_bits(kept.tensor, x), "a replay wrote over its anchor"  # type: ignore[arg-type]
 
 

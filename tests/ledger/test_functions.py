@@ -95,7 +95,7 @@ def test_outputs_of_converted_norms_are_rebuilt_bit_for_bit(act: Callable[[], nn
     assert kept == 0
     assert rebuilt > 0
     ledger = ledger_of(both)
-    assert ledger.course is not None, "steps with such layers are followed, not recorded anew"
+    assert ledger.trace is not None, "steps with such layers are followed, not recorded anew"
     assert "ABNFunction" in ledger.summary()
 
 

@@ -28,4 +28,4 @@ def test_a_model_of_the_zoo_settles(case) -> None:
         with ledger:
             loss = case.step(model, batch)
         loss.backward()
-        assert n < 2 or (ledger.course is not None and not ledger.differences), ledger.trace_status
+        assert n < 2 or (ledger.trace is not None and not ledger.differences), ledger.trace_status

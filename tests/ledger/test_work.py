@@ -132,14 +132,14 @@ def test_attention_is_asked_once_how_it_draws(monkeypatch: pytest.MonkeyPatch) -
     """The first dropout of a form is compared with its drawing, the next ones are taken at its word."""
     monkeypatch.setattr(draws, "_PROVEN", {})
     drawn = 0
-    factor = draws.Draw.factor
+    factor = draws.DropoutMask.factor
 
-    def counted(self: draws.Draw) -> Tensor:
+    def counted(self: draws.DropoutMask) -> Tensor:
         nonlocal drawn
         drawn += 1
         return factor(self)
 
-    monkeypatch.setattr(draws.Draw, "factor", counted)
+    monkeypatch.setattr(draws.DropoutMask, "factor", counted)
     q = leaf(1, 2, 8, 4)
     ledger = saving(min_bytes=0)
     seen = []

@@ -12,7 +12,6 @@ fuse        a chain of recipes as one kernel
 ledger      what is learned from step to step; ``summary`` tells it
 
 Glossary. Names are those of files and classes in this folder; docs/how_it_works.md has the same list.
-A name that stands for two things has the room of each behind it: the next to be renamed.
 
 Words
     saved tensor                    what autograd asks to keep from forward to backward
@@ -29,42 +28,42 @@ Words
 The ledger itself
     ledger, Ledger                  decides on every saved tensor: keep, share or rebuild; learns from step to step
     region, Region                  one forward while it runs: its hooks, its function mode, its decisions
-    Knowledge                       protocol: what a region asks of its ledger
-    decision, Choice                keep, share or rebuild one saved tensor; Choice is the part of Region that decides
+    LedgerState                     protocol: what a region asks of its ledger
+    decision, Decider               keep, share or rebuild one saved tensor; Decider is the part of Region that decides
     Decision                        what the plan says of one saved tensor: op, bytes, whether it is simply kept
-    Outcome                         what became of one saved tensor of the recorded step
-    Recorder (decision)             protocol: what the decision tells the recorder of a step
-    gc_pause, Rest                  Python's garbage collector does not run by itself while a region works
+    SavedKind                       what became of one saved tensor of the recorded step
+    StepListener                    protocol: what the decision tells the recorder of a step
+    gc_pause, GcPause               Python's garbage collector does not run by itself while a region works
     summary                         the table of what was kept, rebuilt and shared, and why
-    Row (summary)                   one line of that table: tensors that are alike
+    SummaryRow                      one line of that table: tensors that are alike
 
 values: what backward may ask for
     values                          the folder of what a saved-tensor hook may return
     value, Value                    a tensor that backward may ask for: kept, rebuilt by its recipe, or absent
-    saved, Saved (values)           base class: what stands for a saved tensor and gives it back in backward
+    saved, PackedTensor             base class: what stands for a saved tensor and gives it back in backward
     Bare                            a kept tensor with the version that it must still have, and nothing else
-    saved_view, Seen                a saved view: strides over a base, which is kept or rebuilt once for all its views
+    saved_view, SavedView           a saved view: strides over a base, which is kept or rebuilt once for all its views
     cast, Cast                      a parameter in autocast's dtype, cast again whenever it is read
     shape_only, ShapeOnly           a saved tensor of which backward reads only sizes or strides, so it is not kept
-    slot, Slot (values)             what autograd holds for a tensor saved in a call, until the call has ended
-    Claim                           the node that reads a saved tensor for its shape alone
-    memos, Holder                   a rebuilt tensor, held for its next readers in this backward; Holder holds one
+    pending_save, PendingSave       what autograd holds for a tensor saved in a call, until the call has ended
+    ShapeOnlyReader                 the node that reads a saved tensor for its shape alone
+    rebuilt_cache, CachedValue      a rebuilt tensor, held for its next readers in this backward
     node_metadata                   what the ledger writes into autograd's nodes: values, forgotten constants
     pending_inputs                  recipes that wait for a product which nobody has kept so far
-    upstream_anchors, Products      recent products, which may be kept in place of a larger tensor made from them
+    upstream_anchors                recent products, which may be kept in place of a larger tensor made from them
     inplace_variants                ops that may write their result over an input that only the replay holds
-    Book (values)                   protocol: what Products asks of its region
+    RecentProducts, ProductsRegion  the products of late; the protocol of what they ask of their region
 
 origins: where tensors come from
     origins                         the folder of rules and of the walk along autograd's graph
     graph_walk, Walk                walks from a saved tensor back to anchors and parameters: its recipe
-    Operand                         an input of an op that its node does not save, because it needs no gradient
-    Book (origins)                  protocol: what the walk asks of its region
-    functions, Known                autograd Functions written in Python that have a recipe; Known is one of them
+    UnsavedInput                    an input of an op that its node does not save, because it needs no gradient
+    WalkRegion                      protocol: what the walk asks of its region
+    functions, FunctionRule         autograd Functions written in Python that have a recipe; FunctionRule is that of one
     NoRecipeError                   raised in a walk: this tensor cannot be rebuilt, and why
     rules                           the folder with the table of rules
     rule, Rule                      how one kind of autograd node is replayed: function, inputs, constants
-    rule_builder, Form              a rule fitted to one type of node: makes the value of a node's output
+    rule_builder, NodeRule          a rule fitted to one type of node: makes the value of a node's output
     pointwise                       rules of ops on each element, casts and copies
     reductions                      rules of reductions, scans, softmax, norms and transforms
     shapes                          rules of views, and of ops that only move elements
@@ -73,22 +72,22 @@ origins: where tensors come from
 
 observe: what nodes forget
     observe                         the folder of what has to be seen while forward runs
-    function_mode, Notes            the torch function mode of a region, which sees every call of a torch function
-    Book (observe)                  protocol: what the function mode asks of its region
+    function_mode, FunctionMode     the torch function mode of a region, which sees every call of a torch function
+    ObservedRegion                  protocol: what the function mode asks of its region
     handlers                        for some torch functions: which constants to note while they run
     call_args                       the arguments of one call by name
     mutation                        changes in place that autograd does not record
-    random_ops, Draw                random ops that are drawn again; Draw is the random factor of one dropout
+    random_ops, DropoutMask         random ops that are drawn again; DropoutMask is the random factor of one dropout
     rng                             the random state before an op, and the op run again from it
     hooks, Hooks                    the saved-tensor hooks of a region, and where they are set
     active_region                   the region that is open in this thread
     checkpoint, Recomputation       regions inside torch.utils.checkpoint, around what backward runs again
-    Token                           a tensor without memory that a checkpoint stores in place of one that is rebuilt
-    Opener, Around                  protocols: the ledger of a checkpointed segment, and that of the region around it
+    Placeholder                     a tensor without memory that a checkpoint stores in place of one that is rebuilt
+    SegmentLedger, OuterLedger      protocols: the ledger of a checkpointed segment, and that of the region around it
 
 learn: what a recorded step shows
     learn                           the folder of what later steps take from the recorded one
-    recorder, Recorder (learn)      writes one step down: its saved tensors, what became of each, who read it
+    recorder, Recorder              writes one step down: its saved tensors, what became of each, who read it
     Reader                          a node that reads a saved tensor in backward
     Segment                         protocol: what a plan asks of a checkpointed segment
     recorded_step, RecordedStep     the step as plain data, and what later steps do if they keep what the plan says
@@ -98,11 +97,11 @@ learn: what a recorded step shows
     gradients                       which gradients are alive while each node of backward runs
     Graph, Node, Edge               the graph of backward nodes that gradients are counted on
     scratch, Convolution, Layout    memory that a convolution's backward takes for itself on a CPU: measured
-    trace, Course                   the calls of the recorded step that later steps follow
+    trace, Trace                    the calls of the recorded step that later steps follow
     Call                            one call of a trace
-    Calls                           the function mode of a region that records a trace, follows one, or only takes notes
-    Recording, Saved (learn)        the trace while it is recorded; Saved is one call with the tensors that it saved
-    Book (learn)                    protocol: what Calls asks of its region
+    TraceMode                       the function mode of a region that records a trace, follows one, or only takes notes
+    TraceRecorder, RecordedCall     the trace while it is recorded; one call of it, with the tensors that it saved
+    TracedRegion                    protocol: what TraceMode asks of its region
 
 fuse: a chain of ops as one kernel
     fuse                            the folder of fused replays; it registers itself where Triton has a device
@@ -110,17 +109,17 @@ fuse: a chain of ops as one kernel
     chain, Chain                    the pointwise ops under a value, and what they read
     lowering, Norm                  how each op is written as steps of a kernel; Norm is a norm with its statistics
     builder, Builder                puts the steps of a chain together, and finds where each element is
-    Slot (fuse)                     an operand of a step: a tensor, a number, or the result of another step
+    Operand                         an operand of a step: a tensor, a number, or the result of another step
     RefusedError                    raised by the builder: this chain cannot be one kernel, and why
     fused_plan, Plan                the kernel for chains of one kind: compiled, proven and run
-    Proof                           how often a kernel is still compared with the replay op by op
+    RemainingChecks                 how often a kernel is still compared with the replay op by op
     InexactError                    raised by a plan: an op has other bits here than ATen's
     CutError                        raised by a plan: the chain has to end at this value
     bit_exactness                   whether an op in a kernel has ATen's bits on this machine
     pattern, Pattern                what a chain looked like, to know the next one like it without gathering it
     UnlikeError                     raised for a chain whose constants cannot be compared
     matcher                         compares a chain with a pattern, and fetches the tensors that it reads
-    Row (fuse), Leaf                parts of a pattern: one op, and one tensor that is read
+    PatternOp, Leaf                 parts of a pattern: one op, and one tensor that is read
 """
 
 from leangrad.ledger.ledger import MIN_BYTES, Ledger

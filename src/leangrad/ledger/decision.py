@@ -18,11 +18,11 @@ from leangrad.ledger.origins.rule_builder import origin_of
 from leangrad.ledger.values.cast import NODE, Anchor, Cast, Packed
 from leangrad.ledger.values.node_metadata import CAST, LIVE, OPAQUE, VALUES, AccumulateGrad, enter, join
 from leangrad.ledger.values.pending_inputs import wait
+from leangrad.ledger.values.pending_save import PendingSave, ShapeOnlyReader, packed_in
 from leangrad.ledger.values.saved import Bare
-from leangrad.ledger.values.saved_view import Seen
+from leangrad.ledger.values.saved_view import SavedView
 from leangrad.ledger.values.shape_only import INDEXED, SIZES, ShapeOnly
-from leangrad.ledger.values.slot import Claim, Slot, packed_in
-from leangrad.ledger.values.upstream_anchors import Products
+from leangrad.ledger.values.upstream_anchors import RecentProducts
 from leangrad.ledger.values.value import Value
 
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)
@@ -38,7 +38,7 @@ class Decision(NamedTuple):
     fleeting: bool = False  # recipes that read it do not hold it for its readers: see [Note: made again]
 
 
-class Outcome(Enum):
+class SavedKind(Enum):
     """What became of one saved tensor of the recorded step."""
 
     UNKNOWN = auto()  # no step was recorded, or it saved fewer tensors
@@ -53,7 +53,7 @@ class Outcome(Enum):
 # the mean, later steps do not walk from there, and ``silu(x)`` is decided for the first time.
 
 
-class Recorder(Protocol):
+class StepListener(Protocol):
     """What is told of a step that is recorded; ``recorder.py`` writes it down."""
 
     on_accelerator: bool
@@ -71,7 +71,7 @@ class Recorder(Protocol):
         """A saved tensor is read for its shape alone."""
 
 
-class Choice:
+class Decider:
     """The half of a ``Region`` that decides."""
 
     min_bytes: int
@@ -84,10 +84,12 @@ class Choice:
     watched_memory: dict[int, list[weakref.ref[Anchor]]]
     anchors: list[weakref.ref[Value]]
     waiting: list[weakref.ref[Value]]
-    products: Products
+    products: RecentProducts
     walk: Walk
-    recorder: Recorder | None
-    slots: list[Slot] | None = None  # of the tensors saved in the call that runs, if they are decided when it has ended
+    recorder: StepListener | None
+    slots: list[PendingSave] | None = (
+        None  # of the tensors saved in the call that runs, if they are decided when it has ended
+    )
 
     def differ(self, why: str) -> None:
         """This step is not like the one that was recorded, because of ``why``: what was learned serves it no more."""
@@ -124,11 +126,11 @@ class Choice:
         found = self.find(tensor)
         if found is None:
             return Bare(tensor.detach(), tensor._version)
-        value = found.owner if isinstance(found, Seen) else found
+        value = found.owner if isinstance(found, SavedView) else found
         value.readers += 1
         return found
 
-    def find(self, tensor: Tensor) -> Value | Seen | None:
+    def find(self, tensor: Tensor) -> Value | SavedView | None:
         """The value of ``tensor``, or that of its base and the view; None: no recipe can read it."""
         node, base = tensor.grad_fn, tensor._base
         if node is None or not _is_strided(tensor):
@@ -158,7 +160,7 @@ class Choice:
         if metadata:
             fresh = fresh and OPAQUE not in metadata
             known = metadata.get(key)
-            value: Value | Seen | None = known() if known is not None else None
+            value: Value | SavedView | None = known() if known is not None else None
             if type(value) is Value:
                 if value.tensor is not None:
                     if value.version == tensor._version and (fresh or value.before is None):
@@ -182,13 +184,13 @@ class Choice:
         self.anchors.append(metadata[key])
         return value
 
-    def seen(self, tensor: Tensor, base: Tensor, node: Any) -> Value | Seen:
+    def seen(self, tensor: Tensor, base: Tensor, node: Any) -> Value | SavedView:
         """A view that autograd saves is its base, seen through a stride: kept or rebuilt once for all views."""
         metadata = node.metadata
         if (metadata and OPAQUE in metadata) or node._sequence_nr() < self.fence or type(tensor) not in PLAIN_TYPES:
             return self._kept(tensor, type(node).__name__)
         key = VALUES[tensor.output_nr]
-        found: Value | Seen
+        found: Value | SavedView
         owner: Any = base.grad_fn
         if owner is None or base.dtype != tensor.dtype or tensor.is_conj() or tensor.is_neg():
             known = metadata.get(key)
@@ -199,7 +201,7 @@ class Choice:
             found = self._kept(tensor, type(node).__name__, free=owner is None)
             self.anchors.append(ref(found))
         else:
-            found = Seen(self.value(base, owner), tensor, base)
+            found = SavedView(self.value(base, owner), tensor, base)
         metadata[key] = ref(found)
         return found
 
@@ -317,17 +319,17 @@ class Choice:
 
     # ---------------------------------------------------------------- see [Note: decided when the call has ended]
 
-    def defer(self, tensor: Tensor, *, expected: bool = False) -> Slot:
+    def defer(self, tensor: Tensor, *, expected: bool = False) -> PendingSave:
         """Autograd wants to keep ``tensor`` in a call that may make a node of ``SHAPE_ONLY``: decide later.
 
         expected: a stand-in served in the recorded step.
         """
         assert self.slots is not None
-        slot = Slot(tensor, self.packs - 1, expected)
+        slot = PendingSave(tensor, self.packs - 1, expected)
         self.slots.append(slot)
         return slot
 
-    def resolve(self, slots: Sequence[Slot], claimed: Mapping[int, Claim]) -> None:
+    def resolve(self, slots: Sequence[PendingSave], claimed: Mapping[int, ShapeOnlyReader]) -> None:
         """The call has ended: decide what becomes of the tensors that it saved.
 
         claimed: of the slots whose tensors are on the list, by their id, who reads them.
@@ -354,7 +356,7 @@ class Choice:
                     self.recorder.packed(slot.packed)
         self.packs = saved
 
-    def is_shape_only(self, tensor: Tensor, claim: Claim, *, expected: bool = False) -> bool:
+    def is_shape_only(self, tensor: Tensor, claim: ShapeOnlyReader, *, expected: bool = False) -> bool:
         """Whether a stand-in serves a reader that reads only the shape of ``tensor``, and takes less memory.
 
         expected: it did in the recorded step.
@@ -374,7 +376,7 @@ class Choice:
                 return False
         return expected or self._stand_in_pays(tensor, claim)
 
-    def _stand_in_pays(self, tensor: Tensor, claim: Claim) -> bool:
+    def _stand_in_pays(self, tensor: Tensor, claim: ShapeOnlyReader) -> bool:
         """Whether less is kept if ``tensor`` is not kept for the node of ``claim``.
 
         What the op gives could be rebuilt from ``tensor``, were that kept. So if the op gives more bytes, as a padding

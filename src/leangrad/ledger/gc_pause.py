@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 
 
-class Rest:
+class GcPause:
     """From here until ``end`` the collector does not run of itself, if it did before."""
 
     def __init__(self) -> None:

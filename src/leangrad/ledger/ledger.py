@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from leangrad import _torch, kernels
-from leangrad.ledger.decision import DEEPEST, Decision, Outcome
-from leangrad.ledger.gc_pause import Rest
+from leangrad.ledger.decision import DEEPEST, Decision, SavedKind
+from leangrad.ledger.gc_pause import GcPause
 from leangrad.ledger.learn.entries import Entry, Totals
 from leangrad.ledger.learn.recorder import Recorder
-from leangrad.ledger.learn.trace import Course
+from leangrad.ledger.learn.trace import Trace
 from leangrad.ledger.observe.active_region import region_is_open
 from leangrad.ledger.region import Region
 from leangrad.ledger.summary import summarize
@@ -56,8 +56,8 @@ class Ledger:
         self.differences = 0  # steps that were not like the recorded one
         self._difference = ""  # why the last of them was not
         self._kept_items: frozenset[int] | None = None  # what the plan keeps of the step that was learned from
-        self.outcomes: Sequence[Outcome] = ()  # of each saved tensor of the recorded step
-        self.course: Course | None = None  # the calls of the recorded step
+        self.saved_kinds: Sequence[SavedKind] = ()  # of each saved tensor of the recorded step
+        self.trace: Trace | None = None  # the calls of the recorded step
         self._peak_bytes = 0  # of backward, by the plan
         self._is_planning = False
         self._segments: dict[Hashable, Ledger] = {}
@@ -114,7 +114,7 @@ class Ledger:
         rest = None
         if region is not None:
             region.__enter__()
-            rest = Rest()
+            rest = GcPause()
         self._stack().append((region, rest))
         return self
 
@@ -162,7 +162,7 @@ class Ledger:
         step = recorder.step
         kept = lowest_peak(graph, backward.play) if self.residual_depth == "auto" else None
         self._peak_bytes = backward.play(step.kept_items() if kept is None else kept).peak_bytes
-        self.outcomes, self.course = step.outcomes(), step.course(kept)
+        self.saved_kinds, self.trace = step.saved_kinds(), step.trace(kept)
         self._decisions = step.decisions(kept, frozenset() if kept is None else backward.held(kept))
         self._kept_items = kept
         return True
@@ -192,7 +192,7 @@ class Ledger:
     def differs(self, why: str) -> None:
         """This step is not like the one that was recorded, because of ``why``."""
         self._difference, self.differences = why, self.differences + 1
-        self._decisions, self._recorder, self.course, self.outcomes = None, None, None, ()
+        self._decisions, self._recorder, self.trace, self.saved_kinds = None, None, None, ()
         self._lessons = self._lessons + 1 if self._steps < STEADY else 1
         self._pause = 2 ** min(self._lessons, LONGEST_PAUSE) - 2  # 0, 2, 6, 14, ...
         self._steps = 0
@@ -229,7 +229,7 @@ class Ledger:
             return f"{NAME} is set: everything runs plain"
         if self._recorded is None:
             return ""
-        if self.course is not None:
+        if self.trace is not None:
             return "steps follow the trace of the recorded one"
         if self._decisions is not None:
             return "steps follow no trace: the recorded one saved tensors outside of all calls of torch"

@@ -10,29 +10,29 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from leangrad import _torch
-from leangrad.ledger.decision import Choice, Decision, Outcome
+from leangrad.ledger.decision import Decider, Decision, SavedKind
 from leangrad.ledger.learn.recorder import Recorder
-from leangrad.ledger.learn.trace import Calls, Course, Recording
+from leangrad.ledger.learn.trace import Trace, TraceMode, TraceRecorder
 from leangrad.ledger.observe.active_region import enter, opened
-from leangrad.ledger.observe.checkpoint import Opener, Recomputation, Token, is_settled
+from leangrad.ledger.observe.checkpoint import Placeholder, Recomputation, SegmentLedger, is_settled
 from leangrad.ledger.observe.hooks import Hooks
-from leangrad.ledger.origins.graph_walk import Operand, Walk
+from leangrad.ledger.origins.graph_walk import UnsavedInput, Walk
 from leangrad.ledger.values.cast import Anchor, Packed
+from leangrad.ledger.values.pending_save import PendingSave
 from leangrad.ledger.values.saved import Bare, unpack
-from leangrad.ledger.values.saved_view import Seen
-from leangrad.ledger.values.slot import Slot
-from leangrad.ledger.values.upstream_anchors import Products
+from leangrad.ledger.values.saved_view import SavedView
+from leangrad.ledger.values.upstream_anchors import RecentProducts
 from leangrad.ledger.values.value import Value
 
 ENDED = -1
 
 
-class Knowledge(Protocol):
+class LedgerState(Protocol):
     """What a region asks of its ledger: settings, and what earlier steps have shown."""
 
     min_bytes: int
-    outcomes: Sequence[Outcome]  # of each saved tensor of the recorded step
-    course: Course | None
+    saved_kinds: Sequence[SavedKind]  # of each saved tensor of the recorded step
+    trace: Trace | None
     sharded: bool
 
     @property
@@ -54,14 +54,14 @@ class Knowledge(Protocol):
     def differs(self, why: str) -> None:
         """This step is not like the one that was learned from, because of ``why``."""
 
-    def segment(self, key: Hashable) -> Opener:
+    def segment(self, key: Hashable) -> SegmentLedger:
         """What opens a region in a checkpointed segment of this one, when backward runs it again."""
 
     def runs_again(self, segment: Any) -> None:
         """Backward runs a segment again: the plans that are to be made have to know."""
 
 
-class Region(Choice):
+class Region(Decider):
     """One forward region: the hooks and the function override while it runs, and what it decided."""
 
     # What it is when it has ended. A mode or hooks that were set inside it and are left after it keep ours in place for
@@ -71,7 +71,7 @@ class Region(Choice):
     recorder: Recorder | None
 
     def __init__(
-        self, ledger: Knowledge, recorder: Recorder | None, module: nn.Module | None = None, outer: Any = None
+        self, ledger: LedgerState, recorder: Recorder | None, module: nn.Module | None = None, outer: Any = None
     ) -> None:
         """``outer``: the pack hook of the checkpoint that is in force around the region, if one is."""
         self.min_bytes = ledger.min_bytes
@@ -88,12 +88,12 @@ class Region(Choice):
         self.waiting: list[weakref.ref[Value]] = []
         self._ledger = ledger
         self.decisions = ledger.decisions
-        self._outcomes = ledger.outcomes
+        self._saved_kinds = ledger.saved_kinds
         self.packs = self.call = 0
         self.catches: int = ledger.catches
         self.walk = Walk(self)
         self.recorder = recorder
-        course = ledger.course  # another thread may end it
+        trace = ledger.trace  # another thread may end it
         self.outer = outer
         self.drops = outer is not None and _torch.is_checkpoint(outer)
         self.runs_again = outer is not None and not self.drops
@@ -102,27 +102,27 @@ class Region(Choice):
         self._segments = 0
         self._frame: Any = None
         self._follows = (
-            recorder is None and outer is None and course is not None and not _torch.saved_tensor_hooks_active()
+            recorder is None and outer is None and trace is not None and not _torch.saved_tensor_hooks_active()
         )
         if recorder is not None:
             self.hooks = Hooks(self.pack, recorder.unpack) if outer is None else Hooks(self.pack_again, unpack)
-            recorder.recording = Recording(self, recorder.saved)
-            self._calls = Calls(self, recording=recorder.recording)
+            recorder.recording = TraceRecorder(self, recorder.saved)
+            self._calls = TraceMode(self, recording=recorder.recording)
         elif outer is not None:
             self.hooks = Hooks(self.pack_again, unpack)
-            self._calls = Calls(self)
+            self._calls = TraceMode(self)
         elif self._follows:
             self.hooks = Hooks(self.pack_along, unpack)
-            self._calls = Calls(self, course)
+            self._calls = TraceMode(self, trace)
         else:
             self.hooks = Hooks(self.pack, unpack)
-            self._calls = Calls(self)
-        self.products = Products(self, None if recorder is None else recorder.caught)
-        self._held: list[Value | Seen] = []  # what recipes may read and nobody else holds as a value
+            self._calls = TraceMode(self)
+        self.products = RecentProducts(self, None if recorder is None else recorder.caught)
+        self._held: list[Value | SavedView] = []  # what recipes may read and nobody else holds as a value
 
     def __enter__(self) -> Region:
         if not self.runs_again:  # a region may be open around backward
-            Operand.noted.clear()
+            UnsavedInput.noted.clear()
         self.fence = self._began = _torch.next_sequence_nr()  # what was made before, nobody watched
         self._calls.__enter__()
         if not self._follows and self.outer is None:
@@ -149,7 +149,7 @@ class Region(Choice):
 
     # ---------------------------------------------------------------- pack
 
-    def pack(self, tensor: Tensor) -> Packed | Slot:
+    def pack(self, tensor: Tensor) -> Packed | PendingSave:
         """Autograd wants to keep ``tensor``; what it gets is a value that can give it back."""
         if self.packs == ENDED:
             return self.pack_along(tensor)
@@ -160,35 +160,35 @@ class Region(Choice):
             packed = self.pack_along(tensor)
         finally:
             self.packing = False
-        if self.recorder is not None and type(packed) is not Slot:
+        if self.recorder is not None and type(packed) is not PendingSave:
             self.recorder.packed(packed)
         return packed
 
-    def pack_along(self, tensor: Tensor) -> Packed | Slot:
-        """The same along a course: hooks are set inside calls only, where torch itself has taken the override away."""
+    def pack_along(self, tensor: Tensor) -> Packed | PendingSave:
+        """The same along a trace: hooks are set inside calls only, where torch itself has taken the override away."""
         n = self.packs
         if n == ENDED:
             return _kept(tensor)
         self.packs = n + 1
         if n == self.hooks.last:
             self.hooks.reach_last()
-        outcome = self._outcomes[n] if n < len(self._outcomes) else Outcome.UNKNOWN
-        if outcome is Outcome.BARE:
+        kind = self._saved_kinds[n] if n < len(self._saved_kinds) else SavedKind.UNKNOWN
+        if kind is SavedKind.BARE:
             return _kept(tensor)
-        if outcome is Outcome.DECIDED or self.slots is None:
+        if kind is SavedKind.DECIDED or self.slots is None:
             return self.decide(tensor)
-        return self.defer(tensor, expected=outcome is Outcome.SHAPE_ONLY)
+        return self.defer(tensor, expected=kind is SavedKind.SHAPE_ONLY)
 
     # -------------------------------- beside a checkpoint: see [Note: a region in a segment that is run again]
 
-    def pack_again(self, tensor: Tensor) -> Packed | Slot:
+    def pack_again(self, tensor: Tensor) -> Packed | PendingSave:
         """The same in a segment that a checkpoint runs again: it stores the tensor, or what stands for it."""
         packed = self.pack(tensor)
         recorder = self.recorder
         if recorder is None and is_settled(packed):
             self.outer(tensor)
         else:
-            self.outer(Token(tensor, packed, None if recorder is None else recorder.read))
+            self.outer(Placeholder(tensor, packed, None if recorder is None else recorder.read))
         return packed
 
     def looks_around(self) -> None:
@@ -236,7 +236,7 @@ class Region(Choice):
         self._calls.resume()
         self.packing = False
 
-    # ------------------------------------------- along a course: see [Note: hooks only where they are needed]
+    # ------------------------------------------- along a trace: see [Note: hooks only where they are needed]
 
     def anchor(self, tensor: Tensor, number: int) -> None:
         """Saved tensor ``number``, which autograd keeps by itself, may be read by recipes."""
@@ -246,15 +246,15 @@ class Region(Choice):
             self._held.append(value)
 
     @property
-    def is_on_course(self) -> bool:
+    def is_on_trace(self) -> bool:
         """Whether the step has been like the recorded one so far."""
-        return self._calls.is_on_course
+        return self._calls.is_on_trace
 
     def differ(self, why: str) -> None:
         """This step is not like the one that was recorded, because of ``why``: what was learned serves it no more."""
-        self.decisions, self._outcomes, self.caught = None, (), None
+        self.decisions, self._saved_kinds, self.caught = None, (), None
         if self._follows:
-            self._calls.leave_course()
+            self._calls.leave_trace()
         self._ledger.differs(why)
 
 

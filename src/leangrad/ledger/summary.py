@@ -37,7 +37,7 @@ def summarize(entries: Sequence[Entry], *, small_bytes: int = 0, status: str = "
 
 
 @dataclass
-class Row:
+class SummaryRow:
     """Like tensors; see [Note: rows of the summary]."""
 
     made_by: str
@@ -49,7 +49,7 @@ class Row:
     nbytes: int = 0
 
 
-def _rows(entries: Iterable[Entry]) -> list[Row]:
+def _rows(entries: Iterable[Entry]) -> list[SummaryRow]:
     entries = list(entries)
     blocks = _blocks({name for e in entries for name in (e.made_by, e.module)})
     groups: dict[tuple[str, ...], list[Entry]] = {}
@@ -59,7 +59,7 @@ def _rows(entries: Iterable[Entry]) -> list[Row]:
     rows = []
     for (_, op, _, outcome, why), group in groups.items():
         made_by, read_by = _common(e.made_by for e in group), _common(e.module for e in group)
-        rows.append(Row(made_by, op, read_by, outcome, why, len(group), sum(e.nbytes for e in group)))
+        rows.append(SummaryRow(made_by, op, read_by, outcome, why, len(group), sum(e.nbytes for e in group)))
     return rows
 
 

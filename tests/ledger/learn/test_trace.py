@@ -1,4 +1,4 @@
-"""Hooks only where they are needed: later steps follow the course of the recorded one, and leave it without harm."""
+"""Hooks only where they are needed: later steps follow the trace of the recorded one, and leave it without harm."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ import leangrad
 from leangrad import _torch
 from leangrad.errors import ChangedError
 from leangrad.ledger import Region
-from leangrad.ledger.decision import Choice
+from leangrad.ledger.decision import Decider
 from leangrad.ledger.learn.recorder import Recorder
 from leangrad.ledger.ledger import _warn_of_other_hooks
 from tests.support import same_bits
@@ -86,13 +86,13 @@ def test_only_what_is_rebuilt_goes_through_hooks(packs: list[int]) -> None:
 
 def test_later_steps_decide_only_on_what_is_to_be_rebuilt(monkeypatch: pytest.MonkeyPatch) -> None:
     """The decision looks into every tensor of the recorded step, and later into two of each block."""
-    asked, decide = [0], Choice.decide
+    asked, decide = [0], Decider.decide
 
-    def counted(self: Choice, tensor: Tensor) -> Any:
+    def counted(self: Decider, tensor: Tensor) -> Any:
         asked[0] += 1
         return decide(self, tensor)
 
-    monkeypatch.setattr(Choice, "decide", counted)
+    monkeypatch.setattr(Decider, "decide", counted)
     model, plain, x = leangrad.lean(blocks(), min_bytes=0), blocks(), torch.randn(8, 16)
     counts = []
     for _ in range(4):
@@ -110,18 +110,18 @@ def test_what_is_kept_is_the_same_with_and_without_hooks() -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_no_model_of_the_zoo_leaves_its_course(case: Case) -> None:
+def test_no_model_of_the_zoo_leaves_its_trace(case: Case) -> None:
     torch.manual_seed(0)
     model, batch, ledger = case.make(), case.batch(), leangrad.saving()
     for _ in range(2):
         with ledger:
             loss = case.step(model, batch)
         loss.backward()
-    course = ledger.course
-    assert course is not None
+    trace = ledger.trace
+    assert trace is not None
     with ledger:
         case.step(model, batch)
-    assert ledger.course is course
+    assert ledger.trace is trace
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -141,7 +141,7 @@ def test_nor_does_it_where_small_recipes_are_spared_as_on_a_gpu(case: Case, monk
             loss = case.step(model, batch)
         loss.backward()
         assert "follow no trace" not in ledger.trace_status
-    assert ledger.course is not None
+    assert ledger.trace is not None
 
 
 class Squeeze(nn.Module):
@@ -169,7 +169,7 @@ def test_what_the_walk_of_a_kept_tensor_would_have_found_is_decided_in_its_place
     for n in range(4):
         assert_same(step(model, x), step(plain, x))
         assert "follow no trace" not in ledger.trace_status
-        assert n == 0 or ledger.course is not None
+        assert n == 0 or ledger.trace is not None
         kept.append(leangrad.measure(lambda: step(model, x), timed_runs=0).kept_bytes)
     assert len(set(kept)) == 1
 
@@ -206,10 +206,10 @@ def test_calls_that_save_nothing_are_no_part_of_it(extra: Callable[[Tensor], Any
     model, plain, x = leangrad.lean(blocks(), min_bytes=0), blocks(), torch.randn(8, 16)
     for _ in range(2):
         step(model, x)
-    course = leangrad.ledger_of(model).course
+    trace = leangrad.ledger_of(model).trace
     model[1].extra = extra
     assert_same(step(model, x), step(plain, x))
-    assert leangrad.ledger_of(model).course is course is not None
+    assert leangrad.ledger_of(model).trace is trace is not None
 
 
 def test_a_call_that_saves_ends_it_and_the_next_step_is_recorded(packs: list[int]) -> None:
@@ -222,9 +222,9 @@ def test_a_call_that_saves_ends_it_and_the_next_step_is_recorded(packs: list[int
     for _ in range(2):
         assert_same(step(model, x), step(plain, x))
         kept.clear()
-    assert ledger.course is None
+    assert ledger.trace is None
     assert_same(step(model, x), step(plain, x))
-    assert ledger.course is not None
+    assert ledger.trace is not None
 
 
 def test_after_its_end_tensors_are_still_rebuilt() -> None:
@@ -239,14 +239,14 @@ def test_after_its_end_tensors_are_still_rebuilt() -> None:
     assert plain - differs >= 2 * (gelu + norm)
 
 
-def test_batches_of_any_length_follow_one_course() -> None:
+def test_batches_of_any_length_follow_one_trace() -> None:
     model, plain = leangrad.lean(blocks(), min_bytes=0), blocks()
-    courses = []
+    traces = []
     for rows in (8, 8, 12, 64, 5, 8):
         x = torch.randn(rows, 16)
         assert_same(step(model, x), step(plain, x))
-        courses.append(leangrad.ledger_of(model).course)
-    assert all(c is courses[1] is not None for c in courses[1:])
+        traces.append(leangrad.ledger_of(model).trace)
+    assert all(c is traces[1] is not None for c in traces[1:])
 
 
 def test_what_was_learned_at_one_length_keeps_as_little_at_another() -> None:
@@ -315,24 +315,24 @@ def test_what_was_caught_is_not_kept_where_it_is_the_larger() -> None:
         others = 8 * rows + 4 + 8  # the indices, the total, and the number 2
         assert lean.kept_bytes == others + 64 * min(64, rows), rows  # the output of the product, or what the sine keeps
         assert plain.kept_bytes == others + 64 * rows
-    assert ledger.course is not None
+    assert ledger.trace is not None
 
 
 @pytest.mark.parametrize("first", [0, 3])
-def test_small_batches_of_any_length_follow_one_course_while_they_are_small(first: int) -> None:
+def test_small_batches_of_any_length_follow_one_trace_while_they_are_small(first: int) -> None:
     """Gradients of blocks 16 wide: rows of 64 floats are 256 bytes each, so up to 15 rows all is below 4096."""
     model, plain = leangrad.lean(blocks(), min_bytes=4096), blocks()
     ledger = leangrad.ledger_of(model)
     for _ in range(2):
         step(model, torch.randn(first, 16))
-    course = ledger.course
-    assert course is not None
+    trace = ledger.trace
+    assert trace is not None
     for rows in (4, 9, 15) if first else (0,):
         x = torch.randn(rows, 16)
         assert_same(step(model, x), step(plain, x))
-        assert ledger.course is course
+        assert ledger.trace is trace
     step(model, torch.randn(16, 16))
-    assert ledger.course is None
+    assert ledger.trace is None
 
 
 def freeze(model: nn.Sequential) -> None:
@@ -531,14 +531,14 @@ def test_a_cast_weight_changed_in_forward_keeps_what_it_was() -> None:
         assert_same(step(model, x), step(plain, x))
 
 
-def test_a_conjugated_cast_off_the_course_is_no_view_by_strides() -> None:
+def test_a_conjugated_cast_off_the_trace_is_no_view_by_strides() -> None:
     w = torch.randn(8, 8, dtype=torch.complex128, requires_grad=True)
     x = torch.randn(8, 8, requires_grad=True)
     ledger = leangrad.saving(min_bytes=0)
 
     def gradients(region: Any, n: int) -> list[Tensor]:
         with region:
-            t = x.erf() if n == 2 else x  # which ends the course
+            t = x.erf() if n == 2 else x  # which ends the trace
             y = torch.view_as_real(w.to(torch.complex64).conj() * t)
         seed = torch.randn(y.shape, generator=torch.Generator().manual_seed(1))
         return [torch.view_as_real(g) if g.is_complex() else g for g in torch.autograd.grad(y, (w, x), seed)]
@@ -696,15 +696,15 @@ def test_threads_under_autocast_learn_each_for_itself() -> None:
     assert errors == []
 
 
-def test_a_course_that_another_thread_ends_just_now_is_followed_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trace_that_another_thread_ends_just_now_is_followed_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     model, plain, x = leangrad.lean(blocks(), min_bytes=0), blocks(), torch.randn(8, 16)
     ledger = leangrad.ledger_of(model)
     for _ in range(2):
         step(model, x)
-    assert ledger.course is not None
+    assert ledger.trace is not None
     active = _torch.saved_tensor_hooks_active
 
-    def end_and_ask() -> bool:  # a region asks it between two looks at the course
+    def end_and_ask() -> bool:  # a region asks it between two looks at the trace
         ledger.differs("another thread")
         return active()
 
@@ -716,7 +716,7 @@ def test_a_course_that_another_thread_ends_just_now_is_followed_to_its_end(monke
 
 
 def test_a_model_that_changes_now_and_then_is_learned_anew() -> None:
-    """Gradual unfreezing: each change of what is trained is one lesson, and after each there is a course again."""
+    """Gradual unfreezing: each change of what is trained is one lesson, and after each there is a trace again."""
     model, x = leangrad.lean(blocks(), min_bytes=0), torch.randn(4, 16)
     ledger = leangrad.ledger_of(model)
     for part in model:
@@ -725,7 +725,7 @@ def test_a_model_that_changes_now_and_then_is_learned_anew() -> None:
         part.requires_grad_(True)
         for _ in range(12):
             step(model, x)
-        assert ledger.course is not None
+        assert ledger.trace is not None
 
 
 def test_a_model_that_never_repeats_itself_is_recorded_ever_more_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -748,4 +748,4 @@ def test_a_model_that_never_repeats_itself_is_recorded_ever_more_seldom(monkeypa
     assert sum(recorded[30:]) == 1
     for _ in range(70):
         step(model, x)
-    assert ledger.course is not None
+    assert ledger.trace is not None

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import leangrad
 from leangrad.ledger.origins import rule_builder as forms
 from leangrad.ledger.origins.rules import RULES
-from leangrad.ledger.values.slot import packed_in
+from leangrad.ledger.values.pending_save import packed_in
 from leangrad.ledger.values.value import Value
 from tests.support import same_bits
 from tests.support.rule_cases import Case, check

@@ -17,9 +17,9 @@ from torch.utils.checkpoint import checkpoint
 import leangrad
 from leangrad.errors import ChangedError
 from leangrad.ledger.values import shape_only
+from leangrad.ledger.values.pending_save import PendingSave
 from leangrad.ledger.values.shape_only import ENTRIES as SHAPE_ONLY
 from leangrad.ledger.values.shape_only import SIZES
-from leangrad.ledger.values.slot import Slot
 from tests import support
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # of a CPU that has no bfloat16
@@ -260,7 +260,7 @@ def test_no_value_of_the_stand_in_is_read(entry: Entry, layout: str, device: str
             stands.count, stands.fill = 0, (float("nan"), 1e30, -3.0, None)[n % 4]
             assert_same(step(ledger), plain, (dtype, n), exact=exact)
             assert stands.count == stand_ins(entry, layout), (dtype, n)
-        assert ledger.course is not None  # and the last steps followed it
+        assert ledger.trace is not None  # and the last steps followed it
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -336,7 +336,7 @@ def test_models(name: str, memory_format: torch.memory_format, autocast: bool, d
             assert_same(gradients(model, x, autocast), plain, n, exact=exact, eps=eps)
             # A CPU's autocast pads a cast to float32, which is smaller than its padding and not known to be at hand.
             assert stands.count == (0 if (name, device, autocast) == ("pad", "cpu", True) else n + 1)
-    assert leangrad.ledger_of(model).course is not None
+    assert leangrad.ledger_of(model).trace is not None
 
 
 def kept_bytes(model: nn.Module, x: Tensor) -> int:
@@ -464,7 +464,7 @@ def test_a_change_inside_the_call_is_seen() -> None:
     leaf = torch.randn(4, requires_grad=True)
     with leangrad.saving(min_bytes=0):
         x = leaf * 2
-        slot = Slot(x, 0)
+        slot = PendingSave(x, 0)
         with torch.no_grad():
             x.mul_(3)
     slot.keep()

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from leangrad.kernels import INTERPRETED
 from leangrad.kernels.pointwise import compiled
-from leangrad.ledger.fuse.builder import Builder, Slot, numbers_of
+from leangrad.ledger.fuse.builder import Builder, Operand, numbers_of
 from leangrad.ledger.fuse.lowering import LOWERINGS, NORMS, VIEWS, Norm
 from leangrad.ledger.values.value import Value
 
@@ -43,7 +43,7 @@ def is_exact(value: Value, operands: list[Any], numbers: list[float], of: Builde
     norm = NORMS.get(value.function)
     if value.function in VIEWS:
         return True
-    kinds = [(a.kind == "scalar", a.dtype, bool(a.shape)) if type(a) is Slot else a for a in operands]
+    kinds = [(a.kind == "scalar", a.dtype, bool(a.shape)) if type(a) is Operand else a for a in operands]
     key = (value.function, value.dtype, of.leaves[0].device, *kinds, *value.kwargs.items())
     if norm is not None and not norm.by_rows:
         key = (*key, operands[0].shape, operands[0].stride, of.variant)
@@ -54,7 +54,7 @@ def is_exact(value: Value, operands: list[Any], numbers: list[float], of: Builde
     return _known[key]
 
 
-def _rounds(norm: Norm | None, x: Slot) -> int:
+def _rounds(norm: Norm | None, x: Operand) -> int:
     if norm is None or norm.by_rows:
         return 1
     return min(ROUNDS, max(1, NORM_SAMPLES // x.shape.numel()))
@@ -97,7 +97,7 @@ class _Trial:
         return same_bits(mine, plain)
 
     def _draw(self, a: Any, operands: list[Any]) -> None:
-        if type(a) is not Slot:
+        if type(a) is not Operand:
             self.args.append(a)
             self.slots.append(a)
         elif a.kind == "scalar":
@@ -114,7 +114,7 @@ class _Trial:
             self._enter(tensor)
 
     def _enter(self, tensor: Tensor) -> None:
-        self.slots.append(Slot("leaf", len(self.tensors), tensor.dtype, tensor.shape, tensor.stride()))
+        self.slots.append(Operand("leaf", len(self.tensors), tensor.dtype, tensor.shape, tensor.stride()))
         self.tensors.append(tensor)
 
     def _map(self, dtype: torch.dtype, operands: list[Any]) -> Tensor:

@@ -22,7 +22,7 @@ class RefusedError(Exception):
     """This chain cannot be one program; the argument says why."""
 
 
-class Slot(NamedTuple):
+class Operand(NamedTuple):
     """An operand: a tensor at hand ("leaf"), a number ("scalar", or its "inverse"; no dtype), a result ("step")."""
 
     kind: str
@@ -51,33 +51,33 @@ class Builder:
         self.inputs: list[tuple[int, Input]] = []  # the number of the leaf, and how it is read
         self.scalars: list[tuple[int, bool]] = []  # the number of the recipe's scalar, and whether it is inverted
         self.layouts: list[Layout | None] = []  # of the steps
-        self._steps: list[tuple[str, tuple[Slot, ...], torch.dtype]] = []
+        self._steps: list[tuple[str, tuple[Operand, ...], torch.dtype]] = []
         self._backs: dict[int, Callable[[Layout], Layout]] = {}  # the layout before a view from that behind it
 
-    def leaf(self, number: int) -> Slot:
+    def leaf(self, number: int) -> Operand:
         """A tensor at hand."""
         tensor = self.leaves[number]
         if tensor.dtype not in FLOATS and tensor.dtype is not torch.bool:
             raise RefusedError(f"{tensor.dtype}")
         if tensor.is_neg():
             raise RefusedError("a tensor that is negated when it is read")
-        return Slot("leaf", number, tensor.dtype, tensor.shape, tensor.stride())
+        return Operand("leaf", number, tensor.dtype, tensor.shape, tensor.stride())
 
-    def step(self, op: str, dtype: torch.dtype | None, *operands: Slot) -> Slot:
+    def step(self, op: str, dtype: torch.dtype | None, *operands: Operand) -> Operand:
         """Compute ``op`` and round to ``dtype``."""
         if dtype not in FLOATS:
             raise RefusedError(f"a result in {dtype}")
         shape = torch.broadcast_shapes(*(s.shape for s in operands))
         strides = {s.stride for s in operands if s.shape == shape}
         self._steps.append((op, operands, dtype))
-        return Slot("step", len(self._steps) - 1, dtype, shape, strides.pop() if len(strides) == 1 else ())
+        return Operand("step", len(self._steps) - 1, dtype, shape, strides.pop() if len(strides) == 1 else ())
 
-    def view(self, slot: Slot, seen: Layout, back: Callable[[Layout], Layout]) -> Slot:
+    def view(self, slot: Operand, seen: Layout, back: Callable[[Layout], Layout]) -> Operand:
         """See the elements of ``slot`` in another shape, in the same order in memory."""
         if seen[0].numel() != slot.shape.numel():
             raise RefusedError("a view of a part")
         self._backs[len(self._steps)] = back
-        return Slot("step", self.step("cast", slot.dtype, slot).number, slot.dtype, *seen)
+        return Operand("step", self.step("cast", slot.dtype, slot).number, slot.dtype, *seen)
 
     def program(self, outputs: tuple[int, ...], result: Layout) -> Program:
         """What was built; ``outputs`` are numbers of steps, the last one is the result."""
@@ -97,7 +97,7 @@ class Builder:
         )
         return Program(tuple(i for _, i in self.inputs), len(self.scalars), steps, outputs)
 
-    def _place(self, slot: Slot, layout: Layout) -> tuple[str, int]:
+    def _place(self, slot: Operand, layout: Layout) -> tuple[str, int]:
         """The operand among the inputs, scalars or steps of the program, for a step of this layout."""
         if slot.kind == "step":
             if self.layouts[slot.number] not in (None, layout):

@@ -37,7 +37,7 @@ from leangrad.ledger.fuse.lowering import LOWERINGS, NORMS, VARIANTS, VIEWS
 from leangrad.ledger.fuse.matcher import kind_of
 from leangrad.ledger.fuse.pattern import AGAIN, Pattern, UnlikeError
 from leangrad.ledger.origins.rules import RULES
-from leangrad.ledger.values.memos import remember
+from leangrad.ledger.values.rebuilt_cache import remember
 from leangrad.ledger.values.value import Value, _stream, replayers
 
 MIN_BYTES = 32 * 1024  # below this a launch costs more than the passes over memory that it saves

@@ -17,7 +17,7 @@ from leangrad._torch import raw_stream
 from leangrad.kernels.launch import stream_for
 from leangrad.kernels.pointwise import BLOCK, Kernel, Program, Term, compiled
 from leangrad.ledger.fuse.bit_exactness import is_exact, same_bits
-from leangrad.ledger.fuse.builder import Builder, Layout, RefusedError, Slot, find_terms, is_dense, numbers_of
+from leangrad.ledger.fuse.builder import Builder, Layout, Operand, RefusedError, find_terms, is_dense, numbers_of
 from leangrad.ledger.fuse.chain import Chain
 from leangrad.ledger.fuse.lowering import LOWERINGS, VARIANTS
 from leangrad.ledger.values.value import Value
@@ -36,7 +36,7 @@ class CutError(Exception):
     """A value, whose number is the argument, is laid out otherwise or is smaller: the chain has to end there."""
 
 
-class Proof:
+class RemainingChecks:
     """How often a program has yet to be compared."""
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class Proof:
         self.failed = False
 
 
-_proofs: dict[Any, Proof] = {}
+_proofs: dict[Any, RemainingChecks] = {}
 _variety: defaultdict[tuple[str, ...], set[Program]] = defaultdict(set)  # the programs for each row of ops
 
 
@@ -64,7 +64,7 @@ class Plan:
         if not any(kernels.serves(t) for t in leaves) or any(t.device != leaves[0].device for t in leaves):
             raise RefusedError("not on one device that Triton serves")
         builder = Builder(leaves, variant)
-        slots: list[Slot] = []
+        slots: list[Operand] = []
         scalars = iter(range(len(chain.scalars)))
         for value, (_, _, _, *parts) in zip(chain.values, chain.key, strict=False):
             operands = _operands(builder, value, parts, slots, scalars)
@@ -89,7 +89,7 @@ class Plan:
         allocations = [partial(empty_strided, *layout, dtype=d, device=self.device) for *layout, d in self.outputs]
         self.rooms = list(zip(self._find_over(builder, leaves), allocations, strict=True))
         varies = any(step.op in VARIANTS for step in program.steps)
-        self.proof = _proofs.setdefault((program, shape, stride) if varies else program, Proof())
+        self.proof = _proofs.setdefault((program, shape, stride) if varies else program, RemainingChecks())
         self.launches = 0
 
     def _find_over(self, builder: Builder, leaves: list[Tensor]) -> list[int]:
@@ -156,18 +156,18 @@ def _picker(places: list[int]) -> Callable[[Sequence[Tensor]], Sequence[Tensor]]
     return itemgetter(first, *others) if others else itemgetter(slice(first, first + 1))
 
 
-def _operands(b: Builder, value: Value, parts: list[Any], slots: list[Slot], scalars: Iterator[int]) -> list[Any]:
+def _operands(b: Builder, value: Value, parts: list[Any], slots: list[Operand], scalars: Iterator[int]) -> list[Any]:
     """The arguments of one op, with slots for tensors and numbers; ``slots``: the results of the ops before it."""
     operands: list[Any] = []
     for part, a in zip(parts, value.args, strict=False):
         if type(a) is Value:
             operands.append(slots[part] if part >= 0 else b.leaf(-1 - part))
         else:
-            operands.append(Slot("scalar", next(scalars)) if part is float else part)
+            operands.append(Operand("scalar", next(scalars)) if part is float else part)
     return operands
 
 
-def _lower(b: Builder, value: Value, operands: list[Any]) -> Slot:
+def _lower(b: Builder, value: Value, operands: list[Any]) -> Operand:
     """The steps of one op."""
     try:
         slot = LOWERINGS[value.function](b, *operands, **value.kwargs)
@@ -176,7 +176,7 @@ def _lower(b: Builder, value: Value, operands: list[Any]) -> Slot:
     return slot if value.dtype is None or value.dtype == slot.dtype else b.step("cast", value.dtype, slot)
 
 
-def _layout(root: Value, slot: Slot) -> Layout:
+def _layout(root: Value, slot: Operand) -> Layout:
     """The layout of the root: as it was when it was saved, else what can be told from its operands."""
     layout = root.layout or (slot.shape, slot.stride)
     if layout[0] != slot.shape or len(layout[1]) != len(layout[0]):
@@ -184,7 +184,7 @@ def _layout(root: Value, slot: Slot) -> Layout:
     return layout
 
 
-def _output(number: int, value: Value, slot: Slot, b: Builder) -> tuple[Layout, tuple[Term, ...] | None]:
+def _output(number: int, value: Value, slot: Operand, b: Builder) -> tuple[Layout, tuple[Term, ...] | None]:
     """How an output lies in memory, as it did when it was saved; and where its elements are, if in another order."""
     layout = b.layouts[slot.number]
     if layout is None or slot.shape != layout[0]:

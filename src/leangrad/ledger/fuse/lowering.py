@@ -12,7 +12,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from leangrad.ledger.fuse.builder import FLOATS, Builder, Layout, RefusedError, Slot, contiguous_strides, is_contiguous
+from leangrad.ledger.fuse.builder import (
+    FLOATS,
+    Builder,
+    Layout,
+    Operand,
+    RefusedError,
+    contiguous_strides,
+    is_contiguous,
+)
 from leangrad.ledger.origins.rules import RULES
 from leangrad.ledger.origins.rules.reductions import (
     whole_batch_norm,
@@ -24,7 +32,7 @@ from leangrad.ledger.values.saved_view import see
 
 VARIANTS = ("batch_norm", "batch_norm_scaled", "batch_norm_folded")  # cuDNN has a kernel for each
 
-Lowering = Callable[..., Slot]
+Lowering = Callable[..., Operand]
 LOWERINGS: dict[Any, Lowering] = {}  # by the function of a recipe
 STATIC: set[Any] = set()  # functions whose numbers are part of the program
 VIEWS: set[Any] = set()  # functions that are no work: see [Note: views inside a chain]
@@ -52,7 +60,7 @@ def lower(nodes: str, lowering: Lowering, *, static: bool = False, norm: Norm | 
             NORMS[function] = norm
 
 
-def _common(*slots: Slot) -> torch.dtype:
+def _common(*slots: Operand) -> torch.dtype:
     """The dtype in which ATen computes: of the tensors with dimensions, else of those without."""
     tensors = [s for s in slots if s.dtype is not None]
     deciding = [s for s in tensors if s.shape] or tensors
@@ -66,14 +74,14 @@ def _common(*slots: Slot) -> torch.dtype:
     return dtype
 
 
-def _as(b: Builder, dtype: torch.dtype, slot: Slot) -> Slot:
+def _as(b: Builder, dtype: torch.dtype, slot: Operand) -> Operand:
     """A tensor without dimensions has no say, and is rounded first; Python numbers are not."""
     narrower = slot.dtype is not None and torch.promote_types(slot.dtype, dtype) != dtype
     return b.step("cast", dtype, slot) if narrower else slot
 
 
 def _pointwise(op: str) -> Lowering:
-    def lowering(b: Builder, *operands: Slot, alpha: Any = 1) -> Slot:
+    def lowering(b: Builder, *operands: Operand, alpha: Any = 1) -> Operand:
         if alpha != 1:
             raise RefusedError("alpha")
         dtype = _common(*operands)
@@ -82,17 +90,17 @@ def _pointwise(op: str) -> Lowering:
     return lowering
 
 
-def _div(b: Builder, x: Slot, other: Slot) -> Slot:
+def _div(b: Builder, x: Operand, other: Operand) -> Operand:
     if other.kind == "scalar":  # ATen multiplies by the reciprocal, computed on the host
-        return b.step("mul", _common(x), x, Slot("inverse", other.number))
+        return b.step("mul", _common(x), x, Operand("inverse", other.number))
     return _pointwise("div")(b, x, other)
 
 
-def _rsub(b: Builder, x: Slot, other: Slot, alpha: Any = 1) -> Slot:
+def _rsub(b: Builder, x: Operand, other: Operand, alpha: Any = 1) -> Operand:
     return _pointwise("sub")(b, other, x, alpha=alpha)
 
 
-def _pow(b: Builder, x: Slot, exponent: Any) -> Slot:
+def _pow(b: Builder, x: Operand, exponent: Any) -> Operand:
     if exponent in (2, 3):
         square = b.step("mul", x.dtype, x, x)
         return square if exponent == 2 else b.step("mul", x.dtype, square, x)
@@ -101,31 +109,31 @@ def _pow(b: Builder, x: Slot, exponent: Any) -> Slot:
     raise RefusedError(f"a power of {exponent}")
 
 
-def _cast(b: Builder, x: Slot, dtype: torch.dtype) -> Slot:
+def _cast(b: Builder, x: Operand, dtype: torch.dtype) -> Operand:
     return b.step("cast", dtype, x)
 
 
-def _gelu(b: Builder, x: Slot, approximate: str) -> Slot:
+def _gelu(b: Builder, x: Operand, approximate: str) -> Operand:
     return b.step("gelu" if approximate == "none" else "gelu_tanh", x.dtype, x)
 
 
-def _where(b: Builder, x: Slot, other: Slot, condition: Slot) -> Slot:
+def _where(b: Builder, x: Operand, other: Operand, condition: Operand) -> Operand:
     if condition.dtype is not torch.bool:
         raise RefusedError("a condition that is not bool")
     return b.step("where", _common(x, other), condition, x, other)
 
 
-def _masked_fill(b: Builder, x: Slot, mask: Slot, value: Slot) -> Slot:
+def _masked_fill(b: Builder, x: Operand, mask: Operand, value: Operand) -> Operand:
     return _where(b, value, x, mask)
 
 
-def _clamp(b: Builder, x: Slot, low: Slot | None, high: Slot | None) -> Slot:
+def _clamp(b: Builder, x: Operand, low: Operand | None, high: Operand | None) -> Operand:
     if low is None or high is None:
         return b.step("clamp_max" if low is None else "clamp_min", x.dtype, x, *(s for s in (low, high) if s))
     return b.step("clamp", x.dtype, x, low, high)
 
 
-def _clone(b: Builder, x: Slot, memory_format: torch.memory_format) -> Slot:
+def _clone(b: Builder, x: Operand, memory_format: torch.memory_format) -> Operand:
     """Elements in another order in memory. Only whole rows: to find single ones is left to ATen."""
     if memory_format not in (torch.contiguous_format, torch.preserve_format):
         raise RefusedError(f"{memory_format}")
@@ -133,10 +141,10 @@ def _clone(b: Builder, x: Slot, memory_format: torch.memory_format) -> Slot:
         raise RefusedError("a copy of elements that lie apart")
     slot = b.step("cast", x.dtype, x)
     kept = memory_format is torch.preserve_format
-    return Slot("step", slot.number, slot.dtype, slot.shape, slot.stride if kept else contiguous_strides(slot.shape))
+    return Operand("step", slot.number, slot.dtype, slot.shape, slot.stride if kept else contiguous_strides(slot.shape))
 
 
-def _view(b: Builder, x: Slot, shape: tuple[int, ...]) -> Slot:
+def _view(b: Builder, x: Operand, shape: tuple[int, ...]) -> Operand:
     def back(layout: Layout) -> Layout:
         if not is_contiguous(layout):
             raise RefusedError("a view of memory that is not contiguous")
@@ -146,7 +154,7 @@ def _view(b: Builder, x: Slot, shape: tuple[int, ...]) -> Slot:
     return b.view(x, (seen, contiguous_strides(seen)), back)
 
 
-def _seen(b: Builder, x: Slot, shape: torch.Size, stride: tuple[int, ...], offset: float) -> Slot:
+def _seen(b: Builder, x: Operand, shape: torch.Size, stride: tuple[int, ...], offset: float) -> Operand:
     """All of a contiguous tensor through other strides: a shape, a transposition, or both."""
 
     def back(layout: Layout) -> Layout:
@@ -157,7 +165,7 @@ def _seen(b: Builder, x: Slot, shape: torch.Size, stride: tuple[int, ...], offse
     return b.view(x, (shape, stride), back)
 
 
-def _permuted(b: Builder, x: Slot, dims: tuple[int, ...]) -> Slot:
+def _permuted(b: Builder, x: Operand, dims: tuple[int, ...]) -> Operand:
     dims = tuple(d % len(x.shape) for d in dims)
 
     def back(layout: Layout) -> Layout:
@@ -169,15 +177,22 @@ def _permuted(b: Builder, x: Slot, dims: tuple[int, ...]) -> Slot:
     return b.view(x, (torch.Size(x.shape[d] for d in dims), tuple(x.stride[d] for d in dims) if x.stride else ()), back)
 
 
-def _transposed(b: Builder, x: Slot, dim0: float, dim1: float) -> Slot:
+def _transposed(b: Builder, x: Operand, dim0: float, dim1: float) -> Operand:
     dims = list(range(len(x.shape)))
     dims[int(dim0)], dims[int(dim1)] = dims[int(dim1)], dims[int(dim0)]
     return _permuted(b, x, tuple(dims))
 
 
 def _layer_norm(
-    b: Builder, x: Slot, weight: Slot | None, bias: Slot | None, shape: Any, eps: Any, mean: Slot, rstd: Slot
-) -> Slot:
+    b: Builder,
+    x: Operand,
+    weight: Operand | None,
+    bias: Operand | None,
+    shape: Any,
+    eps: Any,
+    mean: Operand,
+    rstd: Operand,
+) -> Operand:
     if weight is None and bias is None:
         return _by_rows(b, "layer_norm_bare", x, mean, rstd)
     if weight is None:
@@ -187,31 +202,39 @@ def _layer_norm(
     return _by_rows(b, "layer_norm", x, mean, rstd, weight, bias)
 
 
-def _rms_norm(b: Builder, x: Slot, weight: Slot | None, shape: Any, eps: Any, rstd: Slot) -> Slot:
+def _rms_norm(b: Builder, x: Operand, weight: Operand | None, shape: Any, eps: Any, rstd: Operand) -> Operand:
     return _by_rows(b, "rms_norm_bare", x, rstd) if weight is None else _by_rows(b, "rms_norm", x, rstd, weight)
 
 
-def _by_rows(b: Builder, op: str, x: Slot, *others: Slot) -> Slot:
+def _by_rows(b: Builder, op: str, x: Operand, *others: Operand) -> Operand:
     """A norm over the last dimensions: ATen gives it contiguous."""
     slot = b.step(op, x.dtype, x, *others)
-    return Slot("step", slot.number, slot.dtype, slot.shape, contiguous_strides(slot.shape))
+    return Operand("step", slot.number, slot.dtype, slot.shape, contiguous_strides(slot.shape))
 
 
 def _batch_norm(*formulas: str) -> Lowering:
-    def lowering(b: Builder, x: Slot, weight: Slot, bias: Slot, eps: Any, mean: Slot, rstd: Slot) -> Slot:
+    def lowering(
+        b: Builder,
+        x: Operand,
+        weight: Operand,
+        bias: Operand,
+        eps: Any,
+        mean: Operand,
+        rstd: Operand,
+    ) -> Operand:
         vectors = [_along_channels(s, x) for s in (mean, rstd, weight, bias)]
         return b.step(formulas[b.variant % len(formulas)], x.dtype, x, *vectors)
 
     return lowering
 
 
-def _along_channels(vector: Slot, x: Slot) -> Slot:
+def _along_channels(vector: Operand, x: Operand) -> Operand:
     """A vector that belongs to dimension 1 of ``x``."""
     if vector.kind != "leaf" or len(vector.shape) != 1 or len(x.shape) < 2:
         raise RefusedError("a vector of channels that is computed")
     others = len(x.shape) - 2
     shape, stride = torch.Size((*vector.shape, *[1] * others)), (*vector.stride, *[0] * others)
-    return Slot("leaf", vector.number, vector.dtype, shape, stride)
+    return Operand("leaf", vector.number, vector.dtype, shape, stride)
 
 
 lower("ToCopyBackward0", _cast)

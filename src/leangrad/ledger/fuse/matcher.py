@@ -20,7 +20,7 @@ def kind_of(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.dtype, tensor.shape, tensor.stride(), tensor.device, tensor.is_neg()
 
 
-class Row(NamedTuple):
+class PatternOp(NamedTuple):
     """One value of a chain, and where its arguments are. Who reads it is a row before this one, by number."""
 
     reader: tuple[int, int]  # who reads it first, and as which argument; of the root there is none

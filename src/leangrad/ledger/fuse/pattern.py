@@ -22,7 +22,7 @@ from torch import Tensor
 from leangrad._torch import raw_stream
 from leangrad.ledger.fuse.chain import TABLE, Chain, Taken, is_number
 from leangrad.ledger.fuse.lowering import STATIC
-from leangrad.ledger.fuse.matcher import Leaf, Row, kind_of
+from leangrad.ledger.fuse.matcher import Leaf, PatternOp, kind_of
 from leangrad.ledger.values.value import Value
 
 PLAIN = (int, float, bool, str, type(None), tuple, torch.Size, torch.dtype, torch.memory_format, torch.layout)
@@ -126,7 +126,7 @@ class Pattern:
         return [tensor for tensor, _ in fetched], owned, scalars, [values[k] for k in self._outputs]
 
 
-def _rows(chain: Chain) -> list[Row]:
+def _rows(chain: Chain) -> list[PatternOp]:
     """The values of ``chain`` from the root down, so that each comes after all who read it."""
     values = chain.values[::-1]
     readers: dict[int, list[tuple[int, int]]] = {}
@@ -143,7 +143,7 @@ def _rows(chain: Chain) -> list[Row]:
         number -= len(numbers)
         kwargs = {key: _comparable(a) for key, a in v.kwargs.items()}
         rows.append(
-            Row(
+            PatternOp(
                 reader=reader,
                 again=tuple(again),
                 look=(v.function, v.dtype, v.layout, kwargs, v.readers, v.parents),

@@ -6,9 +6,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from leangrad.ledger.decision import Decision, Outcome
+from leangrad.ledger.decision import Decision, SavedKind
 from leangrad.ledger.learn.entries import LOWER_PEAK, TOO_MUCH_WORK, Entry
-from leangrad.ledger.learn.trace import ANY_SIZE, Call, Course, Saved
+from leangrad.ledger.learn.trace import ANY_SIZE, Call, RecordedCall, Trace
 from leangrad.policy import graph as policy
 
 KEPT, REBUILT, SHAPE = -1, -2, -3  # what became of a saved tensor that is no item
@@ -33,7 +33,7 @@ class RecordedStep:
     saved: Sequence[SavedTensor]  # every saved tensor, in order
     entries: list[Entry]
     first_decision: int  # the entry of the first decision; the others follow it
-    calls: Sequence[Saved]
+    calls: Sequence[RecordedCall]
     caught: Collection[int]  # the calls of which a tensor was kept although autograd did not ask for it
     min_bytes: int
 
@@ -62,10 +62,10 @@ class RecordedStep:
             for s in self.saved
         ]
 
-    def outcomes(self) -> list[Outcome]:
+    def saved_kinds(self) -> list[SavedKind]:
         """For every saved tensor in order: what became of it."""
         return [
-            Outcome.BARE if saved.is_bare else Outcome.SHAPE_ONLY if saved.item == SHAPE else Outcome.DECIDED
+            SavedKind.BARE if saved.is_bare else SavedKind.SHAPE_ONLY if saved.item == SHAPE else SavedKind.DECIDED
             for saved in self.saved
         ]
 
@@ -82,7 +82,7 @@ class RecordedStep:
         """Whether an item that was kept or rebuilt in the recorded step is simply kept."""
         return was_kept if kept is None else self.items[item].is_fixed or item in kept
 
-    def course(self, kept: frozenset[int] | None) -> Course | None:
+    def trace(self, kept: frozenset[int] | None) -> Trace | None:
         """The calls of the step; None if a tensor that is not simply kept was saved outside of all calls."""
         staying = self._staying(kept)
         saves: dict[Any, bool] = {}
@@ -104,9 +104,9 @@ class RecordedStep:
         graded = {call.function for call in self.calls if call.graded}
         unseen = frozenset(call.function for call in self.calls if call.graded is False) - graded
         passes = frozenset(f for f, found in saves.items() if not found and f not in handled and f not in unseen)
-        return Course(calls, saves, unseen, passes) if seen == sum(not s.is_bare for s in self.saved) else None
+        return Trace(calls, saves, unseen, passes) if seen == sum(not s.is_bare for s in self.saved) else None
 
-    def _may_grow(self, call: Saved) -> int:
+    def _may_grow(self, call: RecordedCall) -> int:
         """How many elements the output of ``call`` may have before something of it is large enough to be looked into.
 
         What it saves is taken to grow as its output does. Of a small output itself nothing was noted either.

@@ -12,13 +12,13 @@ from leangrad.ledger.learn import scratch
 from leangrad.ledger.learn.entries import EXTRA, SHARED, Entry
 from leangrad.ledger.learn.recorded_step import KEPT, REBUILT, SHAPE, RecordedStep, SavedTensor
 from leangrad.ledger.learn.scratch import Convolution
-from leangrad.ledger.learn.trace import Recording
+from leangrad.ledger.learn.trace import TraceRecorder
 from leangrad.ledger.values.cast import Packed
 from leangrad.ledger.values.inplace_variants import WITH_OUT
+from leangrad.ledger.values.pending_save import PendingSave
 from leangrad.ledger.values.saved import unpack
-from leangrad.ledger.values.saved_view import Seen
+from leangrad.ledger.values.saved_view import SavedView
 from leangrad.ledger.values.shape_only import ShapeOnly
-from leangrad.ledger.values.slot import Slot
 from leangrad.ledger.values.value import Value
 from leangrad.policy import graph as policy
 
@@ -83,7 +83,7 @@ class Recorder:
         self.saved: list[Packed] = []  # what every saved tensor in order became
         self._saved_by: list[int] = []  # the number of the node that saved each
         self._saved_in: list[str] = []  # the module that ran
-        self.recording: Recording | None = None
+        self.recording: TraceRecorder | None = None
         self.step: RecordedStep | None = None  # once the region has ended
         self._dear: set[int] = set()  # the values that will be kept because rebuilding them is too much work
         self._segments: list[tuple[int, Segment]] = []  # which read is a segment that was run again
@@ -197,7 +197,7 @@ class Recorder:
                     item=self._item(packed),
                     made_by=None if value is None else (ops.get(id(value), value.op), value.nbytes),
                     is_bare=self._is_bare(packed, needed),
-                    has_node=type(packed) is Seen or (type(packed) is Value and packed.op != "input"),
+                    has_node=type(packed) is SavedView or (type(packed) is Value and packed.op != "input"),
                     small_bytes=self._bytes_if_small(packed),
                 )
             )
@@ -322,15 +322,15 @@ class Recorder:
 
     # ---------------------------------------------------------------- in backward
 
-    def unpack(self, packed: Packed | Slot) -> Tensor:
+    def unpack(self, packed: Packed | PendingSave) -> Tensor:
         """Backward asks for what was saved: note it, and hand it out."""
         self.read(packed)
         return unpack(packed)
 
-    def read(self, packed: Packed | Slot | None) -> None:
+    def read(self, packed: Packed | PendingSave | None) -> None:
         """Backward asked for what was saved. A step is learned from only if its backward came to its end."""
         node = -1
-        if type(packed) is Slot:
+        if type(packed) is PendingSave:
             node, packed = self._saved_by[packed.number], packed.packed
         if not self._is_reading:
             self._is_reading = True
@@ -389,7 +389,7 @@ class Recorder:
 
 def _value_of(packed: Packed | None) -> Value | None:
     """The value of a saved tensor, or of what it is a view of; None: it is kept with no value around it."""
-    return packed if type(packed) is Value else packed.owner if type(packed) is Seen else None
+    return packed if type(packed) is Value else packed.owner if type(packed) is SavedView else None
 
 
 # Of the kept bytes, on an accelerator: the casts of a ResNet's weights are half of its recipes and 1% of it; those of

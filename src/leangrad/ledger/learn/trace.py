@@ -1,4 +1,4 @@
-"""The course of a step: its calls, and which of them save a tensor that is not simply kept.
+"""The trace of a step: its calls, and which of them save a tensor that is not simply kept.
 
 [Note: hooks only where they are needed]
 A hook costs the host more than many an op, and most of what a model saves is kept as it is: parameters, statistics,
@@ -6,13 +6,13 @@ anchors. The first step is recorded with hooks on all the time. It shows which c
 later steps set the hooks around these calls alone, and everything else is saved by autograd itself, as plain PyTorch
 would. A tensor that recipes read, but that is kept, is read off the node that saved it.
 
-A course may be wrong without harm: what is saved with no hook is simply kept, what is saved with one is looked into. A
-call that is not the one of the recorded step ends the course, and the rest of the step runs with hooks around every
+A trace may be wrong without harm: what is saved with no hook is simply kept, what is saved with one is looked into. A
+call that is not the one of the recorded step ends the trace, and the rest of the step runs with hooks around every
 call. Calls of functions that saved nothing, such as ``x.shape``, are no part of it. Nor are sizes: batches may be of
 any length. Only what was kept for being small must stay small, and what was called without a gradient must not get one:
 frozen layers that are trained later, a dropout that did nothing in eval mode.
 
-In a segment that a checkpoint runs again there is no course: the checkpoint's hooks are in force, and an anchor cannot
+In a segment that a checkpoint runs again there is no trace: the checkpoint's hooks are in force, and an anchor cannot
 be read off a node that has saved it through them.
 """
 
@@ -32,13 +32,12 @@ from leangrad.ledger.learn.scratch import FUNCTIONS as CONVOLUTIONS
 from leangrad.ledger.learn.scratch import Convolution, convolution_of
 from leangrad.ledger.observe.call_args import Handler
 from leangrad.ledger.observe.checkpoint import mark_made, mark_outside
-from leangrad.ledger.observe.function_mode import Book as NotesBook
-from leangrad.ledger.observe.function_mode import Notes
+from leangrad.ledger.observe.function_mode import FunctionMode, ObservedRegion
 from leangrad.ledger.observe.handlers import HANDLERS, handler_of
 from leangrad.ledger.observe.hooks import TAKEN_BACK, Hooks
 from leangrad.ledger.observe.mutation import write_out
 from leangrad.ledger.values.cast import Packed
-from leangrad.ledger.values.slot import packed_in
+from leangrad.ledger.values.pending_save import packed_in
 
 ALL = ANY_SIZE = sys.maxsize
 
@@ -73,7 +72,7 @@ class Call:
         self.begins = begins  # it was the first inside of a checkpoint, or the first to read what a reentrant one made
 
 
-class Course(NamedTuple):
+class Trace(NamedTuple):
     """The calls of a step in order, and what is known of the functions that it called."""
 
     calls: Sequence[Call]
@@ -82,7 +81,7 @@ class Course(NamedTuple):
     passes: frozenset[Any]  # those that saved nothing, and of which nothing need be noted
 
 
-class Book(NotesBook, Protocol):
+class TracedRegion(ObservedRegion, Protocol):
     """What the calls of a step ask of its region."""
 
     packs: int  # tensors that were saved so far
@@ -108,7 +107,7 @@ class Book(NotesBook, Protocol):
         """This step is not like the one that was recorded, because of ``why``."""
 
 
-class Saved(NamedTuple):
+class RecordedCall(NamedTuple):
     """A call of the recorded step, and the tensors that it saved: their names, where its own node has them."""
 
     function: Any
@@ -122,16 +121,16 @@ class Saved(NamedTuple):
     begins: bool  # it was the first inside of a checkpoint, or the first to read what a reentrant one made
 
 
-class Recording:
+class TraceRecorder:
     """Runs the calls of a step and writes them down."""
 
-    def __init__(self, book: Book, packed: Sequence[Packed]) -> None:
-        self.calls: list[Saved] = []
+    def __init__(self, book: TracedRegion, packed: Sequence[Packed]) -> None:
+        self.calls: list[RecordedCall] = []
         self.graph = Graph(_torch.next_sequence_nr())
         self._book = book
         self._packed = packed
 
-    def call(self, notes: Notes, function: Any, handler: Handler | None, args: Any, kwargs: Any) -> Any:
+    def call(self, notes: FunctionMode, function: Any, handler: Handler | None, args: Any, kwargs: Any) -> Any:
         """Run one call and note what it saved."""
         first = self._book.packs
         self._book.call = len(self.calls)
@@ -140,7 +139,7 @@ class Recording:
             out = function(*args, **kwargs) if handler is None else handler(notes, function, args, kwargs)
         except BaseException:  # a checkpoint that runs its function again has all that it needs
             unnamed = (None,) * (self._book.packs - first)
-            self.calls.append(Saved(function, handler is not None, 0, 0, None, None, first, unnamed, False))
+            self.calls.append(RecordedCall(function, handler is not None, 0, 0, None, None, first, unnamed, False))
             raise
         count = self._book.packs - first
         names = _names(out, self._packed[first:]) if count else ()
@@ -150,38 +149,38 @@ class Recording:
         handled, graded = handler is not None, _is_graded(out, args)
         if graded:
             self.graph.add(out)
-        # Not at a call such as ``x.shape``, or all of these would be part of the course.
+        # Not at a call such as ``x.shape``, or all of these would be part of the trace.
         begins = graded is True and self._book.finds_reentrant(args) | self._book.finds_checkpoint()
-        self.calls.append(Saved(function, handled, size, nbytes, graded, convolution, first, names, begins))
+        self.calls.append(RecordedCall(function, handled, size, nbytes, graded, convolution, first, names, begins))
         return out
 
 
-class Calls(Notes):
-    """The function override of one region: it records the calls of a step, follows a course, or only takes notes.
+class TraceMode(FunctionMode):
+    """The function override of one region: it records the calls of a step, follows a trace, or only takes notes.
 
     One class for all three: what dynamo has compiled of a model holds for modes of one class.
     """
 
-    book: Book
+    book: TracedRegion
 
-    def __init__(self, book: Book, course: Course | None = None, recording: Recording | None = None) -> None:
+    def __init__(self, book: TracedRegion, trace: Trace | None = None, recording: TraceRecorder | None = None) -> None:
         super().__init__(book)
         self._recording = recording
-        self._course = course
-        self._passes = course.passes if course is not None else frozenset()
+        self._trace = trace
+        self._passes = trace.passes if trace is not None else frozenset()
         self._hooks = book.hooks
-        self._rest = iter(course.calls if course is not None else ())
+        self._rest = iter(trace.calls if trace is not None else ())
         self._expected = self._suspended = next(self._rest, _END)
         self._mark = object()
-        self.is_on_course = course is not None  # and the step has been like the recorded one so far
+        self.is_on_trace = trace is not None  # and the step has been like the recorded one so far
 
-    def leave_course(self) -> None:
+    def leave_trace(self) -> None:
         """The step is another one: from now on hooks are set around every call that may save."""
-        self.is_on_course, self.book.catches = False, True
+        self.is_on_trace, self.book.catches = False, True
         self._expected = _END
 
     def suspend(self) -> None:
-        """Let no call lead on along the course, nor off it."""
+        """Let no call lead on along the trace, nor off it."""
         self._suspended, self._expected = self._expected, _END
 
     def resume(self) -> None:
@@ -229,7 +228,7 @@ class Calls(Notes):
         return out
 
     def _other(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call that is not the next one of a course."""
+        """A call that is not the next one of a trace."""
         if self.book.packing or is_compiling():  # the region has ended, or exports a part of the model
             return func(*args, **kwargs)
         book = self.book
@@ -244,8 +243,8 @@ class Calls(Notes):
         if is_grad_enabled():  # nothing is saved otherwise
             if book.runs_again:
                 return self._again(func, handler, args, kwargs)
-            if self._course is not None:
-                return self._pass(self._course, func, handler, args, kwargs)
+            if self._trace is not None:
+                return self._pass(self._trace, func, handler, args, kwargs)
             if self._recording is not None:
                 return self._recording.call(self, func, handler, args, kwargs)
             book.finds_reentrant(args)
@@ -273,16 +272,16 @@ class Calls(Notes):
         return out
 
     def _pass(
-        self, course: Course, func: Any, handler: Handler | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, trace: Trace, func: Any, handler: Handler | None, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """A call that is no part of the course, unless it leads off it."""
-        saves = course.saves.get(func)
+        """A call that is no part of the trace, unless it leads off it."""
+        saves = trace.saves.get(func)
         if saves is False:
             out = func(*args, **kwargs) if handler is None else handler(self, func, args, kwargs)
-            if func in course.quiet and self.is_on_course and _is_graded(out, args):
+            if func in trace.quiet and self.is_on_trace and _is_graded(out, args):
                 self.book.differ(f"{_name(func)} takes part in backward, which it did not before")
             return out
-        if saves and self.is_on_course:
+        if saves and self.is_on_trace:
             self.book.differ(f"{_name(func)} was called where {_name(self._expected.function)} was before")
         return self._look(func, handler, args, kwargs)
 
@@ -307,7 +306,7 @@ class Calls(Notes):
             self.book.differ(f"{_name(call.function)} takes part in backward, which it did not before")
 
     def _look(self, func: Any, handler: Handler | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call that was not recorded: it leads off the course if it saves anything."""
+        """A call that was not recorded: it leads off the trace if it saves anything."""
         book = self.book
         before, hooked = book.packs, self._hooks.set(ALL)
         try:
@@ -316,7 +315,7 @@ class Calls(Notes):
             if hooked:
                 self._hooks.take_back()
         begins = not hooked and _is_graded(out, args) is True and book.finds_checkpoint()
-        if self.is_on_course and (begins or book.packs != before):
+        if self.is_on_trace and (begins or book.packs != before):
             what = "is the first inside a checkpoint" if begins else "was called"
             book.differ(f"{_name(func)} {what}, which the recorded step did not do")
         return out

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from leangrad import _torch
-from leangrad.ledger.observe.function_mode import Notes
-from leangrad.ledger.origins.graph_walk import Operand
+from leangrad.ledger.observe.function_mode import FunctionMode
+from leangrad.ledger.origins.graph_walk import UnsavedInput
 from leangrad.ledger.values.node_metadata import NOTE
-from leangrad.ledger.values.slot import Slot, claims
+from leangrad.ledger.values.pending_save import PendingSave, claims
 
-Handler = Callable[[Notes, Any, tuple[Any, ...], dict[str, Any]], Any]
+Handler = Callable[[FunctionMode, Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
 def leave_note(out: Any, names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -53,9 +53,9 @@ def note_one(note: dict[str, Any], name: str, a: Any) -> None:
     """Enter one constant."""
     if isinstance(a, Tensor):
         if name != "_" and not a.requires_grad:
-            note[name] = Operand(a)
+            note[name] = UnsavedInput(a)
     elif isinstance(a, list | tuple) and any(isinstance(t, Tensor) for t in a):
-        note[name] = {i: Operand(t) for i, t in enumerate(a) if not t.requires_grad}
+        note[name] = {i: UnsavedInput(t) for i, t in enumerate(a) if not t.requires_grad}
     else:
         note[name] = a
 
@@ -84,12 +84,12 @@ def deferring(handler: Handler | None = None, *, inplace: bool = False) -> Handl
     inplace: the function changes its first argument. One that is a view is left alone: its node is that of its base.
     """
 
-    def run(notes: Notes, func: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(notes: FunctionMode, func: Any, *args: Any, **kwargs: Any) -> Any:
         book = notes.book
         if book.slots is not None or (inplace and args and args[0]._is_view()):
             return func(*args, **kwargs)
         first = _torch.next_sequence_nr()
-        slots: list[Slot] = []
+        slots: list[PendingSave] = []
         book.slots = slots
         try:
             out = func(*args, **kwargs)
@@ -103,7 +103,7 @@ def deferring(handler: Handler | None = None, *, inplace: bool = False) -> Handl
             book.resolve(slots, claims(out, first))
         return out
 
-    def handle(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def handle(notes: FunctionMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if handler is None:
             return run(notes, func, *args, **kwargs)
         return handler(notes, partial(run, notes, func), args, kwargs)

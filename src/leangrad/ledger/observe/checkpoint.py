@@ -7,7 +7,7 @@ The peak of such a step most often lies there, in the segment that has just been
 [Note: a region in a segment that is run again]
 The function runs inside a region of its own. Around each call the region sets hooks of its own, inside the
 checkpoint's. What they are handed they decide on as always, and hand on to the checkpoint's hook, so that all counting,
-stopping and comparing stays torch's: the tensor itself where it is kept, a ``Token`` where it is rebuilt.
+stopping and comparing stays torch's: the tensor itself where it is kept, a ``Placeholder`` where it is rebuilt.
 
 Who opens that region? Where a checkpoint runs inside an open region, the region sees the checkpoint's hooks in force
 and puts a ``Recomputation`` around the checkpoint's function. Where a lean module runs inside a checkpoint, the module
@@ -31,34 +31,34 @@ from leangrad import _torch
 from leangrad.ledger.observe.active_region import opened, regions_are_forbidden
 from leangrad.ledger.values.cast import Packed
 from leangrad.ledger.values.node_metadata import MADE, OPAQUE
+from leangrad.ledger.values.pending_save import PendingSave
 from leangrad.ledger.values.saved import Bare
-from leangrad.ledger.values.saved_view import Seen
-from leangrad.ledger.values.slot import Slot
+from leangrad.ledger.values.saved_view import SavedView
 from leangrad.ledger.values.value import Value
 
-Read = Callable[[Packed | Slot], Any]
+Read = Callable[[Packed | PendingSave], Any]
 
 
-class Token(Tensor):
+class Placeholder(Tensor):
     """Stands for a tensor that is rebuilt, in the place where a checkpoint stores what it computed again.
 
     It has the tensor's shape, dtype and device and no memory. Whoever computes with it, or detaches it as autograd does
     with all that a hook hands it, gets the tensor.
     """
 
-    _packed: Packed | Slot
+    _packed: Packed | PendingSave
     _read: Read | None
 
     @staticmethod
-    def __new__(cls, tensor: Tensor, packed: Packed | Slot, read: Read | None) -> Token:
+    def __new__(cls, tensor: Tensor, packed: Packed | PendingSave, read: Read | None) -> Placeholder:
         """``tensor``: the one that is rebuilt from ``packed``; ``read``: who wants to know when it is asked for."""
-        self: Token = _torch.tensor_without_memory(cls, tensor)
+        self: Placeholder = _torch.tensor_without_memory(cls, tensor)
         self._packed, self._read = packed, read
         return self
 
     __torch_function__ = _torch.no_override
 
-    def detach(self) -> Token:
+    def detach(self) -> Placeholder:
         """Itself: it needs no gradient. This is what a checkpoint does before it stores a tensor."""
         return self
 
@@ -79,16 +79,16 @@ class Token(Tensor):
 
 
 def _read_all(args: Any) -> Any:
-    if isinstance(args, Token):
+    if isinstance(args, Placeholder):
         return args.rebuilt()
     return type(args)(_read_all(a) for a in args) if type(args) in (tuple, list) else args
 
 
-def is_settled(packed: Packed | Slot) -> bool:
+def is_settled(packed: Packed | PendingSave) -> bool:
     """Whether a saved tensor is kept for good; a kept value may yet get a recipe, if it waits or is an op's noise."""
     if type(packed) is Bare:
         return True
-    value = packed.owner if type(packed) is Seen else packed
+    value = packed.owner if type(packed) is SavedView else packed
     return type(value) is Value and value.tensor is not None and not value.blocked and value.op != "input"
 
 
@@ -123,14 +123,14 @@ def _node_of(tensor: Tensor) -> Any:
     return tensor.grad_fn if base is None else base.grad_fn
 
 
-class Opener(Protocol):
+class SegmentLedger(Protocol):
     """What opens the region of a segment: the segment's ledger."""
 
     def region_inside(self, module: nn.Module | None) -> Any:
         """A region under the hooks of the checkpoint that runs its function again; None where there can be none."""
 
 
-class Around(Protocol):
+class OuterLedger(Protocol):
     """The ledger of the region in which a checkpoint began."""
 
     def runs_again(self, segment: Any) -> None:
@@ -141,7 +141,11 @@ class Recomputation:
     """The function of a checkpoint, which runs inside a region when backward runs it again."""
 
     def __init__(
-        self, function: Callable[..., Any], around: Around, ledger: Opener, module: weakref.ref[nn.Module] | None
+        self,
+        function: Callable[..., Any],
+        around: OuterLedger,
+        ledger: SegmentLedger,
+        module: weakref.ref[nn.Module] | None,
     ) -> None:
         """``ledger``: that of the segment; ``module``: whose region it began in."""
         self._function, self._around, self._ledger, self._module = function, around, ledger, module

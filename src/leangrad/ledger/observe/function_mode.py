@@ -9,12 +9,12 @@ from typing import Any, Protocol
 from torch.overrides import TorchFunctionMode
 
 from leangrad.ledger.values.cast import Anchor
-from leangrad.ledger.values.slot import Claim, Slot
-from leangrad.ledger.values.upstream_anchors import Products
+from leangrad.ledger.values.pending_save import PendingSave, ShapeOnlyReader
+from leangrad.ledger.values.upstream_anchors import RecentProducts
 from leangrad.ledger.values.value import Value
 
 
-class Book(Protocol):
+class ObservedRegion(Protocol):
     """What the notes ask of their region."""
 
     min_bytes: int
@@ -28,19 +28,19 @@ class Book(Protocol):
     watched_memory: dict[int, list[weakref.ref[Anchor]]]
     anchors: list[weakref.ref[Value]]  # those that plain has kept too
     rewritten: dict[int, int]  # memory that was changed unseen, and the number of the first node after that
-    products: Products
-    slots: list[Slot] | None  # of the tensors saved in the call that runs, if they are decided when it has ended
+    products: RecentProducts
+    slots: list[PendingSave] | None  # of the tensors saved in the call that runs, if they are decided when it has ended
 
-    def resolve(self, slots: Sequence[Slot], claimed: Mapping[int, Claim]) -> None:
+    def resolve(self, slots: Sequence[PendingSave], claimed: Mapping[int, ShapeOnlyReader]) -> None:
         """Decide what becomes of the tensors that a call has saved."""
 
     def settle(self, node: Any, nr: int, name: str) -> None:
         """Give the recipe of output ``nr`` of ``node`` to the value that was kept as its saved ``name``."""
 
 
-class Notes(TorchFunctionMode):
+class FunctionMode(TorchFunctionMode):
     """The function override of one region, as handlers see it; ``trace.py`` runs the calls."""
 
-    def __init__(self, book: Book) -> None:
+    def __init__(self, book: ObservedRegion) -> None:
         super().__init__()
         self.book = book

@@ -23,10 +23,10 @@ from torch import Tensor, is_grad_enabled
 
 from leangrad import _torch
 from leangrad.ledger.observe.call_args import PLAIN, Handler, argument, deferring, leave_note, note_one
-from leangrad.ledger.observe.function_mode import Notes
+from leangrad.ledger.observe.function_mode import FunctionMode
 from leangrad.ledger.observe.mutation import after_change, aliased, before_change, leaked, mutating, swapped, write_out
 from leangrad.ledger.observe.random_ops import dropout, dropout_inside
-from leangrad.ledger.origins.graph_walk import Operand
+from leangrad.ledger.origins.graph_walk import UnsavedInput
 from leangrad.ledger.origins.rule_builder import origin_of
 from leangrad.ledger.values.node_metadata import NOTE, OPAQUE
 from leangrad.ledger.values.value import Value
@@ -52,7 +52,7 @@ def handler_of(func: Any, kwargs: dict[str, Any]) -> Handler | None:
 def _noted(names: str) -> Handler:
     names_ = tuple(names.split())
 
-    def handler(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def handler(notes: FunctionMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = func(*args, **kwargs)
         if len(args) == 2 and not kwargs:
             a, b = args
@@ -68,7 +68,7 @@ def _constants(**places: tuple[int, Any]) -> Handler:
     """A function whose node forgets constants: where each stands among the arguments, and its default."""
     wanted = tuple((name, place, default) for name, (place, default) in places.items())
 
-    def handler(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def handler(notes: FunctionMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = func(*args, **kwargs)
         if not args or out is not args[0]:  # ``x.contiguous()`` may be x itself, and its node another op's
             node: Any = out.grad_fn if isinstance(out, Tensor) else None
@@ -85,14 +85,14 @@ def _constants(**places: tuple[int, Any]) -> Handler:
     return handler
 
 
-def _copied(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _copied(notes: FunctionMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     out = func(*args, **kwargs)
     if kwargs.get("memory_format") is not None and out is not args[0] and out.grad_fn is not None:
         out.grad_fn.metadata[OPAQUE] = True
     return out
 
 
-def _group_norm(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _group_norm(notes: FunctionMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     out = func(*args, **kwargs)
     leave_note(out, ("input", "num_groups", "weight", "bias", "eps"), args, kwargs)
     x = args[0] if args else kwargs["input"]
@@ -110,7 +110,7 @@ def _batch_norm(read: Callable[..., tuple[Any, ...]]) -> Handler:
     read: gives back, of the arguments of a call, its running mean and variance, weight, bias and whether it trains.
     """
 
-    def handler(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def handler(notes: FunctionMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         mean, var, weight, bias, trains = read(*args, **kwargs)
         changes = trains and mean is not None
         if changes:
@@ -120,7 +120,7 @@ def _batch_norm(read: Callable[..., tuple[Any, ...]]) -> Handler:
         if not (trains and weight is not None and weight.requires_grad and bias is not None and bias.requires_grad):
             leave_note(out, (), (), {"weight": weight, "bias": bias})  # the node has no edge for one of them
         if changes:
-            if not Operand.noted.isdisjoint((id(mean), id(var))):
+            if not UnsavedInput.noted.isdisjoint((id(mean), id(var))):
                 notes.book.fence = _torch.next_sequence_nr()
         elif mean is not None and out.grad_fn is not None and out.nbytes >= notes.book.min_bytes:
             for name, statistic in (("fixed_mean", mean), ("fixed_var", var)):
@@ -159,7 +159,7 @@ def _copy_of(tensor: Any) -> Value:
     return value
 
 
-def _embedding(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _embedding(notes: FunctionMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if argument(func, args, kwargs, "max_norm") is None:
         return func(*args, **kwargs)
     weight = argument(func, args, kwargs, "weight")  # it is changed in place, and the next look-up may change it again
@@ -174,7 +174,7 @@ def _embedding(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str,
 def _second_output(name: str) -> Handler:
     """A function whose node keeps a second output that has a rule too."""
 
-    def handler(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def handler(notes: FunctionMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = func(*args, **kwargs)
         if out.grad_fn is not None:
             notes.book.settle(out.grad_fn, 1, name)
@@ -183,11 +183,11 @@ def _second_output(name: str) -> Handler:
     return handler
 
 
-def _instance_norm(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _instance_norm(notes: FunctionMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     statistics = [argument(func, args, kwargs, name) for name in ("running_mean", "running_var")]
     before_change(notes, statistics)
     out = func(*args, **kwargs)
-    if not Operand.noted.isdisjoint(map(id, statistics)):
+    if not UnsavedInput.noted.isdisjoint(map(id, statistics)):
         notes.book.fence = _torch.next_sequence_nr()
     node = out.grad_fn
     if node is not None and type(node).__name__ == "ViewBackward0":
@@ -197,7 +197,7 @@ def _instance_norm(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[
     return out
 
 
-def _pooled(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _pooled(notes: FunctionMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     out = func(*args, **kwargs)
     pooled = out[0] if type(out) is tuple else out
     node = pooled.grad_fn
@@ -211,14 +211,14 @@ def _pooled(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
 # -------------------------------------------------------------------------------------------------------------- sources
 
 
-def _source(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _source(notes: FunctionMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     out = func(*args, **kwargs)
     if notes.book.catches:
         _hold(notes, out)
     return out
 
 
-def _own_source(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _own_source(notes: FunctionMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A product that is an autograd Function of ours; one that ends in an activation keeps what that was made from."""
     out = func(*args, **kwargs)
     if notes.book.catches and type(out) is Tensor and out.grad_fn is not None and origin_of(out.grad_fn, 0) is None:
@@ -226,7 +226,7 @@ def _own_source(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str
     return out
 
 
-def _hold(notes: Notes, out: Any) -> None:
+def _hold(notes: FunctionMode, out: Any) -> None:
     book = notes.book
     if type(out) is Tensor and out.nbytes >= book.min_bytes:
         made = out._base if out._is_view() else out

@@ -10,7 +10,7 @@ from torch import Tensor
 from leangrad import _torch
 from leangrad._torch import graph_task, saved_tensor_hooks_active
 from leangrad.ledger.values.cast import Packed
-from leangrad.ledger.values.slot import Slot
+from leangrad.ledger.values.pending_save import PendingSave
 
 TAKEN_BACK = -1
 
@@ -18,7 +18,7 @@ TAKEN_BACK = -1
 class Hooks:
     """The saved-tensor hooks of one region: set for all of it, or call by call up to a known saved tensor."""
 
-    def __init__(self, pack: Callable[[Tensor], Packed | Slot], unpack: Callable[[Any], Tensor]) -> None:
+    def __init__(self, pack: Callable[[Tensor], Packed | PendingSave], unpack: Callable[[Any], Tensor]) -> None:
         # Set them until they are taken back; whatever was set inside has been taken back by then by whoever set it.
         self.set_all, self.take_back_all = _torch.saved_tensor_hooks(pack, unpack)
         self.last = TAKEN_BACK  # the saved tensor after which they are taken back

@@ -18,13 +18,13 @@ from torch import Tensor, is_grad_enabled
 from leangrad import _torch
 from leangrad.ledger.observe.active_region import open_region
 from leangrad.ledger.observe.call_args import Handler, argument, constants_of, leave_note
-from leangrad.ledger.observe.function_mode import Book, Notes
+from leangrad.ledger.observe.function_mode import FunctionMode, ObservedRegion
 from leangrad.ledger.values.cast import Anchor
 from leangrad.ledger.values.node_metadata import NOTE, OPAQUE, VALUES
 from leangrad.ledger.values.value import Value
 
 
-def before_change(notes: Notes, target: Any) -> None:
+def before_change(notes: FunctionMode, target: Any) -> None:
     """Anchors that plain PyTorch would not have kept move to memory of their own before it changes.
 
     So do all others where autograd will not record the change, if the memory has other names than ``target``.
@@ -86,7 +86,7 @@ def _copy_strided(tensor: Tensor) -> Tensor:
     return tensor.as_strided((span,), (1,)).clone().as_strided(tensor.shape, tensor.stride()) if copy.numel() else copy
 
 
-def _watch_all(book: Book) -> None:
+def _watch_all(book: ObservedRegion) -> None:
     """Watch the memory of whatever recipes read: no version tells of a change through an alias."""
     watched = book.watched_memory
     refs: list[Any] = [*book.anchors]
@@ -100,7 +100,7 @@ def _watch_all(book: Book) -> None:
             watched.setdefault(_memory_of(value.tensor), []).append(ref)
 
 
-def after_change(notes: Notes, target: Any) -> None:
+def after_change(notes: FunctionMode, target: Any) -> None:
     """``target`` was changed in place and autograd did not record it: what was made so far may not be what it was."""
     if isinstance(target, list | tuple):
         for t in target:
@@ -149,7 +149,7 @@ def _memory_of(tensor: Any) -> int:
     return tensor.untyped_storage().data_ptr() if strided else 0
 
 
-def swapped(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def swapped(notes: FunctionMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``x.data = y``: other memory, and no new version."""
     before_change(notes, args[0])
     node = _node_of(args[0])
@@ -160,7 +160,7 @@ def swapped(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
     return result
 
 
-def aliased(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def aliased(notes: FunctionMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``w.data`` and ``w.detach()``: from now on a change may come from elsewhere, so the memory is watched itself."""
     anchors = notes.book.watched_parameters.pop(id(args[0]), None) if args else None
     if anchors is not None:
@@ -168,7 +168,7 @@ def aliased(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
     return func(*args, **kwargs)
 
 
-def leaked(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def leaked(notes: FunctionMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The bare memory of a tensor leaves torch: it may be written at any time, and nobody will tell."""
     if args and isinstance(args[0], Tensor) and not _is_private(args[0]):
         before_change(notes, args[0])
@@ -189,7 +189,7 @@ def mutating(names: str = "", choose: str | None = None) -> Handler:
     """
     names_ = tuple(names.split())
 
-    def handler(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def handler(notes: FunctionMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if choose is not None and not argument(func, args, kwargs, choose):
             out = func(*args, **kwargs)
             if names_:
@@ -227,7 +227,7 @@ def _needs_gradient(args: Iterable[Any]) -> bool:
     return False
 
 
-def write_out(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def write_out(notes: FunctionMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A function with ``out=``: autograd records none of these."""
     before_change(notes, kwargs["out"])
     result = func(*args, **kwargs)

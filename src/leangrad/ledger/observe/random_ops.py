@@ -17,13 +17,13 @@ from torch import Tensor, is_grad_enabled
 from leangrad import _torch
 from leangrad.ledger.observe import rng
 from leangrad.ledger.observe.call_args import Handler, argument
-from leangrad.ledger.observe.function_mode import Notes
+from leangrad.ledger.observe.function_mode import FunctionMode
 from leangrad.ledger.observe.mutation import after_change, before_change
 from leangrad.ledger.values.node_metadata import NOTE
 from leangrad.ledger.values.value import Value
 
 
-class Draw:
+class DropoutMask:
     """The random factor of a dropout that is written out in ATen: it is drawn again from the state before the op.
 
     ATen multiplies by ``empty_like(x).bernoulli_(1 - p).div_(1 - p)``; alpha dropout by ``bernoulli_(1 - p).mul_(a)``
@@ -69,7 +69,7 @@ def _inverse(number: float, dtype: torch.dtype) -> float:
 ALPHA = 1.7580993408473766  # of self-normalizing networks; ATen's own constant
 
 
-def dropout(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def dropout(notes: FunctionMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Dropout and alpha dropout: note the state before it, and let go of what was drawn."""
     if len(args) == 1 and len(kwargs) == 3:  # as torch shows it to an override
         x, p, training, inplace = args[0], kwargs["p"], kwargs["training"], kwargs["inplace"]
@@ -101,12 +101,12 @@ def dropout(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
     elif kind == "MulBackward0":
         noise = _noise(notes, node)
         if noise is not None:
-            _redraw(noise, Draw(noise.tensor, p, state, after).factor)  # type: ignore[arg-type]
+            _redraw(noise, DropoutMask(noise.tensor, p, state, after).factor)  # type: ignore[arg-type]
     elif kind == "AddBackward0":
         before = node.next_functions[0][0]
         noise = _noise(notes, before, smallest=0) if type(before).__name__ == "MulBackward0" else None
         if noise is not None:
-            draw = Draw(noise.tensor, p, state, after)  # type: ignore[arg-type]
+            draw = DropoutMask(noise.tensor, p, state, after)  # type: ignore[arg-type]
             if noise.nbytes >= notes.book.min_bytes:
                 _redraw(noise, draw.alpha_factor)
             shift = Value("dropout")
@@ -117,7 +117,7 @@ def dropout(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def _note_native_dropout(
-    notes: Notes, node: Any, device: torch.device, p: float, state: rng.State, after: rng.Mark | None
+    notes: FunctionMode, node: Any, device: torch.device, p: float, state: rng.State, after: rng.Mark | None
 ) -> None:
     def redraw(t: Tensor) -> tuple[Tensor, Tensor]:
         return rng.run_again(state, after, device, lambda: torch.native_dropout(t, p, True))
@@ -136,7 +136,7 @@ def dropout_inside(name: str, place: int, inner: Handler) -> Handler:
     name, place: of the argument that is the probability of dropout.
     """
 
-    def handler(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def handler(notes: FunctionMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         p = kwargs[name] if name in kwargs else args[place] if place < len(args) else 0.0
         if not 0 < p < 1 or not is_grad_enabled():
             return inner(notes, func, args, kwargs)
@@ -151,7 +151,7 @@ def dropout_inside(name: str, place: int, inner: Handler) -> Handler:
         node = (out[0] if type(out) is tuple else out).grad_fn
         noise = _find_noise(notes, node)
         if noise is not None and state is not None and noise.tensor is not None:
-            draw = Draw(noise.tensor, p, state, after)
+            draw = DropoutMask(noise.tensor, p, state, after)
             # ATen decides how often and when it draws, by the shapes and the device alone; the proof is the drawing.
             form = (func, draw.shape, draw.stride, draw.dtype, p)
             proven = _PROVEN.get(form)
@@ -167,7 +167,7 @@ def dropout_inside(name: str, place: int, inner: Handler) -> Handler:
     return handler
 
 
-def _find_noise(notes: Notes, node: Any) -> Value | None:
+def _find_noise(notes: FunctionMode, node: Any) -> Value | None:
     """The factor of the dropout on the way from the output of an attention back to its scores."""
     for _ in range(16):
         if node is None:
@@ -178,7 +178,7 @@ def _find_noise(notes: Notes, node: Any) -> Value | None:
     return None
 
 
-def _noise(notes: Notes, node: Any, smallest: int | None = None) -> Value | None:
+def _noise(notes: FunctionMode, node: Any, smallest: int | None = None) -> Value | None:
     """The value that was kept for the random factor of a product."""
     noise = _torch.packed(node._raw_saved_other)
     if type(noise) is not Value or noise.tensor is None or noise.op != "input":

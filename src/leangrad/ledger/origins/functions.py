@@ -35,7 +35,7 @@ class NoRecipeError(Exception):
     """This tensor cannot be rebuilt; the argument says why."""
 
 
-class Known:
+class FunctionRule:
     """How the first output of one Function is made again."""
 
     __slots__ = ("_applies", "_name", "_replay")
@@ -72,7 +72,7 @@ class _HandedOn:
         return walk.input(*node.next_functions[nr])
 
 
-FUNCTIONS: dict[type, Known | _HandedOn] = {}  # by the class of the node
+FUNCTIONS: dict[type, FunctionRule | _HandedOn] = {}  # by the class of the node
 if HOOK_NODE is not None:
     FUNCTIONS[HOOK_NODE] = _HandedOn()
 
@@ -89,4 +89,4 @@ def know(
     """
     kind = node_class(function)
     if kind is not None:
-        FUNCTIONS[kind] = Known(kind.__name__, replay, applies)
+        FUNCTIONS[kind] = FunctionRule(kind.__name__, replay, applies)

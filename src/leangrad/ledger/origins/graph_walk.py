@@ -22,9 +22,9 @@ from leangrad.ledger.origins.rule_builder import ONLY, origin_of
 from leangrad.ledger.values.cast import Anchor, Cast
 from leangrad.ledger.values.node_metadata import LIVE, NOTE, VALUES, AccumulateGrad, Node
 from leangrad.ledger.values.pending_inputs import wait
+from leangrad.ledger.values.pending_save import packed_in
 from leangrad.ledger.values.saved import Bare
-from leangrad.ledger.values.saved_view import Seen
-from leangrad.ledger.values.slot import packed_in
+from leangrad.ledger.values.saved_view import SavedView
 from leangrad.ledger.values.value import Value, is_there, leaf_value
 
 NOTHING: dict[str, Any] = {}
@@ -32,7 +32,7 @@ COPIED_BYTES = 64 * 1024  # operands up to this size are copied
 MAX_WALK = 64  # nodes between a tensor and its anchors; beyond that the tensor is kept
 
 
-class Operand:
+class UnsavedInput:
     """A tensor that an op read and its node forgot, because it needs no gradient.
 
     A small one is copied at once: buffers change below every version counter, by batch norm and by collectives.
@@ -59,7 +59,7 @@ class Operand:
         return value
 
 
-class Book(Protocol):
+class WalkRegion(Protocol):
     """What a walk asks of its region."""
 
     sizes: bool  # whether new values are told their bytes, for the plan
@@ -84,7 +84,7 @@ class Walk:
 
     __slots__ = ("_book", "_leaves", "early", "operand_bytes", "sizes", "steps")
 
-    def __init__(self, book: Book) -> None:
+    def __init__(self, book: WalkRegion) -> None:
         self._book = book
         self._leaves: dict[int, Value] = {}  # by id; a value holds its parameter, so the id stays that one's
         self.steps = self.operand_bytes = 0
@@ -112,7 +112,7 @@ class Walk:
         if metadata:
             known = metadata.get(VALUES[nr])
             if known is not None and (value := known()) is not None:
-                if type(value) is Seen:
+                if type(value) is SavedView:
                     found = self._seen(value, node, nr)
                     if found is not None:
                         return found
@@ -148,7 +148,7 @@ class Walk:
         if self.steps > MAX_WALK:
             raise NoRecipeError(f"more than {MAX_WALK} ops lie between it and the nearest kept tensors")
 
-    def _seen(self, seen: Seen, node: Node, nr: int) -> Value | None:
+    def _seen(self, seen: SavedView, node: Node, nr: int) -> Value | None:
         """A view that was saved, as a value: recipes read it."""
         if node._sequence_nr() < self._book.fence:
             return None
@@ -193,7 +193,7 @@ class Walk:
     def _noted(self, constant: Any, name: str) -> Any:
         if constant is NOTE:
             raise NoRecipeError(f"an input of {name} was not seen")
-        if type(constant) is not Operand:
+        if type(constant) is not UnsavedInput:
             return constant
         value = constant.value()
         self.operand_bytes += value.nbytes
@@ -209,7 +209,7 @@ class Walk:
         found = packed_in(raw)
         if type(found) is Value or found is None:
             return found
-        if type(found) is Cast or type(found) is Seen:
+        if type(found) is Cast or type(found) is SavedView:
             return found.value()
         if type(found) is not Bare:
             raise NoRecipeError(f"{name} is held by other saved-tensor hooks")

@@ -24,7 +24,7 @@ LISTED = ("*",)
 HALF = 1 << 63
 
 
-class Form:
+class NodeRule:
     """A rule for the nodes of one type: when it serves, and the function that it is."""
 
     __slots__ = ("origin", "output", "when")
@@ -35,7 +35,7 @@ class Form:
         self.origin = _build(rule, node)
 
 
-_FORMS: dict[type, tuple[Form, ...]] = {}
+_FORMS: dict[type, tuple[NodeRule, ...]] = {}
 ONLY: dict[type, Origin] = {}  # of output 0, for the types that have one form for that, always
 
 
@@ -49,7 +49,7 @@ def origin_of(node: Node, nr: int) -> Origin | None:
         known = FUNCTIONS.get(kind)
         if known is not None:
             return known if known.applies(node, nr) else None
-        forms = _FORMS[kind] = tuple([Form(rule, node) for rule in RULES.get(kind.__name__, ())])
+        forms = _FORMS[kind] = tuple([NodeRule(rule, node) for rule in RULES.get(kind.__name__, ())])
         if len(forms) == 1 and forms[0].when is None and not forms[0].output:
             ONLY[kind] = forms[0].origin
     for form in forms:

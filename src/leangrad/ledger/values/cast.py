@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from leangrad.ledger.values.saved import Bare, Saved
-from leangrad.ledger.values.saved_view import Seen, see, sight_of
+from leangrad.ledger.values.saved import Bare, PackedTensor
+from leangrad.ledger.values.saved_view import SavedView, see, sight_of
 from leangrad.ledger.values.shape_only import ShapeOnly
 from leangrad.ledger.values.value import Value, leaf_value
 
@@ -18,7 +18,7 @@ NODE = "ToCopyBackward0"
 cast = Tensor.type  # ``parameter.to(dtype)`` in the form that torch parses in half the time
 
 
-class Cast(Saved):
+class Cast(PackedTensor):
     """``parameter.to(dtype)``, or a view of it, made anew whenever it is read."""
 
     __slots__ = ("__weakref__", "dtype", "sight", "tensor", "version")
@@ -47,4 +47,4 @@ class Cast(Saved):
 
 
 Anchor = Value | Cast  # what holds a tensor that recipes read
-Packed = Value | Bare | Cast | Seen | ShapeOnly  # what becomes of a saved tensor
+Packed = Value | Bare | Cast | SavedView | ShapeOnly  # what becomes of a saved tensor

@@ -18,7 +18,7 @@ AUTOCAST_DEVICES = ("cuda", "cpu") if torch.backends.cuda.is_built() else ("cpu"
 unpack: Callable[[Any], Tensor] = methodcaller("unpack")  # the hook: autograd wants its tensor back
 
 
-class Saved:
+class PackedTensor:
     """A tensor that has to be read: rebuilt, or looked into before it is handed out."""
 
     __slots__ = ()

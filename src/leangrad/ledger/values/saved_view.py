@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, as_strided
 
-from leangrad.ledger.values.saved import Saved
+from leangrad.ledger.values.saved import PackedTensor
 from leangrad.ledger.values.value import Value
 
 Sight = tuple[torch.Size, tuple[int, ...], int]  # shape, strides, and how far from where the other begins
@@ -23,7 +23,7 @@ def see(base: Tensor, shape: torch.Size, stride: tuple[int, ...], offset: int) -
     return as_strided(base, shape, stride)  # from where the other begins, and a third cheaper
 
 
-class Seen(Saved):
+class SavedView(PackedTensor):
     """A view of a tensor that is kept or rebuilt."""
 
     __slots__ = ("__weakref__", "nbytes", "owner", "sight")

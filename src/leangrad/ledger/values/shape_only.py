@@ -12,7 +12,7 @@ LAYOUT   Backward reads strides too, mostly as the memory format of the gradient
          ``self.suggest_memory_format()``. The stand-in is uninitialised, of the same sizes and strides, and lives for
          the one node. A tensor that another reader keeps anyway is handed out itself: a stand-in would only add to it.
 INDEXED  As LAYOUT, for a max pooling that saves its indices as well. Where the indices are rebuilt their recipe needs
-         the input, so the input itself is handed out. ``Choice.is_shape_only`` decides.
+         the input, so the input itself is handed out. ``Decider.is_shape_only`` decides.
 
 Formulas for the second derivative read no more of these tensors: they ask for ``zeros_like(self)``, for which autograd
 saves sizes and dtype by itself, and for the indices.

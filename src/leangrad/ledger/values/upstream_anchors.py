@@ -21,15 +21,15 @@ from leangrad.ledger.values.value import Value
 RECENT = 4  # how many are held: query, key, value and one more
 
 
-class Book(Protocol):
+class ProductsRegion(Protocol):
     """What products ask of their region."""
 
     call: int  # the number of the call that runs, while a step is recorded
-    catches: int  # along a course, the bytes that the product had in the recorded step
+    catches: int  # along a trace, the bytes that the product had in the recorded step
     changing: Any  # the tensor that a function is changing in place right now
 
     @property
-    def is_on_course(self) -> bool:
+    def is_on_trace(self) -> bool:
         """Whether the step has been like the recorded one so far."""
 
     @property
@@ -40,10 +40,10 @@ class Book(Protocol):
         """A recipe reads this tensor of the caller's: it must not change under the recipe."""
 
 
-class Products:
+class RecentProducts:
     """The last products of a region."""
 
-    def __init__(self, book: Book, caught: set[int] | None) -> None:
+    def __init__(self, book: ProductsRegion, caught: set[int] | None) -> None:
         """``caught``: where a step that is recorded notes the calls of which a product was kept."""
         self._book, self._caught = book, caught
         self._recent: deque[Tensor | Value] = deque(maxlen=RECENT)
@@ -51,7 +51,7 @@ class Products:
     def hold(self, made: Tensor) -> None:
         """Hold ``made``, which a product has just given.
 
-        Along a course it is known that a recipe will want it, so it is kept at once, and none has to wait for it. If
+        Along a trace it is known that a recipe will want it, so it is kept at once, and none has to wait for it. If
         none does after all, it is let go with the next few products.
         """
         book = self._book
@@ -59,7 +59,7 @@ class Products:
             return
         node: Any = made.grad_fn
         held: Tensor | Value
-        if book.is_on_course:
+        if book.is_on_trace:
             held = Value(type(node).__name__)
             held.keep(made)
             held.growth = held.nbytes / book.catches

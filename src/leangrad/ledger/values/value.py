@@ -20,14 +20,14 @@ from leangrad import _torch
 from leangrad._torch import graph_task
 from leangrad.errors import ChangedError, LeangradError
 from leangrad.ledger.values.inplace_variants import IN_PLACE, overwrite
-from leangrad.ledger.values.memos import remember
-from leangrad.ledger.values.saved import Saved, changed
+from leangrad.ledger.values.rebuilt_cache import remember
+from leangrad.ledger.values.saved import PackedTensor, changed
 
 Layout = tuple[torch.Size, tuple[int, ...]]
 UNKNOWN = -1  # a stream that has not been asked for
 
 
-class Value(Saved):
+class Value(PackedTensor):
     """One tensor that backward may ask for.
 
     kept       ``tensor`` is set: an anchor, checked against its version when it is read.
@@ -189,7 +189,7 @@ class Value(Saved):
         tensor = self.tensor
         if tensor is not None and tensor._version == self.version:
             return tensor
-        return Saved.unpack(self)
+        return PackedTensor.unpack(self)
 
     def read(self) -> Tensor:
         """One of the readers asks: hand out the tensor, and hold a rebuilt one only while others will ask."""

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from leangrad import _torch
-from leangrad.ledger.observe.function_mode import Notes
+from leangrad.ledger.observe.function_mode import FunctionMode
 from leangrad.ledger.observe.handlers import HANDLERS
 from leangrad.ledger.observe.mutation import before_change
 from leangrad.ledger.origins.functions import Replay, know
-from leangrad.ledger.origins.graph_walk import Operand, Walk
+from leangrad.ledger.origins.graph_walk import UnsavedInput, Walk
 from leangrad.ledger.values.inplace_variants import with_out
 from leangrad.nn.abn.autograd import ABNFunction, Call, apply_abn
 from leangrad.nn.abn.recipe import behind_hooks, note_region
@@ -71,7 +71,7 @@ def rebuild(
     return out if function is None else function(out)
 
 
-def _handle(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _handle(notes: FunctionMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run one layer: it changes its running statistics, and its input if it is written over that."""
     note_region()
     call: Call = args[-1]
@@ -85,7 +85,7 @@ def _handle(notes: Notes, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
         out = func(*args, **kwargs)
     finally:
         notes.book.changing = None
-    if running is not None and not Operand.noted.isdisjoint(map(id, running)):
+    if running is not None and not UnsavedInput.noted.isdisjoint(map(id, running)):
         notes.book.fence = _torch.next_sequence_nr()
     return out
 

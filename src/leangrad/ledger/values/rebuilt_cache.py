@@ -10,16 +10,16 @@ from torch import Tensor
 from leangrad._torch import after_backward
 
 
-class Holder(Protocol):
+class CachedValue(Protocol):
     """A value that holds a tensor for readers to come."""
 
     memo: Tensor | None
 
 
-memos: dict[int, list[weakref.ref[Holder]]] = {}  # by backward pass
+memos: dict[int, list[weakref.ref[CachedValue]]] = {}  # by backward pass
 
 
-def remember(value: Holder, task: int) -> None:
+def remember(value: CachedValue, task: int) -> None:
     """Let go of the value's memo at the end of this backward pass: a reader that takes no part in it never comes."""
     held = memos.get(task)
     if held is None:

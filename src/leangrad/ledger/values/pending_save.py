@@ -3,8 +3,8 @@
 [Note: decided when the call has ended]
 A pack hook is given a tensor, and not told which node saves it, or as what. One tensor may be saved twice in a call,
 and autocast or a composite function may have made another one of the argument. So during a call that may make a listed
-node, the hook hands autograd an empty ``Slot`` for each tensor. When the call has ended its nodes are there, each slot
-is found again under the name of the node that holds it, and only then is it decided what becomes of it.
+node, the hook hands autograd an empty ``PendingSave`` for each tensor. When the call has ended its nodes are there,
+each slot is found again under the name of the node that holds it, and only then is it decided what becomes of it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from leangrad.ledger.values.saved import Bare
 
 
 @final
-class Slot:
+class PendingSave:
     """What autograd holds for a tensor that was saved in a call; ``packed`` is decided when the call has ended."""
 
     __slots__ = ("expected", "number", "packed", "tensor", "version")
@@ -53,28 +53,28 @@ def packed_in(raw: Any) -> Any:
     A slot that is not decided yet stands for itself: no recipe can read it.
     """
     found = _torch.packed(raw)
-    return found.packed or found if type(found) is Slot else found
+    return found.packed or found if type(found) is PendingSave else found
 
 
-class Claim(NamedTuple):
+class ShapeOnlyReader(NamedTuple):
     """The node that reads a saved tensor for its shape alone, and how much of the shape."""
 
     node: Any
     kind: str
 
 
-def claims(out: Any, first: int) -> dict[int, Claim]:
+def claims(out: Any, first: int) -> dict[int, ShapeOnlyReader]:
     """By the id of its slot: each saved tensor that is on the list, of all nodes that the call of ``out`` has made.
 
     first: the number of the first node that the call could make.
     """
-    found: dict[int, Claim] = {}
+    found: dict[int, ShapeOnlyReader] = {}
     for node in _nodes(out, first):
         for name, kind in shape_only.SHAPE_ONLY.get(type(node).__name__, {}).items():
             raw = getattr(node, "_raw_saved_" + name, None)
             slot = None if raw is None else _torch.packed(raw)
-            if type(slot) is Slot:
-                found[id(slot)] = Claim(node, kind)
+            if type(slot) is PendingSave:
+                found[id(slot)] = ShapeOnlyReader(node, kind)
     return found
 
 
