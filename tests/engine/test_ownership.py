@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from leangrad.engine import ownership as own
+from leangrad.engine import ownership
 from leangrad.engine.ownership import owned, take
 from leangrad.errors import ConsumedError
 
@@ -248,13 +248,13 @@ def test_a_trace_function_makes_it_careful_not_wrong():
 CALIBRATED_ELSEWHERE = """
 import sys, threading, torch
 {before}
-from leangrad.engine import ownership as own
+from leangrad.engine import ownership
 class Probe(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x): return x.clone()
     @staticmethod
     def backward(ctx, grad):
-        print(own.owned(grad))
+        print(ownership.owned(grad))
         return grad.clone()
 def run():
     kept = []
@@ -287,13 +287,13 @@ def test_the_first_question_may_come_from_anywhere(before, inside, after):
 
 WHO_EVALUATES_FRAMES = """
 import threading, torch
-from leangrad.engine import ownership as own
+from leangrad.engine import ownership
 class Probe(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x): return x.clone()
     @staticmethod
     def backward(ctx, grad):
-        print(own.owned(grad))
+        print(ownership.owned(grad))
         return grad.clone()
 def run():
     for holders in range(8):
@@ -336,7 +336,7 @@ def test_answers_do_not_depend_on_who_evaluates_frames(first, then):
 def test_importing_does_not_start_the_engine():
     """A backward at import would break forked workers on machines with GPUs."""
     done = subprocess.run(
-        [sys.executable, "-c", "import leangrad.engine.ownership as own; print(own._exclusive)"],
+        [sys.executable, "-c", "from leangrad.engine import ownership; print(ownership._exclusive)"],
         capture_output=True,
         text=True,
         check=True,
@@ -346,8 +346,8 @@ def test_importing_does_not_start_the_engine():
 
 def test_a_build_that_cannot_tell_owns_nothing_and_warns_once(monkeypatch):
     """If a known-shared gradient looks exclusive, the answer is always no, with one warning."""
-    monkeypatch.setattr(own, "_exclusive", None)
-    monkeypatch.setattr(own, "reference_counts", lambda tensor: (1, 1))
+    monkeypatch.setattr(ownership, "_exclusive", None)
+    monkeypatch.setattr(ownership, "reference_counts", lambda tensor: (1, 1))
     with pytest.warns(RuntimeWarning, match="cannot tell exclusive gradients"):
         assert ask(EXCLUSIVE["from an op"]) == [False]
     with warnings.catch_warnings():
@@ -358,8 +358,8 @@ def test_a_build_that_cannot_tell_owns_nothing_and_warns_once(monkeypatch):
 
 @pytest.mark.parametrize("counts", [lambda tensor: None, lambda tensor: 1 / 0])
 def test_a_build_without_the_counts_owns_nothing(monkeypatch, counts):
-    monkeypatch.setattr(own, "_exclusive", None)
-    monkeypatch.setattr(own, "reference_counts", counts)
+    monkeypatch.setattr(ownership, "_exclusive", None)
+    monkeypatch.setattr(ownership, "reference_counts", counts)
     with pytest.warns(RuntimeWarning, match="cannot tell exclusive gradients"):
         assert ask(EXCLUSIVE["from an op"]) == [False]
 

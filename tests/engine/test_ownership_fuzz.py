@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from leangrad._torch import called_through_c
-from leangrad.engine import ownership as own
+from leangrad.engine import ownership
 from leangrad.engine.ownership import owned
 from tests.support import same_bits
 from tests.support.fuzz import fuzz_settings
@@ -203,10 +203,10 @@ def test_ruining_what_is_owned_is_never_noticed():
 @pytest.mark.fuzz
 def test_the_fuzz_can_fail(monkeypatch):
     """A test of ownership that forgets the storage's counts is caught by the same graphs."""
-    own._calibrate()  # who calls a backward is measured with the rest, and is not forgotten here
-    complete = own.reference_counts
-    monkeypatch.setattr(own, "reference_counts", lambda tensor: complete(tensor)[:3])
-    monkeypatch.setattr(own, "_exclusive", frozenset({row_without_storage()}))
+    ownership._calibrate()  # who calls a backward is measured with the rest, and is not forgotten here
+    complete = ownership.reference_counts
+    monkeypatch.setattr(ownership, "reference_counts", lambda tensor: complete(tensor)[:3])
+    monkeypatch.setattr(ownership, "_exclusive", frozenset({row_without_storage()}))
     wrong = 0
     for seed in range(400):
         expected, _ = observe(seed, ruin=False)
@@ -235,7 +235,7 @@ def row_without_storage():
 
     @called_through_c
     def signature(grad):
-        return own.reference_counts(grad)
+        return ownership.reference_counts(grad)
 
     (Look.apply(torch.ones(3, requires_grad=True)) * 2).sum().backward()
     return rows[0]

@@ -13,7 +13,7 @@ from torch import Tensor
 from leangrad.lean import saving
 from leangrad.ledger.learn.recorder import Recorder
 from leangrad.ledger.ledger import Ledger
-from leangrad.ledger.observe import random_ops as draws
+from leangrad.ledger.observe import random_ops
 from leangrad.ledger.values.value import Value
 from tests.support.ledger_programs import backward, leaf
 
@@ -130,16 +130,16 @@ def test_a_larger_other_output_is_not_held() -> None:
 
 def test_attention_is_asked_once_how_it_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first dropout of a form is compared with its drawing, the next ones are taken at its word."""
-    monkeypatch.setattr(draws, "_PROVEN", {})
+    monkeypatch.setattr(random_ops, "_PROVEN", {})
     drawn = 0
-    factor = draws.DropoutMask.factor
+    factor = random_ops.DropoutMask.factor
 
-    def counted(self: draws.DropoutMask) -> Tensor:
+    def counted(self: random_ops.DropoutMask) -> Tensor:
         nonlocal drawn
         drawn += 1
         return factor(self)
 
-    monkeypatch.setattr(draws.DropoutMask, "factor", counted)
+    monkeypatch.setattr(random_ops.DropoutMask, "factor", counted)
     q = leaf(1, 2, 8, 4)
     ledger = saving(min_bytes=0)
     seen = []

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from leangrad.engine import grad_buffer as lease
+from leangrad.engine import grad_buffer
 from leangrad.errors import ConsumedError
 from leangrad.nn import TransformerBlock
 from leangrad.ops import norm
@@ -227,7 +227,7 @@ def test_activations(activation):
 def test_stale_nan_never_leaks(kind, dtype, monkeypatch):
     """Every piece of scratch and of dead memory that the block is lent is full of NaN."""
     monkeypatch.setattr(norm, "_CHUNK", 64)
-    borrow, give = lease.Pool.borrow, lease.Pool.give
+    borrow, give = grad_buffer.Pool.borrow, grad_buffer.Pool.give
     lent = []
 
     def poisoned(method):
@@ -241,8 +241,8 @@ def test_stale_nan_never_leaks(kind, dtype, monkeypatch):
 
     block, (x, g) = make(kind, dtype, dropout=0.1), batch(dtype)
     expected = results(block.plain, block, x, g)
-    monkeypatch.setattr(lease.Pool, "borrow", poisoned(borrow))
-    monkeypatch.setattr(lease.Pool, "give", poisoned(give))
+    monkeypatch.setattr(grad_buffer.Pool, "borrow", poisoned(borrow))
+    monkeypatch.setattr(grad_buffer.Pool, "give", poisoned(give))
     close(results(block, block, x, g), expected, dtype)
     assert len(lent) >= 6
 

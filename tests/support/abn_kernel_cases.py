@@ -15,8 +15,7 @@ from torch import Tensor
 from leangrad.errors import ChangedError
 from leangrad.kernels import abn as kernels
 from leangrad.kernels import serves
-from leangrad.nn.abn import ABN, InPlaceABN
-from leangrad.nn.abn import invertibility as abn_spare
+from leangrad.nn.abn import ABN, InPlaceABN, invertibility
 from leangrad.nn.abn.recipe import rebuilding
 from leangrad.ops import abn as ops
 from tests.support import same_bits
@@ -178,16 +177,16 @@ def reference(x: Tensor, dz: Tensor) -> Tensor:
 def check_one_question(device: str) -> None:
     """However many layers invert, the device is asked once in a step; and again once parameters could have changed."""
     asked: list[list[Tensor]] = []
-    take = abn_spare.Roll.take_question
-    roll = lambda: next(iter(abn_spare._rolls.of.values()))  # noqa: E731
+    take = invertibility.Roll.take_question
+    roll = lambda: next(iter(invertibility._rolls.of.values()))  # noqa: E731
 
-    def listen(self: abn_spare.Roll) -> object:
+    def listen(self: invertibility.Roll) -> object:
         taken = take(self)
         if taken is not None:
             asked.append([a.weight for a in self.asked_for])
         return taken
 
-    abn_spare.Roll.take_question = listen
+    invertibility.Roll.take_question = listen
     try:
         model = torch.nn.Sequential(InPlaceABN(3), InPlaceABN(3, activation="elu"), InPlaceABN(3)).to(device)
         with torch.no_grad():
@@ -214,7 +213,7 @@ def check_one_question(device: str) -> None:
         gc.collect()
         assert len(roll().answers) == before - 3, "a layer that died is still asked for"
     finally:
-        abn_spare.Roll.take_question = take
+        invertibility.Roll.take_question = take
 
 
 def check_every_dtype_of_parameters(device: str) -> None:
@@ -225,14 +224,16 @@ def check_every_dtype_of_parameters(device: str) -> None:
             with torch.no_grad():
                 layer.weight.copy_(torch.tensor(weights))
                 layer.bias.fill_(0.5)
-            answer = abn_spare.ask(layer, layer.weight, layer.bias, abn_spare.limits_of("leaky_relu", 0.01, dtype, 0.0))
+            answer = invertibility.ask(
+                layer, layer.weight, layer.bias, invertibility.limits_of("leaky_relu", 0.01, dtype, 0.0)
+            )
             channels = answer.channels()
             assert not answer.roll.open, "asked twice"
             assert answer.roll is not None, "the kernel was not asked"
             assert answer.roll.says_all_invert(answer.slot, answer.mark) == (expected is None)
             assert (None if channels is None else channels.tolist()) == expected
         # Whoever is too late for a word finds no answer in it, and looks for itself.
-        abn_spare.ask(layer, layer.weight, layer.bias, answer.limits)
+        invertibility.ask(layer, layer.weight, layer.bias, answer.limits)
         assert not answer.roll.says_all_invert(answer.slot, answer.mark - 1)
 
 
@@ -240,8 +241,8 @@ def check_more_layers_than_words(device: str) -> None:
     """Whoever has no word in the roll finds out for itself."""
     x, dz, _ = case("planes", torch.float32, device)
     x.requires_grad_()
-    words = abn_spare.LAYERS
-    abn_spare.LAYERS = 1
+    words = invertibility.LAYERS
+    invertibility.LAYERS = 1
     try:
         layers = [InPlaceABN(3).to(device) for _ in range(3)]
         for layer in layers:
@@ -254,7 +255,7 @@ def check_more_layers_than_words(device: str) -> None:
                 for a, b in zip(ours, exact, strict=True):
                     close("with few words", a, b, torch.float32)
     finally:
-        abn_spare.LAYERS = words
+        invertibility.LAYERS = words
 
 
 def check_change_behind_the_counter(device: str) -> None:

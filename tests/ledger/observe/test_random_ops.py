@@ -12,8 +12,7 @@ from torch import Tensor
 
 from leangrad.errors import LeangradError
 from leangrad.lean import saving
-from leangrad.ledger.observe import random_ops as draws
-from leangrad.ledger.observe import rng
+from leangrad.ledger.observe import random_ops, rng
 from tests.support import same_bits
 from tests.support.ledger_programs import backward, leaf
 
@@ -21,13 +20,13 @@ CPU = torch.device("cpu")
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
-def drawn_by_aten(shape: tuple[int, ...], dtype: torch.dtype, p: float) -> tuple[Tensor, draws.DropoutMask]:
+def drawn_by_aten(shape: tuple[int, ...], dtype: torch.dtype, p: float) -> tuple[Tensor, random_ops.DropoutMask]:
     """The factor as ATen makes it, and what is noted of it."""
     torch.manual_seed(7)
     state = rng.state_of(CPU)
     assert state is not None
     factor = torch.empty(shape, dtype=dtype).bernoulli_(1 - p).div_(1 - p)
-    return factor, draws.DropoutMask(factor, p, state, rng.mark_of(CPU))
+    return factor, random_ops.DropoutMask(factor, p, state, rng.mark_of(CPU))
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -72,14 +71,14 @@ def test_alpha_dropout_from_one_drawing(dtype: torch.dtype, p: float) -> None:
 def test_alpha_dropout_draws_once_in_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     """The output is rebuilt from the factor and from what is added, which follows from the factor."""
     drawn = 0
-    bernoulli = draws.DropoutMask.bernoulli
+    bernoulli = random_ops.DropoutMask.bernoulli
 
-    def counted(self: draws.DropoutMask) -> Tensor:
+    def counted(self: random_ops.DropoutMask) -> Tensor:
         nonlocal drawn
         drawn += 1
         return bernoulli(self)
 
-    monkeypatch.setattr(draws.DropoutMask, "bernoulli", counted)
+    monkeypatch.setattr(random_ops.DropoutMask, "bernoulli", counted)
     w, x = leaf(32, 32), leaf(16, 32, seed=1)
     ledger = saving(min_bytes=0)
     for n in range(3):

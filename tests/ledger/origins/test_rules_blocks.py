@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import leangrad
-from leangrad.ledger.origins import rule_builder as forms
+from leangrad.ledger.origins import rule_builder
 from leangrad.ledger.origins.rules import RULES
 from leangrad.ledger.values.pending_save import packed_in
 from leangrad.ledger.values.value import Value
@@ -267,13 +267,13 @@ def test_check_fails_where_a_rule_gives_other_bits(monkeypatch: pytest.MonkeyPat
     check(case, torch.float32)
     function = rule.function
     object.__setattr__(rule, "function", torch.sin)
-    forms.forget()
+    rule_builder.forget()
     try:
         with pytest.raises(AssertionError):
             check(case, torch.float32)
     finally:
         object.__setattr__(rule, "function", function)
-        forms.forget()
+        rule_builder.forget()
     other = Case("SinBackward0", "", lambda h, t: h.cos())
     with pytest.raises(AssertionError, match="is rebuilt by"):
         check(other, torch.float32)
