@@ -124,7 +124,7 @@ class Choice:
         found = self.find(tensor)
         if found is None:
             return Bare(tensor.detach(), tensor._version)
-        (found.owner if type(found) is Seen else found).readers += 1
+        (found.owner if isinstance(found, Seen) else found).readers += 1
         return found
 
     def find(self, tensor: Tensor) -> Value | Seen | None:

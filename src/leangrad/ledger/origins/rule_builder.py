@@ -96,7 +96,7 @@ def _build(rule: Rule, node: Node) -> Origin:
         args = [walk.listed(edges, metadata)] if is_listed else []
         for (source, k), get in zip(edges, operands, strict=False):
             args.append(get(walk, node, metadata, made) if source is None else walk.input(source, k))
-        if twins and is_from_elsewhere(args[0], *edges[0], made):
+        if twins and is_from_elsewhere(args[0], edges[0][0], edges[0][1], made):
             raise NoRecipeError("a copy from another device")
         for get in constants:
             args.append(get(walk, node, metadata, made))
