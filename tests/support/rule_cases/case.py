@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import leangrad
-from leangrad.ledger.values.saved_view import Seen
+from leangrad.ledger.values.saved_view import SavedView
 from leangrad.ledger.values.value import Value
 from tests.support import same_bits
 
@@ -168,7 +168,7 @@ def check(case: Case, dtype: torch.dtype) -> None:
         assert same_bits(a, b, nans="bits")
     assert same_bits(plain.random_state, lean.random_state)
     for n, value in enumerate(lean.saved):
-        if type(value) is Seen:  # a view needs no rule; what it is a view of is another case, or made by this rule
+        if type(value) is SavedView:  # a view needs no rule; what it is a view of is another case, or made by this rule
             assert value.owner.tensor is None or value.owner.op != case.node, f"the base of tensor {n} is kept"
             continue
         assert type(value) is Value, f"tensor {n} is {value}"
