@@ -87,9 +87,8 @@ class Decider:
     products: RecentProducts
     walk: Walk
     recorder: StepListener | None
-    slots: list[PendingSave] | None = (
-        None  # of the tensors saved in the call that runs, if they are decided when it has ended
-    )
+    # Of the tensors saved in the call that runs, if they are decided when it has ended.
+    slots: list[PendingSave] | None = None
 
     def differ(self, why: str) -> None:
         """This step is not like the one that was recorded, because of ``why``: what was learned serves it no more."""

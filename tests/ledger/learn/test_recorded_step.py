@@ -1,5 +1,6 @@
 """What the recorded step tells the policy: what each op of backward reads, and the gradients alive by then."""
 
+import pytest
 import torch
 import torch.nn.functional as F
 
@@ -72,3 +73,23 @@ def test_an_output_that_the_loss_does_not_use_has_no_gradient() -> None:
         used, unused = h.sin(), h.cos()
     (used + unused).sum().backward()
     assert max(g for _, g in gradients_of(ledger)) == 3 * nbytes
+
+
+def test_what_autograd_has_saved_is_held_although_backward_did_not_come_to_it() -> None:
+    """Its sine is then rebuilt from it, and not kept in its stead: autograd would hold both."""
+    x = torch.randn(8, 8, requires_grad=True)
+    ledger = leangrad.saving(min_bytes=0)
+
+    def stop(grad: torch.Tensor) -> None:
+        raise InterruptedError
+
+    for _ in range(2):
+        with ledger:
+            first, second = (x @ x).sin(), (x @ x).sin()
+            losses = (first @ x).sum(), (second @ x).sum()
+        second.register_hook(stop)
+        losses[0].backward()
+        with pytest.raises(InterruptedError):
+            losses[1].backward()
+    sines = [decision for decision in ledger.decisions or () if decision is not None and decision.op == "SinBackward0"]
+    assert [decision.keeps for decision in sines] == [False, False]

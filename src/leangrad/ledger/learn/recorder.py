@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
@@ -377,7 +378,16 @@ class Recorder:
             if between > nbytes:  # nodes that read nothing, and so use none of the items
                 ops.append(policy.Value(0, is_backward=True, scratch=between))
             ops.append(policy.Value(0, read, is_backward=True, scratch=nbytes))
-        return policy.Graph((*self.items, *ops))
+        return policy.Graph((*self._held_items(), *ops))
+
+    def _held_items(self) -> list[policy.Value]:
+        """The items. What autograd has saved it holds, also if this backward did not come to its reader."""
+        assert self.step is not None
+        unread = {tensor.item for tensor in self.step.saved}.difference(*self.reads)
+        return [
+            replace(item, is_asked_for=True) if n in unread and item.is_fixed else item
+            for n, item in enumerate(self.items)
+        ]
 
     def _alive(self) -> dict[int, int]:
         """The bytes of gradients that are alive while each node runs."""

@@ -35,8 +35,8 @@ class NodeRule:
         self.origin = _build(rule, node)
 
 
-_FORMS: dict[type, tuple[NodeRule, ...]] = {}
-ONLY: dict[type, Origin] = {}  # of output 0, for the types that have one form for that, always
+_NODE_RULES: dict[type, tuple[NodeRule, ...]] = {}
+ONLY: dict[type, Origin] = {}  # of output 0, for the types that have one rule for that, always
 
 
 def origin_of(node: Node, nr: int) -> Origin | None:
@@ -44,23 +44,23 @@ def origin_of(node: Node, nr: int) -> Origin | None:
     kind = type(node)
     if nr == 0 and kind in ONLY:
         return ONLY[kind]
-    forms = _FORMS.get(kind)
-    if forms is None:
+    rules = _NODE_RULES.get(kind)
+    if rules is None:
         known = FUNCTIONS.get(kind)
         if known is not None:
             return known if known.applies(node, nr) else None
-        forms = _FORMS[kind] = tuple([NodeRule(rule, node) for rule in RULES.get(kind.__name__, ())])
-        if len(forms) == 1 and forms[0].when is None and not forms[0].output:
-            ONLY[kind] = forms[0].origin
-    for form in forms:
-        if (form.output is None or form.output == nr) and (form.when is None or form.when(node)):
-            return form.origin
+        rules = _NODE_RULES[kind] = tuple([NodeRule(rule, node) for rule in RULES.get(kind.__name__, ())])
+        if len(rules) == 1 and rules[0].when is None and not rules[0].output:
+            ONLY[kind] = rules[0].origin
+    for rule in rules:
+        if (rule.output is None or rule.output == nr) and (rule.when is None or rule.when(node)):
+            return rule.origin
     return None
 
 
 def forget() -> None:
     """A rule has changed: build all anew."""
-    _FORMS.clear()
+    _NODE_RULES.clear()
     ONLY.clear()
 
 
