@@ -91,9 +91,10 @@ class Replay:
                     change[tick] += value.nbytes
             for n in read:
                 left[n] -= 1
-            for n in [n for n in there if left[n] <= 0]:
-                there.discard(n)
-                change[tick + 1] -= values[n].nbytes
+            for n in seen.union(read):
+                if left[n] <= 0 and n in there:
+                    there.discard(n)
+                    change[tick + 1] -= values[n].nbytes
         live = peak = standing
         at = 0
         for n, added in zip(self._ops, change, strict=False):
