@@ -53,7 +53,7 @@ class Value(PackedTensor):
     layout: Layout | None = None
     dtype: torch.dtype | None = None  # of the result, where the function alone would not tell: ``x_bf16 += y_float32``
     pinned = False  # an autograd Function keeps this tensor for its own backward, in any case
-    fleeting = False  # recipes that read it do not hold it for its readers: see [Note: made again] in ``policy/replay.py``
+    fleeting = False  # recipes that read it do not hold it for its readers: [Note: made again] in ``policy/replay.py``
     parents = 0  # how many recipes read it
     memo: Tensor | None = None  # what was rebuilt, while other readers are to come
     memo_stream = 0
@@ -160,7 +160,7 @@ class Value(PackedTensor):
                 v.unread()
 
     def settle_lineage(self) -> None:
-        """Set ``depth``, ``root`` and ``length`` from the recipe: a join of two lineages is one deeper than they are."""
+        """Set ``depth``, ``root``, ``length`` from the recipe: a join of two lineages is one deeper than they are."""
         depth, joined, length = 0, False, 0
         found: Value | None = None
         for v in self.inputs:
