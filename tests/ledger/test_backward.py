@@ -240,6 +240,21 @@ def forward_over_reverse(region):
     return [value.detach(), tangent.detach(), torch.autograd.forward_ad.unpack_dual(g)[0].detach()]
 
 
+@program
+def a_loop_longer_than_pythons_stack(region):
+    """One op on the other, and no sum of two lineages: each that is saved is rebuilt from the one saved before it."""
+    w = leaf(8, 8)
+    with region:
+        h = w * 2
+        z = h.sin()
+        for t in range(1200):
+            h = h * 0.99 + 0.01
+            if t % 20 == 19:
+                z = z + h.sin()
+    backward(z)
+    return [w.grad]
+
+
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own rules for forward mode
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
 @pytest.mark.parametrize("case", PROGRAMS, ids=lambda p: p.__name__)

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from leangrad.policy.choice import EQUAL, LONGEST
+from leangrad.policy.replay import Replay
 from tests.support.fuzz import fuzz_settings
 from tests.support.plan_oracle import every_cut, simulate
 from tests.support.steps import Item, Step
@@ -241,3 +242,22 @@ def test_what_the_caller_holds_is_no_gain() -> None:
     output = Item(100, sources=(0,))
     assert Step((free, output), (1,)).lowest() == frozenset({1})
     assert Step((pinned, output), (1,)).lowest() == frozenset()
+
+
+def test_the_plan_of_many_links_that_may_be_made_again_is_soon_made(monkeypatch) -> None:
+    """Each cut is played under several choices of what is held: few of them, and no cut of many is refined."""
+    items: list[Item] = [Item(100)]
+    for _ in range(80):
+        items.append(Item(100))
+        items.append(Item(100, sources=(len(items) - 2, len(items) - 1), link=True, again=True))
+    step = Step(tuple(items), tuple(range(len(items) - 1, -1, -1)))
+    played, play = [], Replay._play
+
+    def counted(self, kept, held):
+        played.append(kept)
+        return play(self, kept, held)
+
+    monkeypatch.setattr(Replay, "_play", counted)
+    cut = step.lowest()
+    assert len(played) <= 3000
+    assert step.play(cut).peak_bytes < 0.75 * step.play((), held=range(len(items))).peak_bytes

@@ -23,7 +23,7 @@ from leangrad.ledger.values.saved import Bare
 from leangrad.ledger.values.saved_view import SavedView
 from leangrad.ledger.values.shape_only import INDEXED, SIZES, ShapeOnly
 from leangrad.ledger.values.upstream_anchors import RecentProducts
-from leangrad.ledger.values.value import Value
+from leangrad.ledger.values.value import LONGEST, Value
 
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 DEEPEST = 32  # joins that a recipe may run through: each takes some frames of Python's stack
@@ -295,7 +295,7 @@ class Decider:
                 value.layout = (tensor.shape, tensor.stride())
                 value.nbytes = nbytes
                 value.cap = cap
-                if value.depth > cap or value.blocked:
+                if value.depth > cap or value.length > LONGEST or value.blocked:
                     why = self._keep_all_the_same(value, tensor, cap)
         if self.recorder is not None:
             self.recorder.decided(value, type(node).__name__, why, node._sequence_nr())
@@ -304,11 +304,12 @@ class Decider:
 
     def _keep_all_the_same(self, value: Value, tensor: Tensor, cap: int) -> str:
         """A recipe was found that is too deep, or waits for what is not kept: say why ``tensor`` is kept, if it is."""
-        if value.depth > cap:
+        if value.depth > cap or value.length > LONGEST:
+            limit = f"{cap} residual sums" if value.depth > cap else f"{LONGEST} ops"
             value.keep(tensor)
             if self.recorder is None:
                 value.forget_recipe()
-            return f"it lies more than {cap} residual sums after the last kept tensor"
+            return f"it lies more than {limit} after the last kept tensor"
         if self.products.catch(value):
             return ""
         value.keep(tensor)
@@ -415,7 +416,7 @@ class Decider:
             origin = self.walk.start(node, nr, node.metadata)
         except NoRecipeError:
             return
-        if origin.blocked or origin.depth > self.cap:
+        if origin.blocked or origin.depth > self.cap or origin.length > LONGEST:
             return
         value.layout = (value.tensor.shape, value.tensor.stride())
         assert origin.function is not None

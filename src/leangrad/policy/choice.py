@@ -33,6 +33,7 @@ LONGEST = 12  # links in a chain, where all chains are ended alike
 SLACKS = (0, 1, 2, 3, 4, 6, 8, 12, 16)  # in units of the largest link
 FIRST = 3  # values that backward reads: those of the loss
 MOST_REFINED = 1 << 18  # links times values, which takes about a second; beyond that the best candidate is taken
+REPEATABLE = 8  # values that may be made again: with so many, playing a cut through takes twice as long
 EQUAL = 1.002  # peaks within this factor of each other count as equal, where work does not matter
 NEAR = 1.02  # peaks within this factor of the lowest count as equal: then the least work wins
 
@@ -146,7 +147,8 @@ def lowest_peak(graph: Graph, play: Play) -> frozenset[int]:
     fewest = min(outcome.kept_bytes for outcome, _ in near)
     lean = [one for one in near if one[0].kept_bytes <= fewest * NEAR]
     best, kept = min(lean, key=lambda one: one[0].work)
-    if len(chains) * len(graph.values) > MOST_REFINED:
+    repeatable = sum(value.is_repeatable for value in graph.values)
+    if len(chains) * len(graph.values) * (1 + repeatable // REPEATABLE) > MOST_REFINED:
         return kept
     for n in sorted(chains):
         outcome = play(kept ^ {n})

@@ -60,9 +60,13 @@ class Replay:
     def _held(self, kept: frozenset[int]) -> frozenset[int]:
         held: frozenset[int] = frozenset()
         limit = self._play(kept, held).peak_bytes * NEAR
-        for n in sorted(self.repeatable - kept, reverse=True):
-            if self._play(kept, held | {n}).peak_bytes <= limit:
-                held |= {n}
+        waiting = [sorted(self.repeatable - kept)]
+        while waiting:  # the last ones first: many at once where they can all be held, else each half by itself
+            some = waiting.pop()
+            if self._play(kept, held.union(some)).peak_bytes <= limit:
+                held = held.union(some)
+            elif len(some) > 1:
+                waiting += [some[: len(some) // 2], some[len(some) // 2 :]]
         return held
 
     def _play(self, kept: AbstractSet[int], held: AbstractSet[int]) -> Outcome:
@@ -91,7 +95,7 @@ class Replay:
                     change[tick] += value.nbytes
             for n in read:
                 left[n] -= 1
-            for n in seen.union(read):
+            for n in seen.union(read):  # all else that is there waits for a reader to come
                 if left[n] <= 0 and n in there:
                     there.discard(n)
                     change[tick + 1] -= values[n].nbytes

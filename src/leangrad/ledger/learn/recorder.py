@@ -309,16 +309,20 @@ class Recorder:
         return value.ordinal
 
     def _sources(self, value: Value) -> set[int]:
+        """The items that ``value`` is rebuilt from, through all that is no item."""
         found: set[int] = set()
-        for v in value.inputs:
-            if v.recorder is self:
-                found.add(v.ordinal)
-            elif v.free or (v.nbytes < self.min_bytes and v.tensor is not None):
-                continue
-            elif v.tensor is not None:
-                found.add(self._number(v))
-            else:
-                found |= self._sources(v)
+        stack, seen = [value], set[int]()
+        while stack:
+            for v in stack.pop().inputs:
+                if v.recorder is self:
+                    found.add(v.ordinal)
+                elif id(v) in seen or v.free or (v.nbytes < self.min_bytes and v.tensor is not None):
+                    continue
+                elif v.tensor is not None:
+                    found.add(self._number(v))
+                else:
+                    seen.add(id(v))
+                    stack.append(v)
         return found
 
     # ---------------------------------------------------------------- in backward

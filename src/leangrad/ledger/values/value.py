@@ -53,7 +53,7 @@ class Value(PackedTensor):
     layout: Layout | None = None
     dtype: torch.dtype | None = None  # of the result, where the function alone would not tell: ``x_bf16 += y_float32``
     pinned = False  # an autograd Function keeps this tensor for its own backward, in any case
-    fleeting = False  # recipes that read it do not hold it for its readers: see [Note: made again] in ``plan.py``
+    fleeting = False  # recipes that read it do not hold it for its readers: [Note: made again] in ``policy/replay.py``
     parents = 0  # how many recipes read it
     memo: Tensor | None = None  # what was rebuilt, while other readers are to come
     memo_stream = 0
@@ -63,6 +63,7 @@ class Value(PackedTensor):
     task = -1
     depth = 0  # how many joins of lineages lie between this value and the furthest anchor
     root: Value | None = None  # the one anchor it descends from; None: itself
+    length = 0  # how many ops are replayed one inside the other to rebuild it, at most
     nbytes = 0
     ordinal = -1  # its place in the step of ``recorder``, while the ledger learns
     recorder: object = None
@@ -87,7 +88,7 @@ class Value(PackedTensor):
         self.nbytes = tensor.nbytes
         if tensor.is_cuda:
             self.stream = _torch.raw_stream(tensor.device)
-        self.depth, self.root = 0, None
+        self.depth, self.root, self.length = 0, None, 0
         if self.waiters is not None:
             self._notify()
 
@@ -106,10 +107,10 @@ class Value(PackedTensor):
         depth, root = self.depth, self.root
         self.settle_lineage()
         if self.tensor is not None:
-            if self.depth <= self.cap:
+            if self.depth <= self.cap and self.length <= LONGEST:
                 self.tensor = None
             else:
-                self.depth, self.root = depth, root
+                self.depth, self.root, self.length = depth, root, 0
         self._notify()
 
     def set_recipe(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -159,10 +160,12 @@ class Value(PackedTensor):
                 v.unread()
 
     def settle_lineage(self) -> None:
-        """Set ``depth`` and ``root`` from the recipe: a join of two lineages is one deeper than they are."""
-        depth, joined = 0, False
+        """Set ``depth``, ``root``, ``length`` from the recipe: a join of two lineages is one deeper than they are."""
+        depth, joined, length = 0, False, 0
         found: Value | None = None
         for v in self.inputs:
+            if v.tensor is None and v.length > length:
+                length = v.length
             if v.free:
                 continue
             if v.depth > depth:
@@ -174,6 +177,7 @@ class Value(PackedTensor):
                 joined = True
         self.depth = depth + joined
         self.root = None if joined else found
+        self.length = length + 1
 
     def catchable(self) -> Tensor | None:
         """The tensor of an absent value, if it is still there and unchanged."""
@@ -378,6 +382,7 @@ def fuses() -> bool:
 
 
 MANY = 4  # see [Note: held for recipes]
+LONGEST = 200  # ops of a recipe, one inside the other: each takes a frame or two of the 1,000 that Python allows
 
 
 def _stream(tensor: Tensor) -> int:
