@@ -7,10 +7,12 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
+import leangrad
 from leangrad import saving
 from leangrad.ledger.learn.entries import Totals
 from leangrad.ledger.ledger import _warn_of_other_hooks
@@ -332,3 +334,41 @@ def attention(region):
 @pytest.mark.parametrize("case", PROGRAMS, ids=lambda p: p.__name__)
 def test_the_same_bits(case):
     assert_same_as_plain(case)
+
+
+class CompiledPart(nn.Module):
+    """A model that compiles a part of its forward, with modules in it, by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linears, self.norm = nn.ModuleList(nn.Linear(16, 16) for _ in range(3)), nn.LayerNorm(16)
+        self.graphs: list[torch.fx.GraphModule] = []
+        self.compiled = torch.compile(self.part, backend=self.compile_part)
+
+    def compile_part(self, graph: torch.fx.GraphModule, inputs: object) -> torch.fx.GraphModule:
+        self.graphs.append(graph)
+        return graph
+
+    def part(self, x: Tensor) -> Tensor:
+        return F.gelu(self.linears[1](self.norm(x)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linears[2](self.compiled(F.gelu(self.linears[0](x))))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo's own look
+def test_a_compiled_part_stays_in_one_piece_while_a_step_is_recorded() -> None:
+    """The recorder's hooks on the modules inside are no graph breaks."""
+    torch.manual_seed(0)
+    plain = CompiledPart()
+    lean = leangrad.lean(CompiledPart(), min_bytes=0)
+    lean.load_state_dict(plain.state_dict())
+    x = torch.randn(8, 16)
+    for step in range(3):
+        for one in (plain, lean):
+            one.zero_grad()
+            one(x).square().sum().backward()
+        assert_same([p.grad for p in lean.parameters()], [p.grad for p in plain.parameters()], step)
+        if step == 0:
+            assert (len(lean.graphs), len(plain.graphs)) == (1, 1)
+    assert leangrad.ledger_of(lean).totals().rebuilt_bytes > 0

@@ -32,8 +32,11 @@ MOST_ENDS = 24  # that are tried one by one
 LONGEST = 12  # links in a chain, where all chains are ended alike
 SLACKS = (0, 1, 2, 3, 4, 6, 8, 12, 16)  # in units of the largest link
 FIRST = 3  # values that backward reads: those of the loss
-MOST_REFINED = 1 << 18  # links times values, which takes about a second; beyond that the best candidate is taken
-REPEATABLE = 8  # values that may be made again: with so many, playing a cut through takes twice as long
+MOST_REFINED = (
+    1 << 18
+)  # links times reads of backward, which takes about a second; beyond that the best candidate is taken
+REPEATABLE = 4  # values that may be made again: with so many, playing a cut through takes twice as long
+WORTH = 8  # bytes that may be kept for each byte that the peak falls, where single values are kept or made again
 EQUAL = 1.002  # peaks within this factor of each other count as equal, where work does not matter
 NEAR = 1.02  # peaks within this factor of the lowest count as equal: then the least work wins
 
@@ -148,11 +151,13 @@ def lowest_peak(graph: Graph, play: Play) -> frozenset[int]:
     lean = [one for one in near if one[0].kept_bytes <= fewest * NEAR]
     best, kept = min(lean, key=lambda one: one[0].work)
     repeatable = sum(value.is_repeatable for value in graph.values)
-    if len(chains) * len(graph.values) * (1 + repeatable // REPEATABLE) > MOST_REFINED:
+    reads = sum(value.is_backward for value in graph.values)
+    if len(chains) * reads * (1 + repeatable // REPEATABLE) > MOST_REFINED:
         return kept
     for n in sorted(chains):
         outcome = play(kept ^ {n})
-        if outcome.peak_bytes * EQUAL < best.peak_bytes:
+        is_worth = outcome.kept_bytes - best.kept_bytes <= WORTH * (best.peak_bytes - outcome.peak_bytes)
+        if outcome.peak_bytes * EQUAL < best.peak_bytes and is_worth:
             best, kept = outcome, kept ^ {n}
     for n in sorted(kept - fixed):
         outcome = play(kept - {n})

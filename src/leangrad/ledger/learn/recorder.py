@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 
 from leangrad import _torch
 from leangrad.ledger.learn import scratch
@@ -49,7 +50,8 @@ class _Entering:
         self._recorder, self._name = recorder, name
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        self._recorder.enter(self._name)
+        if not is_dynamo_compiling():  # a compiled function inside a lean model is compiled as it is
+            self._recorder.enter(self._name)
 
 
 class _Leaving:
@@ -61,7 +63,8 @@ class _Leaving:
         self._recorder = recorder
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._recorder.leave()
+        if not is_dynamo_compiling():
+            self._recorder.leave()
 
 
 class Recorder:
