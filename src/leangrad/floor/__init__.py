@@ -50,7 +50,8 @@ def floor(
     (So does all else of leangrad in this process while it runs.) Afterwards model, batch, `.grad` and random states are
     as before, also if the model raises; see [Note: What is put back] in `verify/memory.py`. Hooks of the user's own
     run, but for those that wait for `.grad`, which nobody writes. What leaves torch and comes back, by NumPy for
-    instance, counts as a constant, which exists anyway.
+    instance, counts as a constant, which exists anyway. Call it before or after a step: between a forward and its
+    backward, running statistics that are written back count as changed.
 
     Args:
         model: a module in the mode it is to be trained in. If no parameter requires a gradient, a tensor of the batch
