@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from leangrad.policy.choice import EQUAL, LONGEST
+from leangrad.policy.choice import LONGEST
+from leangrad.policy.peak import EQUAL
 from leangrad.policy.replay import Replay
 from tests.support.fuzz import fuzz_settings
 from tests.support.plan_oracle import every_cut, simulate

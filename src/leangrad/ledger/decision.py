@@ -23,7 +23,7 @@ from leangrad.ledger.values.saved import Bare
 from leangrad.ledger.values.saved_view import SavedView
 from leangrad.ledger.values.shape_only import INDEXED, SIZES, ShapeOnly
 from leangrad.ledger.values.upstream_anchors import RecentProducts
-from leangrad.ledger.values.value import LONGEST, Value
+from leangrad.ledger.values.value import LONGEST_RECIPE, Value
 
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 DEEPEST = 32  # joins that a recipe may run through: each takes some frames of Python's stack
@@ -142,7 +142,7 @@ class Decider:
         """``value`` is an anchor that plain PyTorch would not have kept: it must not change under its recipe.
 
         Parameters are known by themselves, which is quick and enough: what else shares their memory is looked up when
-        it is made (``changes.aliased``).
+        it is made (``mutation.aliased``).
         """
         assert value.tensor is not None
         if value.op == "leaf":
@@ -295,7 +295,7 @@ class Decider:
                 value.layout = (tensor.shape, tensor.stride())
                 value.nbytes = nbytes
                 value.cap = cap
-                if value.depth > cap or value.length > LONGEST or value.blocked:
+                if value.depth > cap or value.length > LONGEST_RECIPE or value.blocked:
                     why = self._keep_all_the_same(value, tensor, cap)
         if self.recorder is not None:
             self.recorder.decided(value, type(node).__name__, why, node._sequence_nr())
@@ -304,8 +304,8 @@ class Decider:
 
     def _keep_all_the_same(self, value: Value, tensor: Tensor, cap: int) -> str:
         """A recipe was found that is too deep, or waits for what is not kept: say why ``tensor`` is kept, if it is."""
-        if value.depth > cap or value.length > LONGEST:
-            limit = f"{cap} residual sums" if value.depth > cap else f"{LONGEST} ops"
+        if value.depth > cap or value.length > LONGEST_RECIPE:
+            limit = f"{cap} residual sums" if value.depth > cap else f"{LONGEST_RECIPE} ops"
             value.keep(tensor)
             if self.recorder is None:
                 value.forget_recipe()
@@ -416,7 +416,7 @@ class Decider:
             origin = self.walk.start(node, nr, node.metadata)
         except NoRecipeError:
             return
-        if origin.blocked or origin.depth > self.cap or origin.length > LONGEST:
+        if origin.blocked or origin.depth > self.cap or origin.length > LONGEST_RECIPE:
             return
         value.layout = (value.tensor.shape, value.tensor.stride())
         assert origin.function is not None

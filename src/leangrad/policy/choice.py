@@ -20,7 +20,7 @@ from leangrad.policy.chains import ends_by_length, ends_by_room, ends_by_sources
 from leangrad.policy.cut import cheapest_cut
 from leangrad.policy.graph import Graph
 from leangrad.policy.kernels import Fusion
-from leangrad.policy.peak import Outcome, play
+from leangrad.policy.peak import EQUAL, Outcome, play
 
 __all__ = ["Choice", "choose", "lowest_peak"]
 
@@ -37,7 +37,6 @@ MOST_REFINED = (
 )  # links times reads of backward, which takes about a second; beyond that the best candidate is taken
 REPEATABLE = 4  # values that may be made again: with so many, playing a cut through takes twice as long
 WORTH = 8  # bytes that may be kept for each byte that the peak falls, where single values are kept or made again
-EQUAL = 1.002  # peaks within this factor of each other count as equal, where work does not matter
 NEAR = 1.02  # peaks within this factor of the lowest count as equal: then the least work wins
 
 

@@ -16,7 +16,9 @@ from dataclasses import dataclass, replace
 from leangrad.policy.graph import Graph, Value
 from leangrad.policy.kernels import Fusion, Kernels
 
-__all__ = ["Outcome", "play"]
+__all__ = ["EQUAL", "Outcome", "play"]
+
+EQUAL = 1.002  # peaks within this factor of each other count as equal, where work does not matter
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,11 @@ from collections.abc import Set as AbstractSet
 from functools import cached_property
 
 from leangrad.policy.graph import Graph
-from leangrad.policy.peak import Outcome
+from leangrad.policy.peak import EQUAL, Outcome
 
 __all__ = ["Replay"]
 
 AGAIN = 2  # times the bytes of rebuilding each link once: so much may be rebuilt, where links are made again
-NEAR = 1.002  # a peak within this factor of another counts as equal
 
 
 class Replay:
@@ -59,7 +58,7 @@ class Replay:
 
     def _held(self, kept: frozenset[int]) -> frozenset[int]:
         held: frozenset[int] = frozenset()
-        limit = self._play(kept, held).peak_bytes * NEAR
+        limit = self._play(kept, held).peak_bytes * EQUAL
         waiting = [sorted(self.repeatable - kept)]
         while waiting:  # the last ones first: many at once where they can all be held, else each half by itself
             some = waiting.pop()

@@ -107,7 +107,7 @@ class Value(PackedTensor):
         depth, root = self.depth, self.root
         self.settle_lineage()
         if self.tensor is not None:
-            if self.depth <= self.cap and self.length <= LONGEST:
+            if self.depth <= self.cap and self.length <= LONGEST_RECIPE:
                 self.tensor = None
             else:
                 self.depth, self.root, self.length = depth, root, 0
@@ -382,7 +382,7 @@ def fuses() -> bool:
 
 
 MANY = 4  # see [Note: held for recipes]
-LONGEST = 200  # ops of a recipe, one inside the other: each takes a frame or two of the 1,000 that Python allows
+LONGEST_RECIPE = 200  # ops of a recipe, one inside the other: each takes a frame or two of the 1,000 that Python allows
 
 
 def _stream(tensor: Tensor) -> int:

@@ -1,7 +1,7 @@
 """The autograd side of activated batch norm: what a layer keeps, and whose buffers its backward writes to.
 
 A layer keeps one map. If its output can be inverted that is the output, which the next convolution keeps anyway, made
-over the input. Otherwise it is the input; how the output is then rebuilt for others is in `abn_recipe.py`.
+over the input. Otherwise it is the input; how the output is then rebuilt for others is in `rule.py` and `recipe.py`.
 
 The backward writes dx over the incoming gradient if nobody else can see that, else into a new buffer. The kept map is
 never overwritten, so a second backward (`retain_graph=True`), a held output and a second consumer need no special care.

@@ -207,7 +207,7 @@ def rebuilding(model: nn.Module | None = None) -> Iterator[None]:
 
     `model` is what is run inside; how large its weights are says how much may be held in backward. See [Note: chains].
     Does nothing where other saved-tensor hooks are in force (offloading from a GPU), inside a ledger's region, which
-    rebuilds these outputs itself (`abn_rule.py`), and under torch.compile. Inside `torch.utils.checkpoint` the model is
+    rebuilds these outputs itself (`rule.py`), and under torch.compile. Inside `torch.utils.checkpoint` the model is
     run in such a region, as a lean model is there; so is a model of which a part is lean, from its second step on: a
     region of that part would keep what flows through.
 

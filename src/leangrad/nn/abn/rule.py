@@ -1,7 +1,7 @@
 """Activated batch norm in the ledger: how its output is rebuilt, and what a call of it changes.
 
 Inside a region of a ledger a layer that keeps its input hands that over as any saved tensor, and makes no recipe of its
-own (`abn_recipe.py`): the ledger knows the output by this rule, and cuts chains of residual blocks as it does all
+own (`recipe.py`): the ledger knows the output by this rule, and cuts chains of residual blocks as it does all
 others. Both replay the same pass, bit for bit.
 """
 
