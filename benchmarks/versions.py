@@ -23,11 +23,22 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # a worker imports them from its tree's environment, after its paths are set
+    from torch import Tensor, nn
 
 HERE = Path(__file__).parent.parent
 ZOO = ("gpt", "llama", "resnet", "vit", "unet")
 GPU = ("resnet50", "vit_l", "gpt2_medium", "llama_1b")
+TIMM = (
+    "efficientnet_b0",
+    "convnext_tiny",
+    "swin_tiny_patch4_window7_224",
+    "densenet121",
+    "nf_resnet50",
+    "gmlp_s16_224",
+)
 SECONDS = 0.5  # of one turn, at least one step
 WARM_UP = 4  # steps: lean records its first, and caches fill
 
@@ -57,7 +68,7 @@ class _Worker:
     """A process with one version of the library."""
 
     def __init__(self, tree: Path, case: str, device: str) -> None:
-        paths = os.pathsep.join((str(tree / "src"), str(HERE)))
+        paths = os.pathsep.join((str(tree / "src"), str(HERE), os.environ.get("PYTHONPATH", "")))
         self._process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.versions", str(tree), "--work-on", case, "--device", device],
             cwd=HERE,
@@ -131,19 +142,10 @@ def _zoo_step(name: str) -> Parts:
 def _gpu_step(name: str) -> Parts:
     import torch
 
-    import leangrad
-    from benchmarks.models import CASES, _step_of
+    from benchmarks.models import _step_of
 
     torch.manual_seed(0)
-    (one,) = (case for case in CASES if case.name == name)
-    with torch.device("cuda"):
-        model = leangrad.lean(one.make().train())
-    batch = one.batch(one.size)
-
-    def forward() -> torch.Tensor:
-        with torch.autocast("cuda", torch.bfloat16) if one.autocast else nullcontext():
-            return one.loss(model, batch)
-
+    model, forward = _timm(name) if name in TIMM else _table(name)
     step = _step_of(forward, torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True))
 
     def peak() -> int:
@@ -157,12 +159,43 @@ def _gpu_step(name: str) -> Parts:
     return step, torch.cuda.synchronize, peak
 
 
+def _table(name: str) -> tuple[nn.Module, Callable[[], Tensor]]:
+    """A lean model of benchmarks/models and its forward with the loss."""
+    import torch
+
+    import leangrad
+    from benchmarks.models import CASES
+
+    (one,) = (case for case in CASES if case.name == name)
+    with torch.device("cuda"):
+        model = leangrad.lean(one.make().train())
+    batch = one.batch(one.size)
+
+    def forward() -> Tensor:
+        with torch.autocast("cuda", torch.bfloat16) if one.autocast else nullcontext():
+            return one.loss(model, batch)
+
+    return model, forward
+
+
+def _timm(name: str) -> tuple[nn.Module, Callable[[], Tensor]]:
+    """A lean model of timm, batch 128 in channels_last, and its forward with the loss."""
+    import torch
+
+    import leangrad
+    from benchmarks.architectures import setup
+
+    model, forward = setup(name, torch.channels_last, 128)
+    leangrad.lean(model)
+    return model, forward
+
+
 def main() -> None:
     """Compare another version with this one."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.versions", description=main.__doc__)
     parser.add_argument("before", type=Path, metavar="TREE", help="the root of a checkout of the other version")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--case", nargs="+", metavar="NAME", help="models of tests/zoo; on cuda of benchmarks/models")
+    parser.add_argument("--case", nargs="+", metavar="NAME", help="of tests/zoo; on cuda of benchmarks/models or timm")
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--null", action="store_true", help="compare the other version with itself")
     parser.add_argument("--write", metavar="NAME", help="write the rows to benchmarks/results")
@@ -175,7 +208,7 @@ def main() -> None:
 
     rows = []
     after = chosen.before if chosen.null else HERE
-    for name in chosen.case or (GPU if chosen.device == "cuda" else ZOO):
+    for name in chosen.case or ((*GPU, *TIMM) if chosen.device == "cuda" else ZOO):
         rows.append(compare(chosen.before.resolve(), after.resolve(), name, chosen.device, chosen.rounds))
         print(json.dumps(rows[-1]), flush=True)
     if chosen.write:
