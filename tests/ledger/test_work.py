@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from leangrad.lean import saving
+from leangrad.ledger.fuse import fused
 from leangrad.ledger.learn.recorder import Recorder
 from leangrad.ledger.ledger import Ledger
 from leangrad.ledger.observe import random_ops
@@ -20,7 +21,7 @@ from tests.support.ledger_programs import backward, leaf
 
 @contextmanager
 def replayed() -> Iterator[list[str]]:
-    """The ops that are replayed meanwhile, as they end."""
+    """The ops that are replayed meanwhile, one by one, as they end."""
     ops: list[str] = []
     rebuild = Value._rebuild
 
@@ -29,7 +30,7 @@ def replayed() -> Iterator[list[str]]:
         ops.append(self.op)
         return result
 
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, fused.off():
         patch.setattr(Value, "_rebuild", counted)
         yield ops
 

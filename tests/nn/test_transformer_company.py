@@ -290,7 +290,8 @@ def test_sharded_parameters(tmp_path):
     x, g = batch(requires_grad=False)
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
-        torch.distributed.fsdp.fully_shard(block, reshard_after_forward=True)
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+        torch.distributed.fsdp.fully_shard(block, mesh=mesh, reshard_after_forward=True)
         for _ in range(2):
             y = block(x)
             assert is_node(y)

@@ -24,6 +24,19 @@ def called_through_c(function: Callable[_P, _T]) -> Callable[_P, _T]:
     return functools.update_wrapper(functools.partial(function), function)
 
 
+def is_python_evaluating() -> bool:
+    """Whether Python itself evaluates frames: it then hands an argument over, where all others hold it once more."""
+    held = object()
+    return _held(held) < _held_through_c(held)
+
+
+def _held(one: object) -> int:
+    return sys.getrefcount(one)
+
+
+_held_through_c = called_through_c(_held)
+
+
 @called_through_c
 def reference_counts(tensor: Tensor) -> tuple[int, ...] | None:
     """Every count of who can see `tensor`: C++ and Python holders of it, of its storage and of its base; or None.

@@ -14,7 +14,10 @@ children. It happens in a thread of its own, which no mode, hook or default devi
 
 [Note: frame evaluator] A call from Python to Python holds its arguments once more where Dynamo evaluates frames instead
 of Python. Rows of one state compared with rows of the other would make a shared gradient look exclusive, so every
-function on the way from backward to the counts is called through C (`leangrad._torch.called_through_c`).
+function on the way from backward to the counts is called through C (`leangrad._torch.called_through_c`). One call is
+torch's own, of backward itself. From Python 3.12 on it too is another where Dynamo evaluates frames: its arguments are
+held once more. There the rows are measured only while Python evaluates frames; they are the lowest, so that a gradient
+that has one of them is exclusive in either state, and where Dynamo evaluates frames nothing is owned.
 """
 
 import sys
@@ -28,7 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from leangrad._torch import called_through_c, raw_stream, reference_counts
+from leangrad._torch import called_through_c, is_python_evaluating, raw_stream, reference_counts
 from leangrad.errors import ConsumedError
 
 __all__ = ["held_alone", "owned", "take"]
@@ -144,10 +147,15 @@ def _calibrate() -> frozenset[tuple[int, ...]]:
     global _exclusive
     with _calibration_lock:
         if _exclusive is None:
+            _Look.undisturbed = _can_calibrate()
+            if not _Look.undisturbed:
+                return frozenset()
             rows: list[frozenset[tuple[int, ...]]] = []
             thread = threading.Thread(target=lambda: rows.append(_measure_exclusive_rows()), name="leangrad-calibrate")
             thread.start()
             thread.join()
+            if not _Look.undisturbed:  # a compiled function ran meanwhile: another time
+                return frozenset()
             _exclusive = rows[0] if rows else frozenset()
             if not _exclusive:
                 warnings.warn(
@@ -158,6 +166,11 @@ def _calibrate() -> frozenset[tuple[int, ...]]:
                     stacklevel=3,
                 )
     return _exclusive
+
+
+def _can_calibrate() -> bool:
+    """Whether the rows would be the lowest: see [Note: frame evaluator]."""
+    return sys.version_info < (3, 12) or is_python_evaluating()
 
 
 def _measure_exclusive_rows() -> frozenset[tuple[int, ...]]:
@@ -183,6 +196,7 @@ class _Look(torch.autograd.Function):
     """Identity that notes the row of its gradient, one call deep, as `owned` does."""
 
     rows: list[tuple[int, ...] | None]
+    undisturbed = True  # the rows so far were taken where `_can_calibrate`
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -208,7 +222,9 @@ def _row_of(build: Callable[[Tensor, list[object]], Tensor]) -> tuple[int, ...] 
     _Look.rows = []
     with torch.inference_mode(False), torch.enable_grad():
         x = torch.ones(4, 4, device="cpu", requires_grad=True)
+        _Look.undisturbed &= _can_calibrate()
         build(x, held).sum().backward()
+        _Look.undisturbed &= _can_calibrate()
     return _Look.rows[0]
 
 

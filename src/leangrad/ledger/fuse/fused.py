@@ -30,6 +30,7 @@ from torch import Tensor
 
 from leangrad import _torch
 from leangrad._torch import dispatch_modes_active
+from leangrad.kernels import INTERPRETED
 from leangrad.ledger.fuse.builder import RefusedError
 from leangrad.ledger.fuse.chain import TABLE, Chain, Taken, may_chain
 from leangrad.ledger.fuse.fused_plan import PROOFS, CutError, InexactError, Plan
@@ -134,6 +135,10 @@ def _gather(root: Value, made: dict[int, Tensor], task: int, taken: Taken) -> tu
         chain = Chain(root, made, task, chain.ends)
         at_hand = [chain.is_made(v) for v in chain.leaves]
     leaves = [taken[v][0] for v in chain.leaves]
+    if not leaves[0].is_cuda and not INTERPRETED:
+        _put(_refused, kind, chain.refusal("on a CPU"))
+        _give_back(taken, task)
+        return None
     if leaves[0].is_cuda and leaves[0].device.index != torch.cuda.current_device():
         _give_back(taken, task)
         return None  # Triton launches on the current device
