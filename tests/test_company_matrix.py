@@ -547,6 +547,7 @@ def peaks_on_gpu(members: tuple[str, ...], converted: bool) -> list[int]:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing when gradients are computed")
 @pytest.mark.parametrize("general", ["lean model", "lean submodules", "saving()", HOOKS])
 def test_converted_resnet50_on_a_gpu(general: str) -> None:
     together = peaks_on_gpu((general,), converted=True)

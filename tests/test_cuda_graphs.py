@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import leangrad
 from tests.support import assert_same_bits, same_bits
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores for float32")]
 REPLAYS = 4
 
 

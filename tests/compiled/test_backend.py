@@ -22,6 +22,7 @@ from leangrad.compiled import backend as backend_module
 from leangrad.compiled import compile_lean, summary
 from leangrad.compiled.partitioner import Partitioner, Settings, chosen
 from leangrad.errors import LeangradError
+from leangrad.policy.kernels import Fusion
 from tests.support import assert_same_bits
 from tests.support.processes import in_a_process
 
@@ -161,6 +162,66 @@ def test_other_failures_of_inductor_are_its_own(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(compile_fx, "compile_fx", fail)
     with pytest.raises(ValueError, match="another"):
         compile_lean(fx.symbolic_trace(mlp()), [torch.randn(4, 8)])
+
+
+def test_where_inductor_fails_at_our_choice_torchs_own_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bug in its code generator that torch's own choice does not meet must not stop a training."""
+    from torch._inductor import compile_fx, config
+    from torch._inductor.exc import InductorError
+
+    real = compile_fx.compile_fx_inner
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        if config.custom_partitioner_fn is not None:
+            raise InductorError(RuntimeError("C++ compile error"), None)
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(compile_fx, "compile_fx_inner", fail)
+    model, x = mlp(), torch.randn(4, 8)
+    (expected,) = torch.autograd.grad(model(x).square().sum(), model[0].weight)
+    with pytest.warns(
+        UserWarning, match=r"cannot compile what leangrad chose.*C\+\+ compile error.*torch's own choice"
+    ):
+        torch.compile(model, backend=compile_lean)(x).square().sum().backward()
+    torch.testing.assert_close(model[0].weight.grad, expected)
+    assert not chosen
+
+
+def test_what_fails_with_torchs_own_choice_too_is_inductors(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import compile_fx
+    from torch._inductor.exc import InductorError
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise InductorError(RuntimeError("C++ compile error"), None)
+
+    monkeypatch.setattr(compile_fx, "compile_fx_inner", fail)
+    with pytest.raises(InductorError, match="C\\+\\+ compile error"):
+        compile_lean(fx.symbolic_trace(mlp()), [torch.randn(4, 8)])
+
+
+def test_kernels_of_backward_are_of_the_size_that_the_policy_plays_them_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import compile_fx, config
+
+    real, sizes = compile_fx.compile_fx_inner, []
+
+    def look(*args: Any, **kwargs: Any) -> Any:
+        sizes.append((kwargs.get("is_backward", False), config.max_fusion_size))
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(compile_fx, "compile_fx_inner", look)
+    default = config.max_fusion_size
+    torch.compile(mlp(), backend=compile_lean)(torch.randn(4, 8)).sum().backward()
+    torch._dynamo.reset()
+    torch.compile(mlp(), backend=compile_lean, options={"max_fusion_size": 4})(torch.randn(4, 8)).sum().backward()
+    assert sorted(sizes) == [(False, 4), (False, default), (True, 4), (True, Fusion().size)]
+
+
+def test_added_work_is_beside_what_torch_would_keep() -> None:
+    """The usual cut is torch's own: of a chain that it keeps none of, nothing is added."""
+    model = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
+    torch.compile(model, backend=compile_lean)(torch.randn(64, 8)).sum().backward()
+    (one,) = chosen
+    assert one.choice.slowdown == 1.0
 
 
 def test_a_torch_that_is_too_old_has_names_missing(monkeypatch: pytest.MonkeyPatch) -> None:

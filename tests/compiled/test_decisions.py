@@ -174,7 +174,7 @@ def test_gradients_are_of_the_branch_that_forward_took() -> None:
         return torch.where(x.bfloat16().exp().mean(-1, keepdim=True) > 1, 2 * x.sin(), 5 * x.sin())
 
     x = torch.randn(4096, 16, device="cuda") * 0.02
-    x = (x - x.mean(-1, keepdim=True)).requires_grad_()
+    x = (x - x.mean(-1, keepdim=True) - 2e-4).requires_grad_()  # half the variance: means of exp(x) lie around 1
     result = torch.compile(step, backend=compile_lean)(x)
     result.sum().backward()
     taken = (result.detach() / x.detach().sin()).round()

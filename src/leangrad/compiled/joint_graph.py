@@ -135,7 +135,14 @@ class _Reader:
             is_asked_for=not is_backward and node in self.info.required_bw_nodes,
             price=moved if self._is_written_in_backward(node) else moved // INLINE_SHARE,
             work=0 if can_inline else _work(node, moved),
+            across=() if is_view or not can_inline else self._read_across(node),
         )
+
+    def _read_across(self, node: fx.Node) -> tuple[int, ...]:
+        """The inputs of its own shape whose rows are along another dimension than its own: another memory format."""
+        shape, rows = compiler.shape_of(node), compiler.dimension_of_rows(node)
+        inputs = [i for i in node.all_input_nodes if compiler.shape_of(i) == shape]
+        return tuple(self.number[i] for i in inputs if compiler.dimension_of_rows(i) != rows)
 
     def _is_standing(self, node: fx.Node) -> bool:
         """A parameter, or what the caller holds anyway; not what an earlier graph made, which has a gradient."""

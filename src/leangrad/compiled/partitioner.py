@@ -58,11 +58,18 @@ class Partitioner(compiler.partitioner_class()):  # type: ignore[misc]
     def _keep(self, graph: fx.Graph, info: Any) -> list[fx.Node]:
         began = time.perf_counter()
         step, nodes = read_joint_graph(graph, info, fused=not self.settings.exact)
-        choice = choose(step, slowdown=self.settings.slowdown, limits=self.limits)
+        usual = None if self.settings.exact else self._usual(graph, info, nodes)
+        choice = choose(step, slowdown=self.settings.slowdown, limits=self.limits, usual=usual)
         self.reused_reads = choice.reused_reads
         chosen.append(Chosen(choice, time.perf_counter() - began))
         del chosen[:-REMEMBERED]
         return [nodes[n] for n in sorted(choice.kept)]
+
+    @staticmethod
+    def _usual(graph: fx.Graph, info: Any, nodes: list[fx.Node]) -> frozenset[int] | None:
+        """The values that torch itself would keep."""
+        kept = compiler.stock_choice(graph, info)
+        return None if kept is None else frozenset(map({node: n for n, node in enumerate(nodes)}.__getitem__, kept))
 
     def _keep_or_leave_it(self, graph: fx.Graph, info: Any) -> list[fx.Node] | None:
         try:

@@ -8,6 +8,10 @@ is made again late in backward, when little is held, may be long.
 [Note: the bound] If all candidates add more work than allowed, more is kept. A price on what is made again is no way to
 keep a little more: blocks that are alike have like prices, and all of them cross it at once. So of what a dearer cut
 keeps beside the cheapest one, a part is kept, that of the last layers first: it is gone when the peak comes.
+
+[Note: the usual cut] What counts as added work is what a step takes beyond the one that users would have without us. An
+engine that knows what would be kept there says so, and what is chosen has no higher peak than that, even if it takes
+more work than the bound allows.
 """
 
 from __future__ import annotations
@@ -49,12 +53,13 @@ class Choice:
     floor: Outcome  # of the cheapest cut
     lowest: Outcome  # of the cut that would be chosen if work did not matter
     is_held_back: bool  # because that would be too much work
-    step_work: int  # of the step, if what costs much to make again is kept
+    step_work: int  # of the step with the usual cut
     reused_reads: int  # the limit of `Fusion` for the kernels of backward
+    usual: Outcome | None = None  # of the usual cut, where that is known
 
     @property
     def slowdown(self) -> float:
-        """The work of the step with this cut, beside that of the step itself."""
+        """The work of the step with this cut, beside that with the usual one."""
         return self.outcome.work / max(self.step_work, 1)
 
     @property
@@ -68,14 +73,26 @@ Try = tuple[frozenset[int], int, Outcome]  # what is kept, the limit on reads, a
 Attempt = Callable[[frozenset[int], int], Outcome]  # play one through and remember it
 
 
-def choose(graph: Graph, *, slowdown: float, limits: Sequence[int] = REUSED_READS) -> Choice:
-    """The cut with the lowest simulated peak whose work is at most ``slowdown`` times that of the step itself.
+def choose(
+    graph: Graph,
+    *,
+    slowdown: float,
+    limits: Sequence[int] = REUSED_READS,
+    usual: AbstractSet[int] | None = None,
+) -> Choice:
+    """The cut with the lowest simulated peak whose work is at most ``slowdown`` times that of the usual one.
 
     limits: the values of ``Fusion.reused_reads`` that the engine can have the kernels of backward compiled with; the
         first of them is what it compiles with anyway.
+    usual: what would be kept without this policy; if that is not known, the least work of a few cuts stands for it.
     """
     cheapest = cheapest_cut(graph)
     dearer = [cheapest_cut(graph, price=price) for price in PRICES]
+    ceiling = None
+    if usual is not None:
+        bases = frozenset(graph.base(n) for n in usual)
+        ceiling = play(graph, bases)  # it may make again what the policy never does
+        dearer.insert(0, cheapest_cut(graph, pinned={n for n in bases if graph.values[n].can_be_kept}))
     tried: list[Try] = []
 
     def attempt(kept: frozenset[int], limit: int) -> Outcome:
@@ -83,19 +100,21 @@ def choose(graph: Graph, *, slowdown: float, limits: Sequence[int] = REUSED_READ
         return tried[-1][2]
 
     floor = attempt(cheapest, limits[0])
-    step = min(floor.work, *(attempt(kept, limits[0]).work for kept in dearer))
+    works = [attempt(kept, limits[0]).work for kept in dearer]
+    step = works[0] if usual is not None else min(floor.work, *works)
     for limit in limits:
         _end_chains(graph, cheapest, limit, attempt)
     bound = slowdown * step
     lowest = min(outcome.peak_bytes for _, _, outcome in tried)
     best = min((one for one in tried if one[2].peak_bytes <= NEAR * lowest), key=_work)
-    is_held_back = best[2].work > bound
-    if is_held_back:
+    if best[2].work > bound:
         _keep_more(graph, best, dearer, bound, attempt)
-    allowed = [one for one in tried if one[2].work <= bound] or [min(tried, key=_work)]  # the user may force more work
+    below = [one for one in tried if ceiling is None or one[2].peak_bytes <= NEAR * ceiling.peak_bytes] or tried
+    allowed = [one for one in below if one[2].work <= bound] or [min(below, key=_work)]  # the user may force more work
     lowest = min(outcome.peak_bytes for _, _, outcome in allowed)
     kept, limit, outcome = min((one for one in allowed if one[2].peak_bytes <= NEAR * lowest), key=_work)
-    return Choice(kept, outcome, floor, best[2], is_held_back, step, limit)
+    is_held_back = best[2].work > bound and outcome.peak_bytes > NEAR * best[2].peak_bytes
+    return Choice(kept, outcome, floor, best[2], is_held_back, step, limit, ceiling)
 
 
 def _work(one: Try) -> tuple[int, int, int, list[int]]:

@@ -3,7 +3,8 @@
 [Note: the cut] A value that backward reads is kept, at its own size, or made again, which takes the inputs of its op. A
 fixed value is never made again. What stands anyway costs nothing to keep. A view is never kept: it shows the memory of
 its base, which would be held whole. Making a value again may have a price, in bytes as well: then it is made again only
-where that saves more.
+where that saves more. What forward hands out may be held by the caller, or not: of two like values it is the one to
+keep, logits for instance and not the probabilities.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from leangrad.policy.max_flow import ENDLESS, Network
 __all__ = ["cheapest_cut", "remade"]
 
 SCALE = 1024  # of a byte: so that a price may be a fraction of one
+HANDED_OUT = 1000  # what a byte of a value counts that forward hands out
 
 
 def cheapest_cut(
@@ -71,7 +73,8 @@ def _arc(network: Network, graph: Graph, n: int) -> tuple[int, int]:
     if not value.can_be_kept or value.view_of is not None:
         return begin, begin
     end = network.node()
-    network.connect(begin, end, 0 if value.is_standing else min(value.nbytes * SCALE, ENDLESS))
+    scale = HANDED_OUT if n in graph.handed_out else SCALE
+    network.connect(begin, end, 0 if value.is_standing else min(value.nbytes * scale, ENDLESS))
     return begin, end
 
 

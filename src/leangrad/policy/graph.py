@@ -33,6 +33,7 @@ class Value:
     may_end_chain: bool = True  # keeping it may be of use where a chain of values that are made again is too long
     is_repeatable: bool = False  # one cheap pass in the memory of its input: may be let go, and made again once more
     work: int = 0  # of an op with a kernel of its own, in bytes moved: arithmetic counts as the bytes that take as long
+    across: tuple[int, ...] = ()  # those of its inputs whose memory has its rows along another dimension than its own
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,12 @@ class Graph:
     def asked_for(self) -> tuple[int, ...]:
         """The values of forward that backward hands out, or has to have for another reason."""
         return tuple(n for n, value in enumerate(self.values) if value.is_asked_for and not value.is_backward)
+
+    @cached_property
+    def handed_out(self) -> frozenset[int]:
+        """The values whose memory forward hands out to the caller."""
+        values = self.values
+        return frozenset(self.base(n) for n, value in enumerate(values) if value.is_output and not value.is_backward)
 
     def base(self, n: int) -> int:
         """The value that owns the memory of value ``n``."""

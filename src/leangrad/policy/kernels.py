@@ -19,7 +19,12 @@ from dataclasses import dataclass, field
 
 from leangrad.policy.graph import Graph
 
-__all__ = ["Fusion", "Kernels"]
+__all__ = ["LARGEST", "Fusion", "Kernels"]
+
+
+# Inductor would write up to 64 buffers in one kernel. With 35 of them, links of a residual stream and what is made from
+# each, that ran at a thirteenth of the speed of one with 11: its threads have more values at hand than registers.
+LARGEST = 16
 
 
 @dataclass(frozen=True)
@@ -29,7 +34,7 @@ class Fusion:
     reused_reads: int = 4  # a value with several readers gets a buffer if it is computed from more memories than this
     reads: int = 8  # and any value if from more than this
     ops: int = 30  # or by more ops
-    size: int = 64  # the most buffers that one kernel writes
+    size: int = LARGEST  # the most buffers that one kernel writes
 
 
 @dataclass
@@ -45,6 +50,7 @@ class Kernels:
     stage: dict[int, int] = field(default_factory=dict)  # and how many heavy ops run before it
     written: dict[int, bool] = field(default_factory=dict)
     reads: dict[int, frozenset[int]] = field(default_factory=dict)  # the memories that a value is computed from
+    across: dict[int, frozenset[int]] = field(default_factory=dict)  # those of them that it reads across their rows
 
     def __post_init__(self) -> None:
         values = self.graph.values
@@ -65,6 +71,7 @@ class Kernels:
         inlined = [i for i in value.inputs if i in self.place and not self._has_buffer[i]]
         found = {graph.base(i) for i in value.inputs if i not in inlined}.union(*(self.reads[i] for i in inlined))
         ops = 1 + len(set(value.inputs).difference(inlined)) + sum(self._ops[i] for i in inlined)
+        self.across[n] = self._read_across(n, inlined)
         if value.view_of is not None:
             self._has_buffer[n] = self._has_buffer.get(value.view_of, True)
             self.written[n] = False
@@ -82,6 +89,17 @@ class Kernels:
         self.written[n] = must or (has_buffer and any(self.stage[r] > self.stage[n] for r in readers))
         self.reads[n] = frozenset(found)
         self._ops[n] = 1 if has_buffer else ops
+
+    def _read_across(self, n: int, inlined: Sequence[int]) -> frozenset[int]:
+        """The memories that it reads across their rows: what is computed inside it is computed in its own order."""
+        value = self.graph.values[n]
+        found: set[int] = set()
+        for i in value.inputs:
+            if i in inlined:
+                found |= self.reads[i] - self.across[i] if i in value.across else self.across[i]
+            elif i in value.across:
+                found.add(self.graph.base(i))
+        return frozenset(found)
 
     def _fuse(self, n: int, found: AbstractSet[int]) -> None:
         """Into the kernel that writes what it reads, if there is one: see [Note: remade values run early]."""
@@ -122,7 +140,7 @@ class Kernels:
         """
         values = self.graph.values
         total = 0
-        passes: set[tuple[int, bool, int]] = set()
+        passes: set[tuple[int, bool, int, bool]] = set()
         for n in self.order:
             value = values[n]
             if value.view_of is not None or not self._has_buffer[n]:
@@ -131,12 +149,14 @@ class Kernels:
                 total += value.work
                 continue
             total += value.nbytes if self.written[n] else 0
-            is_wide = any(values[b].nbytes > WIDE * max(value.nbytes, 1) for b in self.reads[n])
+            made = value.nbytes or sum(values[r].nbytes for r in self.graph.readers[n])  # the parts of a tuple
+            is_wide = any(values[b].nbytes > WIDE * max(made, 1) for b in self.reads[n])
             for b in self.reads[n]:
                 is_from_here = self.stage.get(b) == self.stage[n] and values[b].can_inline
                 if self.written.get(b, True) and (is_wide or not is_from_here):
-                    passes.add((self.stage[n], is_wide, b))
-        return total + sum(values[b].nbytes for _, _, b in passes)
+                    passes.add((self.stage[n], is_wide, b, b in self.across[n]))
+        return total + sum(values[b].nbytes * (ACROSS if is_across else 1) for _, _, b, is_across in passes)
 
 
+ACROSS = 4  # what it takes to read a memory across its rows, beside reading it along them
 WIDE = 8192  # a reduction of so many times what it gives is not done in the kernel that reads its result

@@ -263,6 +263,7 @@ def test_no_value_of_the_stand_in_is_read(entry: Entry, layout: str, device: str
         assert ledger.trace is not None  # and the last steps followed it
 
 
+@pytest.mark.filterwarnings("ignore:Attempting to run cuFFT, but there was no current CUDA context")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("entry", "layout"), CASES)
 def test_second_derivatives_and_a_second_backward(entry: Entry, layout: str, device: str, stands: Stands) -> None:
