@@ -173,7 +173,7 @@ def test_the_first_step_on_a_gpu_is_near_the_measured_one(options: dict[str, obj
     step()
     assert torch.cuda.max_memory_allocated() >= highest  # nobody has reset it
     measured = leangrad.measure(step).peak_bytes
-    assert measured <= first.peak.nbytes <= measured + 150e6  # the buffers for tuning, and cuBLAS's workspace
+    assert 0.99 * measured <= first.peak.nbytes <= measured + 150e6  # the buffers for tuning, and cuBLAS's workspace
 
 
 @pytest.mark.gpu

@@ -5,7 +5,7 @@ knows the highest count since the user last reset it, and nothing here resets it
 readings, the peak of the step is known; if not, it is at most what was highest before. It is the peak of all that ran
 between the two: it is not told of a graph if another one had its first forward or backward between them, nor if its own
 forward ran twice before its first backward. Kernels are tuned in a first step, and cuBLAS takes its workspace: some
-10 MB that later steps do not have. Later steps are not watched and run as if nothing had been.
+tens of MB that later steps do not have. Later steps are not watched and run as if nothing had been.
 """
 
 from __future__ import annotations
