@@ -121,19 +121,23 @@ def _watcher(partitioner: Partitioner) -> compiler.Watch:
         device = next((one.device for one in arguments if isinstance(one, Tensor) and _counts(one.device)), None)
         if found is None or device is None:
             return
-        if not is_backward:
-            first = found.first_step = FirstStep(functools.partial(cuda_counters, device))
-            endings.append(compiler.around_runs(compiled, first.begin, lambda: None))
-        elif (first := found.first_step) is not None:
+        if found.first_step is None:
+            found.first_step = FirstStep(functools.partial(cuda_counters, device))
+        first = found.first_step
 
-            def end() -> None:
-                first.end()
-                while endings:
-                    endings.pop()()
+        def end() -> None:
+            first.end()
+            while endings:
+                endings.pop()()
 
-            endings.append(compiler.around_runs(compiled, lambda: None, end))
+        before, after = (_nothing, end) if is_backward else (first.begin, _nothing)
+        endings.append(compiler.around_runs(compiled, before, after))
 
     return watch
+
+
+def _nothing() -> None:
+    pass
 
 
 def _counts(device: torch.device) -> bool:
