@@ -316,8 +316,9 @@ def test_two_threads_with_different_backends_do_not_meet() -> None:
 def test_the_summary_tells_what_was_chosen() -> None:
     assert "no graph with a backward" in summary()
     torch.compile(mlp(), backend=compile_lean, options=EXACT)(torch.randn(64, 8)).sum().backward()
-    (line,) = summary().splitlines()[1:]
+    line, advice = summary().splitlines()[1:]
     assert float(line.split()[0]) > 0
+    assert advice == "the measured peak of a step: compiled.summary(leangrad.measure(step))"
 
 
 def test_the_measured_peak_of_exact_is_the_expected_one() -> None:

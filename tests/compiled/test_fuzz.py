@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx
 from torch._inductor.compile_fx import compile_fx
 
@@ -18,11 +19,12 @@ from leangrad._torch import compiler
 from leangrad.compiled import compile_lean
 from leangrad.compiled.joint_graph import op_name, read_joint_graph
 from leangrad.compiled.partitioner import Settings
+from leangrad.policy.choice import NEAR
 from leangrad.policy.graph import Graph
 from leangrad.policy.ops import is_discrete, is_source
 from leangrad.policy.peak import play
 from tests.support.bits import difference
-from tests.support.compiled_fuzz_steps import ALL, AOT_DIFFERS, CHANGING, CHECKPOINTED, EDITS, Modules
+from tests.support.compiled_fuzz_steps import ALL, AOT_DIFFERS, CHANGING, CHECKPOINTED, DRAWING, EDITS, Modules
 from tests.support.fuzz import examples
 from tests.support.partitions import Interpreter, Partition, Partitions, saved
 
@@ -83,16 +85,25 @@ def random_program(seed: int) -> Program:
 
 
 def forward(program: Program, run: Modules) -> Callable[[Tensor], list[Tensor]]:
-    """The program as a function of its input. It gives the last tensors, aliases and all, and one without gradient."""
-    steps = tuple(((ALL.get(name) or EDITS[name]), i, j, c) for name, i, j, c in program.steps)
+    """The program as a function of its input. It gives the last tensors, aliases and all, and one without gradient.
+
+    All that was drawn is read by the latter: AOTAutograd leaves out a draw that nothing reads, and the next one then
+    gives other numbers than in eager (`test_a_draw_that_nothing_reads`).
+    """
+    steps = tuple(((ALL.get(name) or EDITS[name]), name in DRAWING, i, j, c) for name, i, j, c in program.steps)
 
     def play(x: Tensor) -> list[Tensor]:
         run.pool = [x * 1.0, run.p + run.b]
-        for make, i, j, c in steps:
+        drawn: list[Tensor] = []
+        for make, draws, i, j, c in steps:
             made = make(run, run.pick(i), run.pick(j), c)
             if made is not None:
                 run.pool.append(made)
-        outputs = [*run.pool[-3:], run.pool[-1].detach().sum(-1), run.pool[0].view(-1)]
+                drawn += [made] if draws else []
+        told = run.pool[-1].detach().sum(-1)
+        for made in drawn:
+            told = told + made.detach().mean()
+        outputs = [*run.pool[-3:], told, run.pool[0].view(-1)]
         run.pool = []
         return outputs
 
@@ -115,8 +126,7 @@ def result(program: Program, backend: Any, **options: Any) -> Result:
                 outputs = play(x)
             found += [t.detach().clone() for t in outputs]
             able = [t for t in outputs if t.requires_grad]
-            graded = [able[n % len(able)] for n in program.graded] if able else []
-            graded = list({id(t): t for t in graded}.values())
+            graded = [able[n % len(able)] for n in program.graded] if able else []  # AOTAutograd gives one object twice
             draw = torch.Generator().manual_seed(program.seed)
             seeds = [torch.randn(t.shape, generator=draw).to(t.dtype) for t in graded]
             torch.autograd.backward(graded, seeds)
@@ -161,6 +171,8 @@ def is_aots_own(program: Program, mine: Tensor | None, plain: Tensor | None, sto
     It gives zeros for a gradient that eager leaves out, and adds up in another order where views were changed in place;
     for the rest see `AOT_DIFFERS`.
     """
+    if mine is not None and plain is None and not mine.any():
+        return True  # not by every partition: beside a checkpoint, torch's minimum cut gives zeros and aot_eager none
     if mine is None or difference(mine, stock, nans="any"):
         return False
     expected = torch.zeros_like(mine) if plain is None else plain
@@ -220,7 +232,7 @@ def check_cut(program: Program) -> Counter[str]:
         if program.slowdown > 2 and not (program.changes_buffers or program.is_checkpointed or program.draws_alone):
             told = decision_bytes(part)
             kept = part.kept_bytes <= part.stock_kept_bytes + told
-            assert kept or ours <= stock + told, (part.kept_bytes, part.stock_kept_bytes, ours, stock, told)
+            assert kept or ours <= NEAR * (stock + told), (part.kept_bytes, part.stock_kept_bytes, ours, stock, told)
         seen["smaller"] += part.kept_bytes < part.stock_kept_bytes
     return seen
 
@@ -273,3 +285,68 @@ def test_random_programs(part: int) -> None:
     torch._C._set_mkldnn_enabled(True)  # a bfloat16 product that it cannot do switches it off
     assert seen["cuts"] >= 1, seen
     assert seen["exact"] >= 1, seen
+
+
+def outcome(function: Callable[[Tensor], Tensor], x: Tensor, backend: Any, **options: Any) -> Result:
+    """What a function and its backward give, or the error."""
+    torch._dynamo.reset()
+    torch.manual_seed(3)
+    x = x.clone().requires_grad_()
+    try:
+        made = (torch.compile(function, backend=backend, **options) if backend else function)(x)
+        made.sum().backward()
+    except Exception as error:
+        return error
+    return [made.detach(), x.grad]
+
+
+def last_line(error: Result) -> str:
+    assert isinstance(error, Exception), "torch's own partition raises, ours gives gradients"
+    return str(error).splitlines()[1 if "raised:" in str(error).splitlines()[0] else 0]
+
+
+def test_random_permutations() -> None:
+    """Exact has eager's. Inductor of torch 2.13 cannot compile rows that are taken by one, with torch's own cut too."""
+
+    def shuffle(x: Tensor) -> Tensor:
+        return x[torch.randperm(6)].sin() * x[torch.randperm(6)]
+
+    x = torch.arange(12.0).view(6, 2)
+    assert compare(outcome(shuffle, x, compile_lean, options=EXACT), outcome(shuffle, x, None)) == []
+    stock = outcome(shuffle, x, stock_backend)
+    mine = outcome(shuffle, x, Partitions().backend)
+    if isinstance(stock, Exception):
+        assert "Not all inputs to pattern found" in last_line(stock)
+        assert last_line(mine) == last_line(stock)
+    else:
+        assert compare(mine, stock) == []
+
+
+def test_a_draw_that_nothing_reads() -> None:
+    """AOTAutograd leaves it out, with torch's own cut too: what is drawn after it has the numbers of the first draw."""
+
+    def lose(x: Tensor) -> Tensor:
+        torch.rand(6)
+        return x * torch.rand(6)
+
+    x = torch.ones(6)
+    exact = outcome(lose, x, compile_lean, options=EXACT)
+    assert compare(exact, outcome(lose, x, "aot_eager")) == []
+    assert compare(exact, outcome(lambda x: x * torch.rand(6), x, None)) == []
+    assert compare(exact, outcome(lose, x, None))
+
+
+def test_strides_that_torch_takes_for_others() -> None:
+    """Rrelu's backward gives other strides than AOTAutograd was told: torch's own aot_eager raises, as exact does."""
+
+    def rotate(x: Tensor) -> Tensor:
+        return F.rrelu((x * 2).reshape(2, 3, 4).permute(2, 0, 1), training=True)
+
+    x = torch.randn(4, 6)
+    stock = outcome(rotate, x, "aot_eager")
+    mine = outcome(rotate, x, compile_lean, options=EXACT)
+    if isinstance(stock, Exception):
+        assert "view size is not compatible" in last_line(stock)
+        assert last_line(mine) == last_line(stock)
+    else:
+        assert compare(mine, stock) == []

@@ -21,6 +21,8 @@ from leangrad.errors import LeangradError
 SYMBOL_BYTES = 1_000_000  # of a symbolic number that is no integer: torch can keep those, but would rather not
 # Of a joint graph and torch's classification of its nodes: what to keep. None: what torch itself would.
 Choose = Callable[[fx.Graph, Any], list[fx.Node] | None]
+# Called with a graph that was compiled, what it was compiled for, and whether it is a backward.
+Watch = Callable[[Any, Sequence[Any], bool], None]
 
 _stock: Any = None  # torch's own choice, once the seam is installed
 _choose: contextvars.ContextVar[Choose | None] = contextvars.ContextVar("leangrad_choose", default=None)
@@ -242,10 +244,12 @@ def compile_by_inductor(
     inputs: Sequence[Any],
     patches: dict[str, Any],
     of_backward: Callable[[], dict[str, Any]] = dict,
+    watch: Watch = lambda *_: None,
 ) -> Callable[..., Any]:
     """Compile a captured graph as ``backend="inductor"`` does, with some of its settings changed.
 
     of_backward: asked when a backward is compiled, which is after its graph was partitioned: settings for that alone.
+    watch: called with each graph that was compiled.
 
     Raises LeangradError where this machine lacks what Inductor compiles with.
     """
@@ -253,8 +257,11 @@ def compile_by_inductor(
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     def compile_one(graph: fx.GraphModule, arguments: Sequence[Any], **kwargs: Any) -> Any:
-        with config.patch(of_backward() if kwargs.get("is_backward") else {}):
-            return compile_fx_inner(graph, arguments, **kwargs)
+        is_backward = bool(kwargs.get("is_backward"))
+        with config.patch(of_backward() if is_backward else {}):
+            compiled = compile_fx_inner(graph, arguments, **kwargs)
+        watch(compiled, arguments, is_backward)
+        return compiled
 
     try:
         compiled: Any = compile_fx(gm, list(inputs), inner_compile=compile_one, config_patches=patches)
@@ -289,29 +296,68 @@ def _lacks(error: BaseException | None) -> str:
     return ""
 
 
-def compile_op_by_op(gm: fx.GraphModule, inputs: Sequence[Any], partitioner: Any) -> Callable[..., Any]:
+def compile_op_by_op(
+    gm: fx.GraphModule, inputs: Sequence[Any], partitioner: Any, watch: Watch = lambda *_: None
+) -> Callable[..., Any]:
     """Trace forward and backward, partition them, and run both with eager's own kernels, one op after the other.
 
     Nothing is decomposed, and autocast has no say in backward, as in eager PyTorch. What a graph is given is let go of
     as soon as its last reader has run.
+
+    watch: called with each graph that was compiled.
     """
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch import config
 
-    def run_op_by_op(graph: fx.GraphModule, _: Sequence[Any]) -> Callable[[list[Any]], Any]:
-        interpreter = fx.Interpreter(graph)
+    def run_op_by_op(graph: fx.GraphModule, arguments: Sequence[Any], is_backward: bool) -> _OpByOp:
+        compiled = _OpByOp(graph)
+        watch(compiled, arguments, is_backward)
+        return compiled
 
-        def run(arguments: list[Any]) -> Any:
-            with torch.no_grad():
-                # An interpreter holds what it gave until it runs again: all that forward keeps, through backward.
-                return copy.copy(interpreter).boxed_run(arguments)
-
-        run._boxed_call = True  # type: ignore[attr-defined]
-        return run
-
+    forward, backward = (functools.partial(run_op_by_op, is_backward=which) for which in (False, True))
     with config.patch(backward_pass_autocast="off"):
-        compiler = aot_autograd(fw_compiler=run_op_by_op, bw_compiler=run_op_by_op, partition_fn=partitioner)
+        compiler = aot_autograd(fw_compiler=forward, bw_compiler=backward, partition_fn=partitioner)
         return compiler(gm, inputs)
+
+
+class _OpByOp:
+    """A graph that is run with eager's own kernels, called as Inductor's are."""
+
+    def __init__(self, graph: fx.GraphModule) -> None:
+        self._boxed_call = True  # Dynamo wraps it, and takes over what the object itself has
+        self.current_callable = self._run
+        self._interpreter = fx.Interpreter(graph)
+
+    def __call__(self, arguments: list[Any]) -> Any:
+        return self.current_callable(arguments)
+
+    def _run(self, arguments: list[Any]) -> Any:
+        with torch.no_grad():
+            # An interpreter holds what it gave until it runs again: all that forward keeps, through backward.
+            return copy.copy(self._interpreter).boxed_run(arguments)
+
+
+def around_runs(compiled: Any, before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
+    """Call ``before`` and ``after`` around each run of a compiled graph. Returns what ends that, without a trace.
+
+    Where torch calls its graphs in another way, neither is ever called.
+    """
+    run = getattr(compiled, "current_callable", None)
+    if run is None:
+        return lambda: None
+
+    def watched(arguments: list[Any]) -> Any:
+        before()
+        result = run(arguments)
+        after()
+        return result
+
+    def end() -> None:
+        if compiled.current_callable is watched:
+            compiled.current_callable = run
+
+    compiled.current_callable = watched
+    return end
 
 
 def while_tracing(function: Callable[[], bool]) -> Callable[[], bool]:

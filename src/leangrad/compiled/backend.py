@@ -9,10 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from leangrad._torch import compiler
-from leangrad.compiled.partitioner import Partitioner, Settings, chosen
+from leangrad.compiled.first_step import FirstStep, Peak, cuda_counters
+from leangrad.compiled.partitioner import Chosen, Partitioner, Settings, chosen
 from leangrad.errors import LeangradError
 from leangrad.measure import Measurement
 from leangrad.policy.choice import REUSED_READS
@@ -56,7 +57,8 @@ def compile_lean(
         if rest or mode:
             given = ", ".join([*rest, *([f"mode={mode!r}"] if mode else [])])
             raise ValueError(f"leangrad.exact runs eager's kernels and takes no option of Inductor's, got {given}")
-        return compiler.compile_op_by_op(gm, example_inputs, Partitioner(settings, REUSED_READS[:1]))
+        partitioner = Partitioner(settings, REUSED_READS[:1])
+        return compiler.compile_op_by_op(gm, example_inputs, partitioner, _watcher(partitioner))
     patches = _patches(mode, rest)
     partitioner = Partitioner(settings, _limits(patches))
     patches["custom_partitioner_fn"] = partitioner
@@ -64,7 +66,7 @@ def compile_lean(
     of_backward = lambda: {READS: partitioner.reused_reads, SIZE: size}  # noqa: E731
     before = len(chosen)
     try:
-        return compiler.compile_by_inductor(gm, example_inputs, patches, of_backward)
+        return compiler.compile_by_inductor(gm, example_inputs, patches, of_backward, _watcher(partitioner))
     except Exception as error:
         if not compiler.is_inductors(error):
             raise
@@ -125,6 +127,38 @@ def _limits(patches: Mapping[str, Any]) -> tuple[int, ...]:
     return (limit,) if READS in patches or limit != REUSED_READS[0] else REUSED_READS
 
 
+def _watcher(partitioner: Partitioner) -> compiler.Watch:
+    """Let the first step of a graph be watched, if it has a backward and runs on a GPU."""
+    endings: list[Callable[[], None]] = []
+
+    def watch(compiled: Any, arguments: Sequence[Any], is_backward: bool) -> None:
+        found = partitioner.chosen
+        device = next((one.device for one in arguments if isinstance(one, Tensor) and _counts(one.device)), None)
+        if found is None or device is None:
+            return
+        if found.first_step is None:
+            found.first_step = FirstStep(functools.partial(cuda_counters, device))
+        first = found.first_step
+
+        def end() -> None:
+            first.end()
+            while endings:
+                endings.pop()()
+
+        before, after = (_nothing, end) if is_backward else (first.begin, _nothing)
+        endings.append(compiler.around_runs(compiled, before, after))
+
+    return watch
+
+
+def _nothing() -> None:
+    pass
+
+
+def _counts(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
 @functools.cache
 def _warn_of_missing(missing: tuple[str, ...]) -> None:
     warnings.warn(
@@ -137,6 +171,9 @@ def _warn_of_missing(missing: tuple[str, ...]) -> None:
 def summary(measured: Measurement | None = None) -> str:
     """What the graphs that were compiled last keep for backward, and what the policy expects of them.
 
+    On a GPU it also tells how far the peak of a graph's first step was from the expected one, as far as the allocator's
+    counters say it; see `leangrad.compiled.first_step`.
+
     measured: of a step, by `leangrad.measure`. How far its peak is from the expected one is then told as well. A step
         of several graphs has no expected peak: each knows only its own.
 
@@ -146,17 +183,29 @@ def summary(measured: Measurement | None = None) -> str:
     if not chosen:
         return "no graph with a backward was compiled in this process, or all came out of a cache"
     lines = [f"{'kept MB':>10} {'floor MB':>10} {'peak MB':>10} {'work':>6}"]
-    for choice in (one.choice for one in chosen):
-        outcome, floor = choice.outcome, choice.floor
-        line = f"{outcome.kept_bytes / 1e6:>10.3f} {floor.kept_bytes / 1e6:>10.3f} {outcome.peak_bytes / 1e6:>10.3f}"
-        line += f" {choice.slowdown:>6.3f}"
-        if choice.is_held_back:
-            line += f"  {choice.lowest.peak_bytes / 1e6:.3f} MB would take {choice.lowest_slowdown:.2f} times the work"
-            line += "; raise leangrad.slowdown for it"
-        lines.append(line)
+    lines += map(_row, chosen)
     if measured is not None:
         lines.append(_compared(measured.peak_bytes))
+    elif not any(map(_first_peak, chosen)):
+        lines.append("the measured peak of a step: compiled.summary(leangrad.measure(step))")
     return "\n".join(lines)
+
+
+def _row(one: Chosen) -> str:
+    choice, outcome, floor = one.choice, one.choice.outcome, one.choice.floor
+    line = f"{outcome.kept_bytes / 1e6:>10.3f} {floor.kept_bytes / 1e6:>10.3f} {outcome.peak_bytes / 1e6:>10.3f}"
+    line += f" {choice.slowdown:>6.3f}"
+    if peak := _first_peak(one):
+        line += f"  first step: {peak}"
+        line += "" if peak.is_bound else f", {peak.nbytes / max(outcome.peak_bytes, 1):.3f} times the expected peak"
+    if choice.is_held_back:
+        line += f"  {choice.lowest.peak_bytes / 1e6:.3f} MB would take {choice.lowest_slowdown:.2f} times the work"
+        line += "; raise leangrad.slowdown for it"
+    return line
+
+
+def _first_peak(one: Chosen) -> Peak | None:
+    return one.first_step.peak if one.first_step is not None else None
 
 
 def _compared(peak_bytes: int) -> str:

@@ -14,6 +14,7 @@ from torch import fx
 from leangrad import __version__
 from leangrad._torch import compiler
 from leangrad.compiled.dropout import restore_dropout, write_out_dropout
+from leangrad.compiled.first_step import FirstStep
 from leangrad.compiled.joint_graph import copy_changed_inputs, read_joint_graph
 from leangrad.policy.choice import REUSED_READS, Choice, choose
 
@@ -35,6 +36,7 @@ class Partitioner(compiler.partitioner_class()):  # type: ignore[misc]
         self.settings = settings
         self.limits = tuple(limits)  # on reads: those that backward may be compiled with, first the one it would be
         self.reused_reads = self.limits[0]  # the one that goes with the cut
+        self.chosen: Chosen | None = None  # for the graph that was partitioned
 
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
@@ -61,7 +63,8 @@ class Partitioner(compiler.partitioner_class()):  # type: ignore[misc]
         usual = None if self.settings.exact else self._usual(graph, info, nodes)
         choice = choose(step, slowdown=self.settings.slowdown, limits=self.limits, usual=usual)
         self.reused_reads = choice.reused_reads
-        chosen.append(Chosen(choice, time.perf_counter() - began))
+        self.chosen = Chosen(choice, time.perf_counter() - began)
+        chosen.append(self.chosen)
         del chosen[:-REMEMBERED]
         return [nodes[n] for n in sorted(choice.kept)]
 
@@ -78,12 +81,13 @@ class Partitioner(compiler.partitioner_class()):  # type: ignore[misc]
             return None  # something can be handed to no backward: torch itself may know what to do with it
 
 
-@dataclass(frozen=True)
+@dataclass
 class Chosen:
-    """What the policy chose for one graph, and how long that took."""
+    """What the policy chose for one graph, how long that took, and what the first step then held."""
 
     choice: Choice
     seconds: float
+    first_step: FirstStep | None = None  # where the device counts its memory
 
 
 REMEMBERED = 64
