@@ -53,50 +53,6 @@ def test_backward_uses_the_masks_of_forward(sites: int, fallback_random: bool) -
         assert part.run_twice().count("inductor_random") == sites
 
 
-def leaky(x: Tensor, w: Tensor) -> Tensor:
-    return F.leaky_relu((x @ w).sin(), 0.1).exp()
-
-
-def learned(x: Tensor, w: Tensor) -> Tensor:
-    return F.prelu((x @ w).sin(), w[0, :1]).exp()
-
-
-def counted(x: Tensor, w: Tensor) -> Tensor:
-    value = (x @ w).sin()
-    mask = value > 0
-    return torch.where(mask, value, value * 0.1).exp() * mask.sum()
-
-
-def stepped(x: Tensor, w: Tensor) -> Tensor:
-    value = (x @ w).sin()
-    mask = value > 0
-    return torch.where(mask, value, value * 0.1).exp() + torch.where(mask, value + 1, value)
-
-
-def above(x: Tensor, w: Tensor) -> Tensor:
-    value = (x @ w).sin()
-    return torch.where(value > 0.2, value, value * 0.1).exp()
-
-
-@pytest.mark.parametrize("function", [leaky, learned])
-def test_a_kink_is_no_decision(function: Callable[..., Tensor]) -> None:
-    """The two that forward chose between are both zero there: no mask is kept, and either derivative is one."""
-    x, w = torch.randn(64, 64, requires_grad=True), torch.randn(64, 64, requires_grad=True)
-    found, _ = partitions(function, x, w)
-    (part,) = found.found
-    assert "gt" not in part.kept_ops()
-    assert "gt" in part.run_twice()
-
-
-@pytest.mark.parametrize("function", [counted, stepped, above])
-def test_a_comparison_that_jumps_is_a_decision(function: Callable[..., Tensor]) -> None:
-    x, w = torch.randn(64, 64, requires_grad=True), torch.randn(64, 64, requires_grad=True)
-    found, _ = partitions(function, x, w)
-    (part,) = found.found
-    assert "gt" in part.kept_ops()
-    assert "gt" not in part.run_twice()
-
-
 def routed(x: Tensor, w: Tensor) -> Tensor:
     return torch.where(F.gelu(x @ w) > 0.1, x @ w, -x).sin()
 

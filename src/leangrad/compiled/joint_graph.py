@@ -4,9 +4,8 @@
 bit. For a derivative that is harmless. For a decision that forward has taken (a comparison, a rounding, an index) it is
 not: backward would take another. So a decision is made again only from inputs whose bits are known to be forward's:
 what is never made again, and what ops that do not round make of it. A comparison that only backward asks, such as where
-ReLU was cut off, chooses between two derivatives at a kink, and either is one. So does one by which forward chose
-between a value and a multiple of it, as leaky ReLU does: both are zero where it may differ. But where backward looks
-for the element that a maximum was taken from, by `eq`, it would find none: such a mask is a decision too.
+ReLU was cut off, chooses between two derivatives at a kink, and either is one. But where backward looks for the element
+that a maximum was taken from, by `eq`, it would find none: such a mask is a decision too.
 
 [Note: half precision] Inside a kernel Inductor computes in single precision: a value of half precision is rounded where
 it is written, not where another op of the same kernel reads it. So what is kept of such a value, or made again, may
@@ -180,20 +179,10 @@ class _Reader:
             return False
         if not self.info.is_required_fw(node):
             return op_name(node) in ("eq", "ne") and any(map(_is_reduced, node.all_input_nodes))
-        if is_heavy(op_name(node)) or self._is_kink(node):
-            return False  # it is fixed anyway, or either side is right
+        if is_heavy(op_name(node)):
+            return False  # it is fixed anyway
         rounds_to_integer = _is_integer(node) and isinstance(node.meta.get("val"), Tensor)
         return is_discrete(op_name(node)) or (rounds_to_integer and not all(map(_is_integer, node.all_input_nodes)))
-
-    def _is_kink(self, node: fx.Node) -> bool:
-        """Whether a value is compared with zero, only to choose between it and a multiple of it, or two derivatives."""
-        if not _is_one_of(node, {"gt", "ge", "lt", "le"}) or node.args[1:] != (0,):
-            return False
-        x = node.args[0]
-        choices = [user for user in node.users if _is_one_of(user, {"where"}) and user.args[0] is node]
-        choices = [user for user in choices if len(user.args) == 3]  # not the one that looks for indices
-        chosen = [one for user in choices if user not in self.info.tangents_closure for one in user.args[1:]]
-        return len(choices) == len(node.users) and all(_is_multiple(one, x) for one in chosen)
 
     def _is_exact(self, node: fx.Node) -> bool:
         """Whether a value that is made again has the bits of forward."""
@@ -244,11 +233,6 @@ class _Reader:
                 elif not self.info.is_required_fw(user) and not self._can_inline(user):
                     return True
         return not (self.fused and _is_inlined(node))
-
-
-def _is_multiple(value: Any, x: Any) -> bool:
-    """Whether a value is zero wherever ``x`` is."""
-    return value is x or (isinstance(value, fx.Node) and _is_one_of(value, {"mul"}) and x in value.args)
 
 
 def _is_reduced(node: fx.Node) -> bool:
