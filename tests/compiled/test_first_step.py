@@ -149,6 +149,7 @@ def test_a_cpu_is_not_watched() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores for float32")
 @pytest.mark.parametrize("options", [EXACT, {}], ids=["exact", "inductor"])
 def test_the_first_step_on_a_gpu_is_near_the_measured_one(options: dict[str, object]) -> None:
     layers = [layer for _ in range(6) for layer in (nn.Linear(1024, 1024), nn.GELU())]

@@ -28,6 +28,7 @@ from torch import Tensor, fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from leangrad._torch import compiler
+from leangrad.compiled.layouts import is_weight_of_one_channel
 from leangrad.policy.graph import Graph, Value
 from leangrad.policy.ops import is_discrete, is_heavy, is_source
 from leangrad.policy.work import work_of
@@ -168,6 +169,8 @@ class _Reader:
             return False  # it runs once, wherever that is
         if not _is_torchs(node.target):
             return True  # a custom op, a collective
+        if self.fused and is_weight_of_one_channel(node):
+            return True  # see [Note: formats of convolutions]
         pointwise = torch.Tag.pointwise in node.target.tags
         if is_heavy(op_name(node)) and not pointwise:
             return True

@@ -16,6 +16,7 @@ from leangrad._torch import compiler
 from leangrad.compiled.dropout import restore_dropout, write_out_dropout
 from leangrad.compiled.first_step import FirstStep
 from leangrad.compiled.joint_graph import copy_changed_inputs, read_joint_graph
+from leangrad.compiled.layouts import lay_out_convolutions
 from leangrad.policy.choice import REUSED_READS, Choice, choose
 
 __all__ = ["Partitioner", "Settings"]
@@ -51,6 +52,9 @@ class Partitioner(compiler.partitioner_class()):  # type: ignore[misc]
             with compiler.choosing(self._keep_or_leave_it):
                 forward, backward = compiler.partition(gm, joint_inputs, **kwargs)
         restore_dropout(forward, written)
+        if not self.settings.exact:
+            lay_out_convolutions(backward.graph)
+            backward.recompile()
         return forward, backward
 
     def uuid(self) -> str:

@@ -1,0 +1,78 @@
+"""Convolutions in channels_last: what backward makes again for them has their format."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+from leangrad.compiled import compile_lean
+from leangrad.compiled.partitioner import Settings
+from tests.support.compiling import is_near
+from tests.support.partitions import Partitions
+
+BACKWARD = torch.ops.aten.convolution_backward.default
+
+
+class Block(nn.Module):
+    """A norm of which a contiguous copy is taken, as group norm does on a GPU, then a convolution and another."""
+
+    def __init__(self, groups: int = 1) -> None:
+        super().__init__()
+        self.norm, self.first = nn.GroupNorm(1, 8), nn.Conv2d(8, 8, 3, padding=1, groups=groups)
+        self.second = nn.Conv2d(8, 8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.second(self.first(self.norm(x).contiguous().sin()).relu())
+
+
+def cut(model: nn.Module, x: Tensor, **autocast: bool) -> fx.Graph:
+    """The backward graph of a step."""
+    found = Partitions(Settings(slowdown=10.0))
+    torch._dynamo.reset()
+    step = torch.compile(model, backend=found.backend)
+    with torch.autocast("cpu", torch.bfloat16, **autocast):
+        out = step(x)
+    out.float().square().sum().backward()
+    (part,) = found.found
+    assert part.differences == []
+    return part.backward.graph
+
+
+@pytest.mark.parametrize("memory_format", [torch.channels_last, torch.contiguous_format])
+def test_what_is_made_again_has_the_format_of_the_weight(memory_format: torch.memory_format) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), Block(), Block()).to(memory_format=memory_format)
+    x = torch.randn(2, 3, 16, 16).to(memory_format=memory_format)
+    graph = cut(model, x, enabled=False)
+    nodes = graph.find_nodes(op="call_function", target=BACKWARD)
+    made = [node.args[1] for node in nodes if node.args[1].op != "placeholder"]
+    assert len(nodes) == 5
+    assert len(made) >= 2
+    for given in made:
+        assert given.meta["val"].is_contiguous(memory_format=memory_format)
+    copies = [node for node in made if node.target is torch.ops.aten.clone.default]
+    assert bool(copies) == (memory_format is torch.channels_last)
+
+
+def test_the_cast_of_a_weight_of_one_channel_is_kept() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), Block(groups=8), Block(groups=8)).to(memory_format=torch.channels_last)
+    graph = cut(model, torch.randn(2, 3, 16, 16).to(memory_format=torch.channels_last), enabled=True)
+    weights = [node.args[2] for node in graph.find_nodes(op="call_function", target=BACKWARD)]
+    for weight in weights:
+        is_one_channel = weight.meta["val"].shape[1] == 1
+        assert (weight.op == "placeholder") == is_one_channel
+    assert sum(weight.op == "placeholder" for weight in weights) == 2
+
+
+@pytest.mark.slow
+def test_gradients_are_eagers() -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), Block(), Block(groups=8)).to(memory_format=torch.channels_last)
+    x = torch.randn(2, 3, 16, 16).to(memory_format=torch.channels_last)
+    runs: list[list[Tensor | None]] = []
+    for step in (model, torch.compile(model, backend=compile_lean)):
+        model.zero_grad()
+        step(x).square().sum().backward()
+        runs.append([p.grad for p in model.parameters()])
+    assert is_near(runs[1], runs[0])
