@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
+from leangrad._torch import compiler
 from leangrad.compiled import compile_lean
 from leangrad.compiled.partitioner import Settings
 from tests.support.compiling import is_near
@@ -49,7 +50,7 @@ def test_what_is_made_again_has_the_format_of_the_weight(memory_format: torch.me
     assert len(nodes) == 5
     assert len(made) >= 2
     for given in made:
-        assert given.meta["val"].is_contiguous(memory_format=memory_format)
+        assert compiler.is_channels_last(given) == (memory_format is torch.channels_last)
     copies = [node for node in made if node.target is torch.ops.aten.clone.default]
     assert bool(copies) == (memory_format is torch.channels_last)
 
@@ -62,6 +63,18 @@ def test_the_cast_of_a_weight_of_one_channel_is_kept() -> None:
         is_one_channel = weight.meta["val"].shape[1] == 1
         assert (weight.op == "placeholder") == is_one_channel
     assert sum(weight.op == "placeholder" for weight in weights) == 2
+
+
+def test_convolutions_take_it_for_channels_last_as_torch_does() -> None:
+    """Torch's own word: the format of a convolution's result, where the input alone could decide."""
+    for shape in ((2, 3, 4, 5), (2, 3, 1, 1), (8, 1, 3, 3), (2, 3, 1, 5), (2, 3, 4, 5, 6), (8, 1, 3, 3, 3)):
+        last = torch.channels_last if len(shape) == 4 else torch.channels_last_3d
+        plain, laid_out = torch.empty(shape), torch.empty(shape).to(memory_format=last)
+        odd = torch.empty_strided(shape, [max(stride, 3) if stride != 1 else 1 for stride in plain.stride()])
+        for value, expected in ((plain, False), (laid_out, True), (odd, False), (plain.transpose(-1, -2), False)):
+            node = fx.Graph().placeholder("x")
+            node.meta["val"] = value
+            assert compiler.is_channels_last(node) is expected, (shape, value.stride())
 
 
 @pytest.mark.slow

@@ -193,6 +193,20 @@ def dimension_of_rows(node: fx.Node) -> int | None:
     return -min(rows)[1] if rows else None
 
 
+def is_channels_last(node: fx.Node) -> bool:
+    """Whether convolutions take a node's tensor for one in channels_last: by its strides, those of size one as well."""
+    value = node.meta.get("val")
+    if not isinstance(value, Tensor) or value.layout is not torch.strided or value.dim() not in (4, 5):
+        return False
+    sizes, strides = [*map(_hint, value.shape)], [*map(_hint, value.stride())]
+    least = 0
+    for dimension in (1, *range(value.dim() - 1, 1, -1), 0):
+        if strides[dimension] < least or (dimension == 0 and least == strides[1]):
+            return False
+        least = strides[dimension] * sizes[dimension]
+    return strides[1] != 0
+
+
 def _hint(size: Any) -> int:
     if isinstance(size, int):
         return size

@@ -16,6 +16,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, fx
 
+from leangrad._torch import compiler
+
 __all__ = ["is_weight_of_one_channel", "lay_out_convolutions"]
 
 _CONVOLUTION, _BACKWARD = torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default
@@ -26,9 +28,9 @@ def lay_out_convolutions(backward: fx.Graph) -> None:
     """Have what is made again for a convolution's backward made in the format of its weight."""
     for node in backward.find_nodes(op="call_function", target=_BACKWARD):
         given, weight = node.args[1], node.args[2]
-        memory_format = _format_of(weight)
-        if given.op == "placeholder" or memory_format is None or _format_of(given) is memory_format:
+        if given.op == "placeholder" or not compiler.is_channels_last(weight) or compiler.is_channels_last(given):
             continue
+        memory_format = _FORMATS[given.meta["val"].dim()]
         with backward.inserting_before(node):
             copy = backward.call_function(torch.ops.aten.clone.default, (given,), {"memory_format": memory_format})
         copy.meta = {key: value for key, value in given.meta.items() if key != "tensor_meta"}
@@ -42,12 +44,3 @@ def is_weight_of_one_channel(node: fx.Node) -> bool:
     if not isinstance(value, Tensor) or value.dim() not in _FORMATS or value.shape[1] != 1:
         return False
     return any(user.target is _CONVOLUTION and user.args[1] is node for user in node.users)
-
-
-def _format_of(node: object) -> torch.memory_format | None:
-    """The memory format of a tensor, if it has one and is of no other as well."""
-    value = node.meta.get("val") if isinstance(node, fx.Node) else None
-    memory_format = _FORMATS.get(value.dim()) if isinstance(value, Tensor) else None
-    if memory_format is None or value.is_contiguous() or not value.is_contiguous(memory_format=memory_format):
-        return None
-    return memory_format
