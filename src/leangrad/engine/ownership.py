@@ -147,14 +147,14 @@ def _calibrate() -> frozenset[tuple[int, ...]]:
     global _exclusive
     with _calibration_lock:
         if _exclusive is None:
-            _Look.undisturbed = _can_calibrate()
-            if not _Look.undisturbed:
+            if not _can_calibrate():
                 return frozenset()
+            _Look.disturbances = 0
             rows: list[frozenset[tuple[int, ...]]] = []
             thread = threading.Thread(target=lambda: rows.append(_measure_exclusive_rows()), name="leangrad-calibrate")
             thread.start()
             thread.join()
-            if not _Look.undisturbed:  # a compiled function ran meanwhile: another time
+            if _Look.disturbances:  # a compiled function ran meanwhile: another time
                 return frozenset()
             _exclusive = rows[0] if rows else frozenset()
             if not _exclusive:
@@ -196,7 +196,7 @@ class _Look(torch.autograd.Function):
     """Identity that notes the row of its gradient, one call deep, as `owned` does."""
 
     rows: list[tuple[int, ...] | None]
-    undisturbed = True  # the rows so far were taken where `_can_calibrate`
+    disturbances = 0  # how often rows were taken where not `_can_calibrate`
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -222,9 +222,9 @@ def _row_of(build: Callable[[Tensor, list[object]], Tensor]) -> tuple[int, ...] 
     _Look.rows = []
     with torch.inference_mode(False), torch.enable_grad():
         x = torch.ones(4, 4, device="cpu", requires_grad=True)
-        _Look.undisturbed &= _can_calibrate()
+        _Look.disturbances += not _can_calibrate()
         build(x, held).sum().backward()
-        _Look.undisturbed &= _can_calibrate()
+        _Look.disturbances += not _can_calibrate()
     return _Look.rows[0]
 
 

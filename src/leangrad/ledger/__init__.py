@@ -29,7 +29,8 @@ The ledger itself
     ledger, Ledger                  decides on every saved tensor: keep, share or rebuild; learns from step to step
     region, Region                  one forward while it runs: its hooks, its function mode, its decisions
     LedgerState                     protocol: what a region asks of its ledger
-    decision, Decider               keep, share or rebuild one saved tensor; Decider is the part of Region that decides
+    decision, Decider               keep, share or rebuild one saved tensor; the Decider of a Region decides
+    DecidingRegion                  protocol: what the Decider asks of its region
     Decision                        what the plan says of one saved tensor: op, bytes, whether it is simply kept
     SavedKind                       what became of one saved tensor of the recorded step
     StepListener                    protocol: what the decision tells the recorder of a step

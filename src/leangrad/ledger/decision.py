@@ -13,7 +13,7 @@ from torch import Tensor
 
 from leangrad import _torch
 from leangrad.ledger.origins.functions import NoRecipeError
-from leangrad.ledger.origins.graph_walk import Walk
+from leangrad.ledger.origins.graph_walk import Walk, WalkRegion
 from leangrad.ledger.origins.rule_builder import origin_of
 from leangrad.ledger.values.cast import NODE, Anchor, Cast, Packed
 from leangrad.ledger.values.node_metadata import CAST, LIVE, OPAQUE, VALUES, AccumulateGrad, enter, join
@@ -71,33 +71,35 @@ class StepListener(Protocol):
         """A saved tensor is read for its shape alone."""
 
 
-class Decider:
-    """The half of a ``Region`` that decides."""
+class DecidingRegion(WalkRegion, Protocol):
+    """What decisions ask of their region."""
 
     min_bytes: int
-    cap: int
-    fence: int
-    sharded: bool
+    cap: int  # how deep a recipe may be where nothing was learned
     decisions: Sequence[Decision | None] | None  # see [Note: decisions by saved tensor]
     packs: int  # tensors that were saved so far, the one that is being decided included
-    watched_parameters: dict[int, list[weakref.ref[Anchor]]]
     watched_memory: dict[int, list[weakref.ref[Anchor]]]
-    anchors: list[weakref.ref[Value]]
     waiting: list[weakref.ref[Value]]
-    products: RecentProducts
-    walk: Walk
-    recorder: StepListener | None
     # Of the tensors saved in the call that runs, if they are decided when it has ended.
-    slots: list[PendingSave] | None = None
+    slots: list[PendingSave] | None
 
     def differ(self, why: str) -> None:
         """This step is not like the one that was recorded, because of ``why``: what was learned serves it no more."""
-        raise NotImplementedError
+
+
+class Decider:
+    """The decisions of one region."""
+
+    __slots__ = ("_book", "_products", "_recorder", "_walk")
+
+    def __init__(self, book: DecidingRegion, products: RecentProducts, recorder: StepListener | None) -> None:
+        self._book, self._products, self._recorder = book, products, recorder
+        self._walk = Walk(book)
 
     @property
     def learned(self) -> Decision | None:
         """What was learned of the tensor that is being decided."""
-        decisions, n = self.decisions, self.packs - 1
+        decisions, n = self._book.decisions, self._book.packs - 1
         return decisions[n] if decisions is not None and n < len(decisions) else None
 
     def decide(self, tensor: Tensor) -> Packed:
@@ -110,15 +112,15 @@ class Decider:
         if node is None:
             if tensor.requires_grad:
                 return Bare(tensor, tensor._version)
-            if tensor.layout is not torch.strided or tensor.nbytes < self.min_bytes:
+            if tensor.layout is not torch.strided or tensor.nbytes < self._book.min_bytes:
                 return Bare(tensor.detach(), tensor._version)
             value = self._kept(tensor, "input", free=True)  # it may turn out to be an op's second output, or its noise
-            self.anchors.append(ref(value))
+            self._book.anchors.append(ref(value))
             value.readers += 1
             return value
         base = tensor._base
         owner: Any = node if base is None else base.grad_fn
-        if type(owner).__name__ == NODE and self.recorder is None and _is_strided(tensor):
+        if type(owner).__name__ == NODE and self._recorder is None and _is_strided(tensor):
             short = self._cast(tensor, tensor if base is None else base, owner)
             if short is not None:
                 return short
@@ -138,24 +140,11 @@ class Decider:
             return self.value(tensor, node)
         return None if base.grad_fn is None else self.seen(tensor, base, node)
 
-    def watch(self, value: Value) -> None:
-        """``value`` is an anchor that plain PyTorch would not have kept: it must not change under its recipe.
-
-        Parameters are known by themselves, which is quick and enough: what else shares their memory is looked up when
-        it is made (``mutation.aliased``).
-        """
-        assert value.tensor is not None
-        if value.op == "leaf":
-            self.watched_parameters.setdefault(id(value.tensor), []).append(weakref.ref(value))
-        else:
-            memory = value.tensor.untyped_storage().data_ptr()
-            self.watched_memory.setdefault(memory, []).append(weakref.ref(value))
-
     def value(self, tensor: Tensor, node: Any) -> Value:
         """The value of a tensor that has a node and is no view."""
         metadata = node.metadata
         key = VALUES[tensor.output_nr]
-        fresh = node._sequence_nr() >= self.fence
+        fresh = node._sequence_nr() >= self._book.fence
         if metadata:
             fresh = fresh and OPAQUE not in metadata
             known = metadata.get(key)
@@ -169,24 +158,28 @@ class Decider:
                     self._share(value)
                     return value
                 elif fresh and type(tensor) in PLAIN_TYPES:  # absent until now, or its recipe waits for what is absent
-                    self.anchors.append(ref(value))
+                    self._book.anchors.append(ref(value))
                     return self._choose(tensor, node, metadata, waiting=value)
         if type(tensor) not in PLAIN_TYPES:
             return self._kept(tensor, type(node).__name__)
         if not fresh:  # it cannot be rebuilt, but it is kept now as it is, and others may be rebuilt from it
             value = self._kept(tensor, type(node).__name__)
-        elif tensor.nbytes < self.min_bytes:
+        elif tensor.nbytes < self._book.min_bytes:
             value = self._kept(tensor, type(node).__name__, free=True)
         else:
             value = self._choose(tensor, node, metadata)
         metadata[key] = ref(value)
-        self.anchors.append(metadata[key])
+        self._book.anchors.append(metadata[key])
         return value
 
     def seen(self, tensor: Tensor, base: Tensor, node: Any) -> Value | SavedView:
         """A view that autograd saves is its base, seen through a stride: kept or rebuilt once for all views."""
         metadata = node.metadata
-        if (metadata and OPAQUE in metadata) or node._sequence_nr() < self.fence or type(tensor) not in PLAIN_TYPES:
+        if (
+            (metadata and OPAQUE in metadata)
+            or node._sequence_nr() < self._book.fence
+            or type(tensor) not in PLAIN_TYPES
+        ):
             return self._kept(tensor, type(node).__name__)
         key = VALUES[tensor.output_nr]
         found: Value | SavedView
@@ -198,7 +191,7 @@ class Decider:
                 self._share(value)
                 return value
             found = self._kept(tensor, type(node).__name__, free=owner is None)
-            self.anchors.append(ref(found))
+            self._book.anchors.append(ref(found))
         else:
             found = SavedView(self.value(base, owner), tensor, base)
         metadata[key] = ref(found)
@@ -207,7 +200,7 @@ class Decider:
     def _cast(self, tensor: Tensor, owner: Tensor, node: Any) -> Cast | None:
         """The short way for ``owner``, or a view of it, if it is the cast of a parameter and to be rebuilt."""
         before = node.next_functions[0][0]
-        if type(before) is not AccumulateGrad or node._sequence_nr() < self.fence or self.sharded:
+        if type(before) is not AccumulateGrad or node._sequence_nr() < self._book.fence or self._book.sharded:
             return None
         metadata = node.metadata
         if metadata and (VALUES[0] in metadata or OPAQUE in metadata):
@@ -216,20 +209,20 @@ class Decider:
         if (
             type(parameter) not in PLAIN_TYPES
             or type(tensor) is not Tensor
-            or owner.nbytes < self.min_bytes
+            or owner.nbytes < self._book.min_bytes
             or parameter.device != owner.device
             # Strides do not tell the rest.
             or (tensor is not owner and (tensor.dtype != owner.dtype or tensor.is_conj() or tensor.is_neg()))
         ):
             return None
         if CAST not in metadata:
-            if self.decisions is not None:
+            if self._book.decisions is not None:
                 learned = self.learned
                 if learned is None or learned[:2] != (NODE, False):
                     return None
             metadata[CAST] = True
         made = Cast(parameter, tensor, owner)
-        self.watched_parameters.setdefault(id(parameter), []).append(ref(made))
+        self._book.watched_parameters.setdefault(id(parameter), []).append(ref(made))
         return made
 
     def _kept(self, tensor: Tensor, op: str, *, free: bool = False) -> Value:
@@ -239,17 +232,17 @@ class Decider:
         return value
 
     def _share(self, value: Value) -> None:
-        if self.recorder is not None:
-            self.recorder.shared(value, value.nbytes)
+        if self._recorder is not None:
+            self._recorder.shared(value, value.nbytes)
 
     def _choose(self, tensor: Tensor, node: Any, metadata: dict[Any, Any], waiting: Value | None = None) -> Value:
         """Keep ``tensor`` or store a recipe; ``waiting``: its value, if a recipe downstream has asked for it before."""
-        cap, recorded, fleeting = self.cap, 0, False
-        if self.decisions is not None:
+        cap, recorded, fleeting = self._book.cap, 0, False
+        if self._book.decisions is not None:
             learned = self.learned
             if learned is None or type(node).__name__ != learned.op:
                 expected = "no tensor to decide on" if learned is None else f"an output of {learned.op}"
-                self.differ(f"an output of {type(node).__name__} was saved where {expected} was before")
+                self._book.differ(f"an output of {type(node).__name__} was saved where {expected} was before")
             elif learned.keeps:  # the plan says so
                 value = waiting or Value(learned.op)
                 value.keep(tensor)
@@ -275,9 +268,9 @@ class Decider:
         why = ""
         try:
             if waiting is None:
-                walk = self.walk
+                walk = self._walk
                 value = walk.start(node, tensor.output_nr, metadata, tensor)
-                if walk.early and not self.products.serve(walk.early, nbytes, recorded):
+                if walk.early and not self._products.serve(walk.early, nbytes, recorded):
                     value.unread()
                     del value
                     value = walk.start(node, tensor.output_nr, metadata, tensor)
@@ -297,9 +290,9 @@ class Decider:
                 value.cap = cap
                 if value.depth > cap or value.length > LONGEST_RECIPE or value.blocked:
                     why = self._keep_all_the_same(value, tensor, cap)
-        if self.recorder is not None:
-            self.recorder.decided(value, type(node).__name__, why, node._sequence_nr())
-            self.recorder.on_accelerator |= tensor.is_cuda
+        if self._recorder is not None:
+            self._recorder.decided(value, type(node).__name__, why, node._sequence_nr())
+            self._recorder.on_accelerator |= tensor.is_cuda
         return value
 
     def _keep_all_the_same(self, value: Value, tensor: Tensor, cap: int) -> str:
@@ -307,14 +300,14 @@ class Decider:
         if value.depth > cap or value.length > LONGEST_RECIPE:
             limit = f"{cap} residual sums" if value.depth > cap else f"{LONGEST_RECIPE} ops"
             value.keep(tensor)
-            if self.recorder is None:
+            if self._recorder is None:
                 value.forget_recipe()
             return f"it lies more than {limit} after the last kept tensor"
-        if self.products.catch(value):
+        if self._products.catch(value):
             return ""
         value.keep(tensor)
         wait(value)
-        self.waiting.append(weakref.ref(value))
+        self._book.waiting.append(weakref.ref(value))
         return "it is made from the output of " + ", ".join(b.op for b in value.blocked) + ", which nothing keeps"
 
     # ---------------------------------------------------------------- see [Note: decided when the call has ended]
@@ -324,9 +317,9 @@ class Decider:
 
         expected: a stand-in served in the recorded step.
         """
-        assert self.slots is not None
-        slot = PendingSave(tensor, self.packs - 1, expected)
-        self.slots.append(slot)
+        assert self._book.slots is not None
+        slot = PendingSave(tensor, self._book.packs - 1, expected)
+        self._book.slots.append(slot)
         return slot
 
     def resolve(self, slots: Sequence[PendingSave], claimed: Mapping[int, ShapeOnlyReader]) -> None:
@@ -334,27 +327,27 @@ class Decider:
 
         claimed: of the slots whose tensors are on the list, by their id, who reads them.
         """
-        saved = self.packs
+        saved = self._book.packs
         with torch.no_grad():  # as in a hook
             for slot in slots:
                 tensor, claim = slot.tensor, claimed.get(id(slot))
-                self.packs = slot.number + 1
+                self._book.packs = slot.number + 1
                 assert tensor is not None
                 if claim is not None and self.is_shape_only(tensor, claim, expected=slot.expected):
                     strides = None if claim.kind == SIZES else tensor.stride()
                     slot.packed = ShapeOnly(tensor.shape, strides, tensor.dtype, tensor.device)
-                    if self.recorder is not None:
+                    if self._recorder is not None:
                         node: Any = tensor.grad_fn
-                        self.recorder.shape_only(type(node).__name__, tensor.nbytes, node._sequence_nr())
+                        self._recorder.shape_only(type(node).__name__, tensor.nbytes, node._sequence_nr())
                 elif tensor._version != slot.version:  # the call itself has changed it
                     slot.keep()
                 else:
                     slot.packed = self.decide(tensor)
                 slot.tensor = None
-                if self.recorder is not None:
+                if self._recorder is not None:
                     assert slot.packed is not None
-                    self.recorder.packed(slot.packed)
-        self.packs = saved
+                    self._recorder.packed(slot.packed)
+        self._book.packs = saved
 
     def is_shape_only(self, tensor: Tensor, claim: ShapeOnlyReader, *, expected: bool = False) -> bool:
         """Whether a stand-in serves a reader that reads only the shape of ``tensor``, and takes less memory.
@@ -365,7 +358,7 @@ class Decider:
             type(tensor) not in PLAIN_TYPES
             or tensor.is_leaf
             or tensor.layout is not torch.strided
-            or tensor.nbytes < self.min_bytes
+            or tensor.nbytes < self._book.min_bytes
             or tensor.is_conj()
             or tensor.is_neg()
         ):
@@ -410,13 +403,13 @@ class Decider:
         """Output ``nr`` of ``node``, kept as its saved ``name`` because it has no node of its own, gets its recipe."""
         raw = getattr(node, "_raw_saved_" + name, None)  # the last node of a tensor subclass is that of an alias
         value = None if raw is None else packed_in(raw)
-        if type(value) is not Value or value.tensor is None or node._sequence_nr() < self.fence:
+        if type(value) is not Value or value.tensor is None or node._sequence_nr() < self._book.fence:
             return
         try:
-            origin = self.walk.start(node, nr, node.metadata)
+            origin = self._walk.start(node, nr, node.metadata)
         except NoRecipeError:
             return
-        if origin.blocked or origin.depth > self.cap or origin.length > LONGEST_RECIPE:
+        if origin.blocked or origin.depth > self._book.cap or origin.length > LONGEST_RECIPE:
             return
         value.layout = (value.tensor.shape, value.tensor.stride())
         assert origin.function is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -16,9 +16,9 @@ from leangrad.ledger.learn.trace import Trace, TraceMode, TraceRecorder
 from leangrad.ledger.observe.active_region import enter, opened
 from leangrad.ledger.observe.checkpoint import Placeholder, Recomputation, SegmentLedger, is_settled
 from leangrad.ledger.observe.hooks import Hooks
-from leangrad.ledger.origins.graph_walk import UnsavedInput, Walk
+from leangrad.ledger.origins.graph_walk import UnsavedInput
 from leangrad.ledger.values.cast import Anchor, Packed
-from leangrad.ledger.values.pending_save import PendingSave
+from leangrad.ledger.values.pending_save import PendingSave, ShapeOnlyReader
 from leangrad.ledger.values.saved import Bare, unpack
 from leangrad.ledger.values.saved_view import SavedView
 from leangrad.ledger.values.upstream_anchors import RecentProducts
@@ -61,14 +61,8 @@ class LedgerState(Protocol):
         """Backward runs a segment again: the plans that are to be made have to know."""
 
 
-class Region(Decider):
+class Region:
     """One forward region: the hooks and the function override while it runs, and what it decided."""
-
-    # What it is when it has ended. A mode or hooks that were set inside it and are left after it keep ours in place for
-    # so long: then every call passes, and every tensor is simply kept.
-    packing = True
-    packs = ENDED
-    recorder: Recorder | None
 
     def __init__(
         self, ledger: LedgerState, recorder: Recorder | None, module: nn.Module | None = None, outer: Any = None
@@ -91,7 +85,7 @@ class Region(Decider):
         self._saved_kinds = ledger.saved_kinds
         self.packs = self.call = 0
         self.catches: int = ledger.catches
-        self.walk = Walk(self)
+        self.slots: list[PendingSave] | None = None
         self.recorder = recorder
         trace = ledger.trace  # another thread may end it
         self.outer = outer
@@ -118,6 +112,7 @@ class Region(Decider):
             self.hooks = Hooks(self.pack, unpack)
             self._calls = TraceMode(self)
         self.products = RecentProducts(self, None if recorder is None else recorder.caught)
+        self._decider = Decider(self, self.products, recorder)
         self._held: list[Value | SavedView] = []  # what recipes may read and nobody else holds as a value
 
     def __enter__(self) -> Region:
@@ -145,7 +140,17 @@ class Region(Decider):
         for waiting in self.waiting:
             if (value := waiting()) is not None:
                 value.forget_recipe()
-        vars(self).clear()  # its parts know it: it dies here and now, with no help of Python's collector
+        self._end()
+
+    def _end(self) -> None:
+        """Part from all that knows the region, so that it dies here and now, with no help of Python's collector.
+
+        A mode or hooks that were set inside it and are left after it keep ours in place for so long. Then every call
+        passes, and every tensor is simply kept.
+        """
+        self.packing, self.packs = True, ENDED
+        del self._calls, self.hooks, self.products, self._decider, self.recorder
+        self._held.clear()
 
     # ---------------------------------------------------------------- pack
 
@@ -176,8 +181,29 @@ class Region(Decider):
         if kind is SavedKind.BARE:
             return _kept(tensor)
         if kind is SavedKind.DECIDED or self.slots is None:
-            return self.decide(tensor)
-        return self.defer(tensor, expected=kind is SavedKind.SHAPE_ONLY)
+            return self._decider.decide(tensor)
+        return self._decider.defer(tensor, expected=kind is SavedKind.SHAPE_ONLY)
+
+    def resolve(self, slots: Sequence[PendingSave], claimed: Mapping[int, ShapeOnlyReader]) -> None:
+        """A call has ended: decide what becomes of the tensors that it saved; ``claimed``: see `Decider.resolve`."""
+        self._decider.resolve(slots, claimed)
+
+    def settle(self, node: Any, nr: int, name: str) -> None:
+        """Give the recipe of output ``nr`` of ``node`` to the value that was kept as its saved ``name``."""
+        self._decider.settle(node, nr, name)
+
+    def watch(self, value: Value) -> None:
+        """``value`` is an anchor that plain PyTorch would not have kept: it must not change under its recipe.
+
+        Parameters are known by themselves, which is quick and enough: what else shares their memory is looked up when
+        it is made (``mutation.aliased``).
+        """
+        assert value.tensor is not None
+        if value.op == "leaf":
+            self.watched_parameters.setdefault(id(value.tensor), []).append(weakref.ref(value))
+        else:
+            memory = value.tensor.untyped_storage().data_ptr()
+            self.watched_memory.setdefault(memory, []).append(weakref.ref(value))
 
     # -------------------------------- beside a checkpoint: see [Note: a region in a segment that is run again]
 
@@ -241,7 +267,7 @@ class Region(Decider):
     def anchor(self, tensor: Tensor, number: int) -> None:
         """Saved tensor ``number``, which autograd keeps by itself, may be read by recipes."""
         self.packs = number + 1
-        value = self.find(tensor)
+        value = self._decider.find(tensor)
         if value is not None:
             self._held.append(value)
 
