@@ -28,8 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from leangrad import _codegen
-from leangrad.kernels import INTERPRETED
+from leangrad.kernels import INTERPRETED, codegen
 from leangrad.kernels.launch import Launch
 
 __all__ = ["OPS", "Input", "Kernel", "Program", "Step", "compiled", "source"]
@@ -289,7 +288,7 @@ class Kernel:
     def __init__(self, program: Program, wide: bool) -> None:
         self.program = program
         scope = {**FUNCTIONS, "__name__": __name__}
-        exec(_codegen.compiled(source(program, wide), "fused"), scope)  # Triton reads its lines through ``inspect``
+        exec(codegen.compiled(source(program, wide), "fused"), scope)  # Triton reads its lines through ``inspect``
         self.jitted = triton.jit(scope["fused"])
 
     def launch(self, inputs: list[Tensor], scalars: list[float], outputs: list[Tensor], n: int, start: int = 0) -> None:

@@ -1,0 +1,136 @@
+"""Each mechanism of the ledger that is there for speed, taken out: what a step takes without it, in one process.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.mechanisms --write mechanisms_cpu
+    python -m benchmarks.mechanisms --device cuda --write mechanisms_h200
+
+A row is one lean model and one mechanism: steps with it and without it in turns. Ratios are without / with, the median
+over rounds: host time by `time.process_time`, wall time with the device waited for, on a GPU the time of the kernels
+too, and the peak. What a mechanism costs in lines is said beside it.
+
+trace       hooks are set only around the calls that save what is rebuilt (`learn/trace.py`, 362 lines)
+kernels     chains of recipes run as one Triton kernel (`ledger/fuse`, 1,600 lines; `kernels/pointwise.py`, 300)
+patterns    a chain is known again without being gathered (`fuse/pattern.py`, `fuse/matcher.py`, 230 lines)
+launch      kernels are started without Triton's look at every argument (`kernels/launch.py`, 170 lines)
+collector   Python's collector pauses while a region is open (`gc_pause.py`, 26 lines)
+casts       a parameter's cast has a short way (`values/cast.py` and `Decider._cast`, 80 lines)
+in place    a replayed op writes into an input that is its alone (`values/inplace_variants.py`, 58 lines)
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+from benchmarks.environment import write_rows
+from benchmarks.versions import GPU, TIMM, ZOO, _gpu_step, _zoo_step
+from leangrad.kernels import launch
+from leangrad.ledger.decision import Decider
+from leangrad.ledger.fuse import fused
+from leangrad.ledger.gc_pause import GcPause
+from leangrad.ledger.ledger import Ledger
+from leangrad.ledger.values import value
+
+SECONDS = 0.3  # of one turn, at least one step
+WARM_UP = 5  # steps: lean records its first, and kernels are proven in the next ones
+
+
+def _without_trace() -> AbstractContextManager[Any]:
+    return patch.object(Ledger, "trace", property(lambda self: None, lambda self, trace: None), create=True)
+
+
+@contextmanager
+def _without_patterns() -> Iterator[None]:
+    with patch.object(fused, "_know", lambda *_: None), patch.dict(fused._patterns, clear=True):
+        yield
+
+
+def _without_collector() -> AbstractContextManager[Any]:
+    return patch.object(GcPause, "__init__", lambda self: setattr(self, "_is_on", False))
+
+
+OUT: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "trace": _without_trace,
+    "kernels": fused.off,
+    "patterns": _without_patterns,
+    "launch": lambda: patch.object(launch, "stream_for", lambda device: None),
+    "collector": _without_collector,
+    "casts": lambda: patch.object(Decider, "_cast", lambda *_: None),
+    "in place": lambda: patch.dict(value.IN_PLACE, clear=True),
+}
+ON_A_GPU_ONLY = ("kernels", "patterns", "launch")
+
+
+def rows_of(case: str, device: str, rounds: int, mechanisms: list[str]) -> Iterator[dict[str, Any]]:
+    """The rows of one model."""
+    step, wait, peak = _gpu_step(case) if device == "cuda" else _zoo_step(case)
+    for _ in range(WARM_UP):
+        step()
+    wait()
+    began = time.perf_counter()
+    step()
+    wait()
+    steps = max(1, int(SECONDS / (time.perf_counter() - began)))
+    with_all = peak()
+    for name in mechanisms:
+        turns: dict[bool, list[dict[str, float]]] = {True: [], False: []}
+        for n in range(rounds):
+            for is_out in (True, False) if n % 2 else (False, True):
+                with OUT[name]() if is_out else patch.dict({}):
+                    turns[is_out].append(_turn(step, wait, steps, device))
+        row: dict[str, Any] = {"case": case, "without": name, "rounds": rounds, "steps": steps}
+        for what in turns[True][0]:
+            pairs = zip(turns[True], turns[False], strict=True)
+            row[f"{what}_ratio"] = round(statistics.median(out[what] / all_[what] for out, all_ in pairs), 4)
+            row[f"{what}_ms"] = round(1e3 * statistics.median(turn[what] for turn in turns[False]), 3)
+        with OUT[name]():
+            step()
+            row["peak_ratio"] = round(peak() / with_all, 4)
+        yield row
+
+
+def _turn(step: Callable[[], None], wait: Callable[[], None], steps: int, device: str) -> dict[str, float]:
+    step()  # what a mechanism has in hand is rebuilt
+    wait()
+    gc.collect()
+    host, wall = time.process_time(), time.perf_counter()
+    for _ in range(steps):
+        step()
+    host = (time.process_time() - host) / steps
+    wait()
+    turn = {"host": host, "wall": (time.perf_counter() - wall) / steps}
+    if device == "cuda":
+        from benchmarks.models import kernels
+
+        turn["kernels"] = kernels(step) / 1e3
+    return turn
+
+
+def main() -> None:
+    """Measure models without each mechanism and print a row for each."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.mechanisms", description=main.__doc__)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--case", nargs="+", metavar="NAME", help="of tests/zoo; on cuda of benchmarks/models or timm")
+    parser.add_argument("--without", nargs="+", choices=list(OUT), help="some of the mechanisms only")
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--write", metavar="NAME", help="write the rows to benchmarks/results")
+    chosen = parser.parse_args()
+    on_gpu = chosen.device == "cuda"
+    names = [name for name in chosen.without or OUT if on_gpu or name not in ON_A_GPU_ONLY]
+    rows: list[dict[str, Any]] = []
+    for case in chosen.case or ((*GPU, *TIMM) if on_gpu else ZOO):
+        for row in rows_of(case, chosen.device, chosen.rounds, names):
+            rows.append(row)
+            print(json.dumps(row), flush=True)
+        if chosen.write:
+            write_rows(chosen.write, chosen.device, rows)
+
+
+if __name__ == "__main__":
+    main()
