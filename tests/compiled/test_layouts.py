@@ -65,6 +65,20 @@ def test_the_cast_of_a_weight_of_one_channel_is_kept() -> None:
     assert sum(weight.op == "placeholder" for weight in weights) == 2
 
 
+def test_a_size_that_nobody_knows_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors of four dimensions that are no weights: as many rows as a mask has, heads and their width."""
+    monkeypatch.setattr(torch._dynamo.config, "capture_dynamic_output_shape_ops", True)
+    linear = nn.Linear(8, 8)
+
+    class Masked(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            rows = x[x[:, 0].gt(0).nonzero().squeeze(1)]
+            heads = linear(rows).reshape(1, -1, 2, 4).sin()
+            return heads * heads.cos()
+
+    cut(Masked(), torch.randn(16, 8, generator=torch.Generator().manual_seed(0)), enabled=False)
+
+
 def test_convolutions_take_it_for_channels_last_as_torch_does() -> None:
     """Torch's own word: the format of a convolution's result, where the input alone could decide."""
     for shape in ((2, 3, 4, 5), (2, 3, 1, 1), (8, 1, 3, 3), (2, 3, 1, 5), (2, 3, 4, 5, 6), (8, 1, 3, 3, 3)):

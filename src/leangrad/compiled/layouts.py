@@ -14,7 +14,7 @@ is kept, with the strides that it has.
 from __future__ import annotations
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from leangrad._torch import compiler
 
@@ -39,8 +39,8 @@ def lay_out_convolutions(backward: fx.Graph) -> None:
 
 
 def is_weight_of_one_channel(node: fx.Node) -> bool:
-    """Whether some convolution has it as its weight, and reads one channel at a time."""
-    value = node.meta.get("val")
-    if not isinstance(value, Tensor) or value.dim() not in _FORMATS or value.shape[1] != 1:
+    """Whether some convolution has it as its weight, and reads one channel at a time; by hints, without a guard."""
+    shape = compiler.shape_of(node)
+    if len(shape) not in _FORMATS or shape[1] != 1:
         return False
     return any(user.target is _CONVOLUTION and user.args[1] is node for user in node.users)
