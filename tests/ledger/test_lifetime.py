@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
 from leangrad.lean import lean, ledger_of, saving
 from tests.support import same_bits
@@ -150,6 +151,38 @@ class Watch:
 
     def alive(self):
         return sum(r() is not None for r in self.refs)
+
+
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+@pytest.mark.parametrize("way", ["backward", "never", "exception"])
+def test_a_ledger_dies_with_its_model(way, is_checkpointed):
+    """The recording of its first step knows the region, and that the ledger and the checkpoint inside: no cycle."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = model()
+
+        def forward(self, x):
+            y = checkpoint(self.inner, x, use_reentrant=False) if is_checkpointed else self.inner(x)
+            return y * (1 / 0) if way == "exception" else y * y
+
+    checkpoint(model(), leaf(4, 8), use_reentrant=False).sum().backward()  # torch's first one leaves a cycle
+    with no_garbage_collector():
+        net = lean(Net(), min_bytes=0)
+        for _ in range(3):
+            x = leaf(4, 8)
+            if way == "exception":
+                with pytest.raises(ZeroDivisionError):
+                    net(x)
+            else:
+                y = net(x)
+                if way == "backward":
+                    backward(y)
+                del y
+        refs = [weakref.ref(one) for one in (x, net, net.inner[0].weight, ledger_of(net))]
+        del x, net
+        assert [r() for r in refs] == [None] * len(refs)
 
 
 @pytest.mark.parametrize("depth", DEPTHS)

@@ -146,10 +146,12 @@ class Region:
         """Part from all that knows the region, so that it dies here and now, with no help of Python's collector.
 
         A mode or hooks that were set inside it and are left after it keep ours in place for so long. Then every call
-        passes, and every tensor is simply kept.
+        passes, and every tensor is simply kept. The recording of a step knows its region as long as the ledger knows
+        the recording: the region parts from all that holds tensors, and from the ledger.
         """
         self.packing, self.packs = True, ENDED
-        del self._calls, self.hooks, self.products, self._decider, self.recorder
+        del self._calls, self.hooks, self.products, self._decider, self.recorder, self._ledger
+        self.outer = self._frame = self.changing = self.slots = None
         self._held.clear()
 
     # ---------------------------------------------------------------- pack
