@@ -20,7 +20,7 @@ import leangrad
 from leangrad._torch import compiler
 from leangrad.compiled import backend as backend_module
 from leangrad.compiled import compile_lean, summary
-from leangrad.compiled.partitioner import Partitioner, Settings, chosen
+from leangrad.compiled.partitioner import REMEMBERED, Partitioner, Settings, chosen
 from leangrad.errors import LeangradError
 from leangrad.policy.kernels import Fusion
 from tests.support import assert_same_bits
@@ -185,6 +185,26 @@ def test_where_inductor_fails_at_our_choice_torchs_own_is_compiled(monkeypatch: 
         torch.compile(model, backend=compile_lean)(x).square().sum().backward()
     torch.testing.assert_close(model[0].weight.grad, expected)
     assert not chosen
+
+
+def test_of_many_graphs_the_summary_leaves_out_the_one_that_torch_chose_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import compile_fx, config
+    from torch._inductor.exc import InductorError
+
+    torch.compile(mlp(), backend=compile_lean, options=EXACT)(torch.randn(4, 8)).sum().backward()
+    chosen.extend(chosen[:1] * (REMEMBERED - 1))
+    before = list(chosen)
+    real = compile_fx.compile_fx_inner
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        if config.custom_partitioner_fn is not None:
+            raise InductorError(RuntimeError("C++ compile error"), None)
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(compile_fx, "compile_fx_inner", fail)
+    with pytest.warns(UserWarning, match="cannot compile what leangrad chose"):
+        torch.compile(mlp(), backend=compile_lean)(torch.randn(4, 8))
+    assert chosen == before[1:]
 
 
 def test_what_fails_with_torchs_own_choice_too_is_inductors(monkeypatch: pytest.MonkeyPatch) -> None:

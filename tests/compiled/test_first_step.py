@@ -132,6 +132,22 @@ def test_the_summary_tells_the_peak_of_the_first_step(counted: Device, options: 
     assert summary() == text
 
 
+def test_an_allocator_that_does_not_count_stops_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that was put in place by ``torch.cuda.memory.change_current_allocator``."""
+
+    def fail(_: object) -> int:
+        raise RuntimeError("CUDAPluggableAllocator does not yet support getDeviceStats")
+
+    monkeypatch.setattr(backend, "_counts", lambda _: True)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", fail)
+    model = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
+    torch.compile(model, backend=compile_lean, options=EXACT)(torch.randn(4, 8)).sum().backward()
+    (found,) = chosen
+    assert found.first_step is not None
+    assert found.first_step.peak is None
+    assert "first step" not in summary()
+
+
 def test_a_forward_alone_is_not_watched(counted: Device) -> None:
     model = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
     with torch.no_grad():

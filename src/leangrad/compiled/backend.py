@@ -64,13 +64,13 @@ def compile_lean(
     patches["custom_partitioner_fn"] = partitioner
     size = min(LARGEST, patches.get(SIZE, compiler.inductor_setting(SIZE)))
     of_backward = lambda: {READS: partitioner.reused_reads, SIZE: size}  # noqa: E731
-    before = len(chosen)
     try:
         return compiler.compile_by_inductor(gm, example_inputs, patches, of_backward, _watcher(partitioner))
     except Exception as error:
         if not compiler.is_inductors(error):
             raise
-        del patches["custom_partitioner_fn"], chosen[before:]
+        del patches["custom_partitioner_fn"]
+        chosen[:] = [one for one in chosen if one is not partitioner.chosen]
         compiled = compiler.compile_by_inductor(gm, example_inputs, patches)  # or it fails as without us
         warnings.warn(
             f"Inductor cannot compile what leangrad chose for this graph ({type(error).__name__}: "
@@ -142,8 +142,9 @@ def _watcher(partitioner: Partitioner) -> compiler.Watch:
 
         def end() -> None:
             first.end()
-            while endings:
-                endings.pop()()
+            for stop in tuple(endings):  # each may be called twice: two threads may run their first backward
+                stop()
+            endings.clear()
 
         before, after = (_nothing, end) if is_backward else (first.begin, _nothing)
         endings.append(compiler.around_runs(compiled, before, after))

@@ -5,7 +5,8 @@ knows the highest count since the user last reset it, and nothing here resets it
 readings, the peak of the step is known; if not, it is at most what was highest before. It is the peak of all that ran
 between the two: it is not told of a graph if another one had its first forward or backward between them, nor if its own
 forward ran twice before its first backward. Kernels are tuned in a first step, and cuBLAS takes its workspace: some
-tens of MB that later steps do not have. Later steps are not watched and run as if nothing had been.
+tens of MB that later steps do not have. Later steps are not watched and run as if nothing had been. An allocator of the
+user's (`torch.cuda.memory.change_current_allocator`) may count nothing: then no peak is known.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ class Peak:
 class FirstStep:
     """What is read of the counters in the first step of one graph: see [Note: the first step].
 
-    read: gives the counters of the device that the graph runs on.
+    read: gives the counters of the device that the graph runs on; None: it has none.
     """
 
     _readings = 0  # of all first steps: if another one's lies between two of ours, something else ran
 
-    def __init__(self, read: Callable[[], Counters]) -> None:
+    def __init__(self, read: Callable[[], Counters | None]) -> None:
         self.peak: Peak | None = None  # not known, or not yet
         self._read = read
         self._start: Counters | None = None
@@ -65,10 +66,13 @@ class FirstStep:
         if self._start is None or not is_alone:
             return
         start, now = self._start, self._read()
-        if now.highest >= start.highest:  # else the user has reset it meanwhile
+        if now is not None and now.highest >= start.highest:  # else the user has reset it meanwhile
             self.peak = Peak(now.highest - start.allocated, is_bound=now.highest == start.highest)
 
 
-def cuda_counters(device: torch.device) -> Counters:
-    """The counters of torch's caching allocator."""
-    return Counters(torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device))
+def cuda_counters(device: torch.device) -> Counters | None:
+    """The counters of torch's caching allocator; None where another serves, which does not count."""
+    try:
+        return Counters(torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device))
+    except RuntimeError:
+        return None
