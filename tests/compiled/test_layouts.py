@@ -65,9 +65,9 @@ def test_the_cast_of_a_weight_of_one_channel_is_kept() -> None:
     assert sum(weight.op == "placeholder" for weight in weights) == 2
 
 
-def test_a_size_that_nobody_knows_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+def test_a_size_that_nobody_knows_is_not_asked_for() -> None:
     """Tensors of four dimensions that are no weights: as many rows as a mask has, heads and their width."""
-    monkeypatch.setattr(torch._dynamo.config, "capture_dynamic_output_shape_ops", True)
     linear = nn.Linear(8, 8)
 
     class Masked(nn.Module):
@@ -77,6 +77,30 @@ def test_a_size_that_nobody_knows_is_not_asked_for(monkeypatch: pytest.MonkeyPat
             return heads * heads.cos()
 
     cut(Masked(), torch.randn(16, 8, generator=torch.Generator().manual_seed(0)), enabled=False)
+
+
+@torch._dynamo.config.patch(capture_scalar_outputs=True)
+def test_a_copy_makes_no_size_known() -> None:
+    """A slice that begins nobody knows where makes its size known. Inductor refuses a copy that does so once more."""
+
+    class Sliced(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3)
+            self.register_buffer("start", torch.tensor(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            rows = self.first(x).contiguous().sin()[:, :, self.start.item() :]
+            torch._check(rows.shape[2] >= 3)
+            return self.second(rows)
+
+    model = Sliced().to(memory_format=torch.channels_last)
+    graph = cut(model, torch.randn(2, 3, 12, 12).to(memory_format=torch.channels_last), enabled=False)
+    bound = [name for node in graph.nodes for name in node.meta.get("unbacked_bindings", ())]
+    copies = graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default)
+    assert len(copies) == 1
+    assert bound
+    assert len(bound) == len(set(bound))
 
 
 def test_convolutions_take_it_for_channels_last_as_torch_does() -> None:

@@ -21,6 +21,7 @@ from leangrad._torch import compiler
 __all__ = ["is_weight_of_one_channel", "lay_out_convolutions"]
 
 _CONVOLUTION, _BACKWARD = torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default
+_ITS_OWN = ("tensor_meta", "unbacked_bindings")  # what a node says of itself: strides, sizes that it makes known
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
@@ -33,7 +34,7 @@ def lay_out_convolutions(backward: fx.Graph) -> None:
         memory_format = _FORMATS[given.meta["val"].dim()]
         with backward.inserting_before(node):
             copy = backward.call_function(torch.ops.aten.clone.default, (given,), {"memory_format": memory_format})
-        copy.meta = {key: value for key, value in given.meta.items() if key != "tensor_meta"}
+        copy.meta = {key: value for key, value in given.meta.items() if key not in _ITS_OWN}
         copy.meta["val"] = given.meta["val"].clone(memory_format=memory_format)
         node.replace_input_with(given, copy)
 
