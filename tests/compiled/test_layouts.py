@@ -8,6 +8,7 @@ from torch import Tensor, fx, nn
 
 from leangrad._torch import compiler
 from leangrad.compiled import compile_lean
+from leangrad.compiled.layouts import lay_out_convolutions
 from leangrad.compiled.partitioner import Settings
 from tests.support.compiling import is_near
 from tests.support.partitions import Partitions
@@ -79,28 +80,28 @@ def test_a_size_that_nobody_knows_is_not_asked_for() -> None:
     cut(Masked(), torch.randn(16, 8, generator=torch.Generator().manual_seed(0)), enabled=False)
 
 
-@torch._dynamo.config.patch(capture_scalar_outputs=True)
 def test_a_copy_makes_no_size_known() -> None:
     """A slice that begins nobody knows where makes its size known. Inductor refuses a copy that does so once more."""
-
-    class Sliced(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3)
-            self.register_buffer("start", torch.tensor(2))
-
-        def forward(self, x: Tensor) -> Tensor:
-            rows = self.first(x).contiguous().sin()[:, :, self.start.item() :]
-            torch._check(rows.shape[2] >= 3)
-            return self.second(rows)
-
-    model = Sliced().to(memory_format=torch.channels_last)
-    graph = cut(model, torch.randn(2, 3, 12, 12).to(memory_format=torch.channels_last), enabled=False)
-    bound = [name for node in graph.nodes for name in node.meta.get("unbacked_bindings", ())]
-    copies = graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default)
-    assert len(copies) == 1
-    assert bound
-    assert len(bound) == len(set(bound))
+    graph = fx.Graph()
+    values = {"gradient": torch.randn(2, 8, 4, 4), "x": torch.randn(2, 8, 9, 6), "weight": torch.randn(8, 8, 3, 3)}
+    values["weight"] = values["weight"].to(memory_format=torch.channels_last)
+    nodes = {name: graph.placeholder(name) for name in values}
+    for name, node in nodes.items():
+        node.meta["val"] = values[name]
+    rows = graph.call_function(torch.ops.aten.slice.Tensor, (nodes["x"], 2, 3, 9))
+    rows.meta = {"val": values["x"][:, :, 3:9], "unbacked_bindings": {"u0": ()}, "stack_trace": "here"}
+    rest = [[8], [1, 1], [0, 0], [1, 1], False, [0, 0], 1, [True, True, True]]
+    node = graph.call_function(BACKWARD, (nodes["gradient"], rows, nodes["weight"], *rest))
+    graph.output(node)
+    lay_out_convolutions(graph)
+    copy = node.args[1]
+    assert copy.target is torch.ops.aten.clone.default
+    assert compiler.is_channels_last(copy)
+    assert (copy.meta["stack_trace"], "unbacked_bindings" in copy.meta) == ("here", False)
+    run = fx.GraphModule({}, graph)
+    expected = BACKWARD(values["gradient"], values["x"][:, :, 3:9], values["weight"], *rest)
+    for ours, plain in zip(run(*values.values()), expected, strict=True):
+        torch.testing.assert_close(ours, plain)
 
 
 def test_convolutions_take_it_for_channels_last_as_torch_does() -> None:
