@@ -164,7 +164,11 @@ def test_other_failures_of_inductor_are_its_own(monkeypatch: pytest.MonkeyPatch)
         compile_lean(fx.symbolic_trace(mlp()), [torch.randn(4, 8)])
 
 
-def test_where_inductor_fails_at_our_choice_torchs_own_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_where_inductor_fails_at_our_choice_torchs_own_is_compiled(
+    where: str, dynamic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A bug in its code generator that torch's own choice does not meet must not stop a training."""
     from torch._inductor import compile_fx, config
     from torch._inductor.exc import InductorError
@@ -172,17 +176,17 @@ def test_where_inductor_fails_at_our_choice_torchs_own_is_compiled(monkeypatch: 
     real = compile_fx.compile_fx_inner
 
     def fail(*args: Any, **kwargs: Any) -> Any:
-        if config.custom_partitioner_fn is not None:
+        is_here = bool(kwargs.get("is_backward")) == (where == "backward")
+        if config.custom_partitioner_fn is not None and is_here:
             raise InductorError(RuntimeError("C++ compile error"), None)
         return real(*args, **kwargs)
 
     monkeypatch.setattr(compile_fx, "compile_fx_inner", fail)
     model, x = mlp(), torch.randn(4, 8)
     (expected,) = torch.autograd.grad(model(x).square().sum(), model[0].weight)
-    with pytest.warns(
-        UserWarning, match=r"cannot compile what leangrad chose.*C\+\+ compile error.*torch's own choice"
-    ):
-        torch.compile(model, backend=compile_lean)(x).square().sum().backward()
+    with pytest.warns(UserWarning, match=r"cannot compile what leangrad chose.*C\+\+ compile error.*own choice"):
+        out = torch.compile(model, backend=compile_lean, dynamic=dynamic)(x)
+    out.square().sum().backward()
     torch.testing.assert_close(model[0].weight.grad, expected)
     assert not chosen
 

@@ -10,7 +10,7 @@ import contextvars
 import copy
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -267,8 +267,13 @@ def compile_by_inductor(
 
     Raises LeangradError where this machine lacks what Inductor compiles with.
     """
+    from torch._functorch import config as functorch_config
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    # Backward is compiled now and not when it first runs: only now can both be compiled otherwise if that fails.
+    lowering = {"force_non_lazy_backward_lowering": True}
+    at_once = functorch_config.patch(lowering) if hasattr(functorch_config, *lowering) else nullcontext()
 
     def compile_one(graph: fx.GraphModule, arguments: Sequence[Any], **kwargs: Any) -> Any:
         is_backward = bool(kwargs.get("is_backward"))
@@ -278,7 +283,8 @@ def compile_by_inductor(
         return compiled
 
     try:
-        compiled: Any = compile_fx(gm, list(inputs), inner_compile=compile_one, config_patches=patches)
+        with at_once:
+            compiled: Any = compile_fx(gm, list(inputs), inner_compile=compile_one, config_patches=patches)
     except Exception as error:
         if lacks := _lacks(error):
             raise LeangradError(
