@@ -35,7 +35,7 @@ from leangrad.ledger.decision import Decider
 from leangrad.ledger.fuse import fused
 from leangrad.ledger.gc_pause import GcPause
 from leangrad.ledger.ledger import Ledger
-from leangrad.ledger.values import value
+from leangrad.ledger.values.inplace_variants import IN_PLACE
 
 SECONDS = 0.3  # of one turn, at least one step
 WARM_UP = 5  # steps: lean records its first, and kernels are proven in the next ones
@@ -62,7 +62,7 @@ OUT: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "launch": lambda: patch.object(launch, "stream_for", lambda device: None),
     "collector": _without_collector,
     "casts": lambda: patch.object(Decider, "_cast", lambda *_: None),
-    "in place": lambda: patch.dict(value.IN_PLACE, clear=True),
+    "in place": lambda: patch.dict(IN_PLACE, clear=True),
 }
 ON_A_GPU_ONLY = ("kernels", "patterns", "launch")
 
