@@ -39,6 +39,7 @@ TIMM = (
     "nf_resnet50",
     "gmlp_s16_224",
 )
+CONVERTED = "converted_"  # before a name: the model by `convert_abn` alone, and not lean
 SECONDS = 0.5  # of one turn, at least one step
 WARM_UP = 4  # steps: lean records its first, and caches fill
 
@@ -129,14 +130,20 @@ def _zoo_step(name: str) -> Parts:
     from tests.zoo import case
 
     torch.manual_seed(0)
-    one = case(name)
-    batch, model = one.batch(), leangrad.lean(one.make())
+    one = case(name.removeprefix(CONVERTED))
+    batch, model = one.batch(), _prepare(name)(one.make())
 
     def step() -> None:
         one.step(model, batch).backward()
         model.zero_grad()
 
     return step, lambda: None, lambda: leangrad.measure(step, timed_runs=0).peak_bytes
+
+
+def _prepare(name: str) -> Callable[[nn.Module], nn.Module]:
+    import leangrad
+
+    return leangrad.nn.convert_abn if name.startswith(CONVERTED) else leangrad.lean
 
 
 def _gpu_step(name: str) -> Parts:
@@ -160,15 +167,14 @@ def _gpu_step(name: str) -> Parts:
 
 
 def _table(name: str) -> tuple[nn.Module, Callable[[], Tensor]]:
-    """A lean model of benchmarks/models and its forward with the loss."""
+    """A lean model of benchmarks/models, or a converted one, and its forward with the loss."""
     import torch
 
-    import leangrad
     from benchmarks.models import CASES
 
-    (one,) = (case for case in CASES if case.name == name)
+    (one,) = (case for case in CASES if case.name == name.removeprefix(CONVERTED))
     with torch.device("cuda"):
-        model = leangrad.lean(one.make().train())
+        model = _prepare(name)(one.make().train())
     batch = one.batch(one.size)
 
     def forward() -> Tensor:
@@ -195,7 +201,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.versions", description=main.__doc__)
     parser.add_argument("before", type=Path, metavar="TREE", help="the root of a checkout of the other version")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--case", nargs="+", metavar="NAME", help="of tests/zoo; on cuda of benchmarks/models or timm")
+    parser.add_argument(
+        "--case", nargs="+", metavar="NAME", help="of tests/zoo; on cuda of benchmarks/models or timm; converted_NAME"
+    )
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--null", action="store_true", help="compare the other version with itself")
     parser.add_argument("--write", metavar="NAME", help="write the rows to benchmarks/results")
