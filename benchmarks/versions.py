@@ -7,7 +7,8 @@
 Each version has a process of its own, which imports leangrad from its tree and all else (models, batches) from this
 one. The two take a few steps in turns, so that what slows the machine down slows both. Host time is by
 `time.process_time`, wall time waits for the device. Ratios are after / before, the median over rounds. A row compares
-the peaks too, and with `--null` this version with itself, which shows the noise.
+the peaks too, and with `--null` this version with itself, which shows the noise. A name with `converted_` before it is
+the model by `convert_abn` alone.
 """
 
 from __future__ import annotations
