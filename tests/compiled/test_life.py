@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ import leangrad
 from leangrad.compiled import compile_lean
 from leangrad.compiled.partitioner import chosen
 from tests.support import assert_same_bits, same_bits
-from tests.support.compiling import Block
+from tests.support.compiling import Block, no_caches
 from tests.support.partitions import Partitions
 from tests.support.processes import in_a_process
 
@@ -193,13 +192,6 @@ def test_fsdp2_per_block() -> None:
     assert chosen
     for p, q in zip(ours.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(p.grad.full_tensor(), q.grad)
-
-
-@contextmanager
-def no_caches() -> Iterator[None]:
-    """Nothing comes out of torch's caches on disk: what another run has compiled is chosen anew."""
-    with torch._functorch.config.patch(enable_autograd_cache=False), torch._inductor.config.patch(fx_graph_cache=False):
-        yield
 
 
 CACHED = """

@@ -1,6 +1,7 @@
 """A step of a case of the zoo, compiled; and the warnings of Dynamo's that its users cannot help."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -16,6 +17,16 @@ DYNAMOS_OWN = [
     pytest.mark.filterwarnings("ignore:<class 'torch.autograd.function.Function'> should not be instantiated"),
     pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`"),
 ]
+
+
+@contextmanager
+def no_caches() -> Iterator[None]:
+    """Nothing comes out of torch's caches on disk: what another run has compiled is chosen anew."""
+    from torch._functorch import config as functorch_config
+    from torch._inductor import config
+
+    with functorch_config.patch(enable_autograd_cache=False), config.patch(fx_graph_cache=False):
+        yield
 
 
 class Block(nn.Module):
