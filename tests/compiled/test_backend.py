@@ -8,7 +8,6 @@ import sys
 import threading
 import tomllib
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,19 +24,11 @@ from leangrad.compiled.partitioner import REMEMBERED, Partitioner, Settings, cho
 from leangrad.errors import LeangradError
 from leangrad.policy.kernels import Fusion
 from tests.support import assert_same_bits
-from tests.support.compiling import no_caches
 from tests.support.processes import in_a_process
 
 ROOT = Path(__file__).parent.parent.parent
+pytestmark = pytest.mark.usefixtures("fresh_choice")
 EXACT = {"leangrad.exact": True}
-
-
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    chosen.clear()
-    with no_caches():
-        yield
 
 
 def mlp() -> nn.Module:

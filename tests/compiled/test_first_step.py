@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -13,18 +12,10 @@ import leangrad
 from leangrad.compiled import backend, compile_lean, summary
 from leangrad.compiled.first_step import Counters, FirstStep
 from leangrad.compiled.partitioner import chosen
-from tests.support.compiling import no_caches
 
+pytestmark = pytest.mark.usefixtures("fresh_choice")
 EXACT = {"leangrad.exact": True}
 BASE = 1_000
-
-
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    chosen.clear()
-    with no_caches():
-        yield
 
 
 class Device:

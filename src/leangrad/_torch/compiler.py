@@ -272,8 +272,8 @@ def compile_by_inductor(
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     # Backward is compiled now and not when it first runs: only now can both be compiled otherwise if that fails.
-    lowering = {"force_non_lazy_backward_lowering": True}
-    at_once = functorch_config.patch(lowering) if hasattr(functorch_config, *lowering) else nullcontext()
+    has_setting = hasattr(functorch_config, "force_non_lazy_backward_lowering")
+    at_once = functorch_config.patch(force_non_lazy_backward_lowering=True) if has_setting else nullcontext()
 
     def compile_one(graph: fx.GraphModule, arguments: Sequence[Any], **kwargs: Any) -> Any:
         is_backward = bool(kwargs.get("is_backward"))

@@ -63,7 +63,10 @@ def compile_lean(
     partitioner = Partitioner(settings, _limits(patches))
     patches["custom_partitioner_fn"] = partitioner
     size = min(LARGEST, patches.get(SIZE, compiler.inductor_setting(SIZE)))
-    of_backward = lambda: {READS: partitioner.reused_reads, SIZE: size}  # noqa: E731
+
+    def of_backward() -> dict[str, Any]:
+        return {READS: partitioner.reused_reads, SIZE: size}
+
     try:
         return compiler.compile_by_inductor(gm, example_inputs, patches, of_backward, _watcher(partitioner))
     except Exception as error:

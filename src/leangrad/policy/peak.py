@@ -38,12 +38,12 @@ def play(graph: Graph, kept: frozenset[int], *, reused_reads: int | None = None)
     """
     values = graph.values
     handed_out = [n for n, value in enumerate(values) if value.is_output and not value.is_backward]
-    held = frozenset(graph.base(n) for n in (*kept, *handed_out))
+    held = graph.handed_out.union(graph.base(n) for n in kept)
     order = sorted(_made_for([*handed_out, *kept], values, frozenset()))
     forward = Kernels(graph, order, held, Fusion(), is_backward=False)
     order = _backward_order(graph, kept)
     gradients = {graph.base(n) for n in order if values[n].is_backward and values[n].is_output}
-    lasting = gradients.union(graph.base(n) for n in (*graph.asked_for, *handed_out))
+    lasting = gradients.union(graph.handed_out, (graph.base(n) for n in graph.asked_for))
     fusion = Fusion() if reused_reads is None else replace(Fusion(), reused_reads=reused_reads)
     backward = Kernels(graph, order, lasting, fusion, is_backward=True)
     peak, at = max(_peak(forward, frozenset()), _peak(backward, held), key=lambda one: one[0])
