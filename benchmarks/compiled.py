@@ -2,20 +2,17 @@
 
     python -m benchmarks.compiled --write compiled_h200                       # the four models of the table
     python -m benchmarks.compiled --timm --write compiled_timm_h200           # timm, batch 128, channels_last
+    python -m benchmarks.compiled --all --workers 15 --write compiled_h200    # both
 
-Compiling takes most of the time and can be shared out, if measuring comes after it, with torch's caches warm:
+Compiling takes most of the time: ``--workers`` processes compile side by side and hold what they have compiled; when
+all is compiled, or after ``--compile-seconds``, they are measured one at a time on an otherwise idle machine, the ways
+of a model one after the other.
 
-    for k in 0 1 2 3; do python -m benchmarks.compiled --all --shard $k/4 --compile-only --write first & done; wait
-    for k in 0 1 2 3; do python -m benchmarks.compiled --all --shard $k/4 --beside first --write rows & done; wait
-    python -m benchmarks.compiled --join rows --write compiled_h200
-
-A row is one model trained in one way: the step in milliseconds, as training runs them (``ms``) and waited for
-(``waited_ms``), the time of its kernels alone (``device_ms``), the peak of allocated bytes above parameters and
-optimizer state, the bytes alive between forward and backward, the seconds of the first step, which compiles, and for
-``leangrad`` what the policy foresaw (``simulated_peak_gib``, ``simulated_kept_gib``) and the seconds it took to choose.
-Ratios are to ``compile`` of the same model in the same run. A file lock lets one process at a time measure. What is
-known when a graph is compiled for the first time (``first_step_s``, what the policy foresaw) comes from the rows
-``--beside`` if measuring is done by a second process.
+A row is one model trained in one way: the step in milliseconds, as training runs them (``ms``), the time of its
+kernels alone (``device_ms``), the peak of allocated bytes above parameters and optimizer state, the bytes alive between
+forward and backward, the seconds of the first step, which compiles, and for ``leangrad`` what the policy foresaw
+(``simulated_peak_gib``, ``simulated_kept_gib``) and the seconds it took to choose. Ratios are to ``compile`` of the
+same model in the same run.
 
 compile     torch.compile(model)
 budget      the same with activation_memory_budget 0.5
@@ -28,26 +25,30 @@ leangrad    torch.compile(model, backend="leangrad")
 from __future__ import annotations
 
 import argparse
-import fcntl
 import gc
 import json
-import tempfile
+import os
+import queue
+import subprocess
+import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo import config as dynamo
 from torch._functorch import config
 from torch.utils.checkpoint import checkpoint
 
 import leangrad
 from benchmarks import models
-from benchmarks.environment import RESULTS, write_rows
-from benchmarks.models import _in_a_row, _memory, _step_of, _waited, kernels
+from benchmarks.environment import write_rows
+from benchmarks.models import _in_a_row, _memory, _step_of, kernels
 from leangrad.compiled import compile_lean
 from leangrad.compiled.partitioner import chosen
 
@@ -59,7 +60,8 @@ TIMM = (
     "tf_efficientnetv2_s", "vit_base_patch16_224", "xcit_tiny_12_p16_224",
 )  # fmt: skip
 BLOCKS = ("Bottleneck", "EncoderBlock")  # of torchvision, which has no switch for checkpoints
-TURNS = 3
+EAGER = ("checkpoint", "lean")
+TURNS = 2
 
 Forward = Callable[[nn.Module], Tensor]  # of a model, compiled or not: the loss of one step
 Setup = Callable[[], tuple[nn.Module, Forward]]
@@ -135,30 +137,43 @@ WAYS: dict[str, tuple[Callable[[nn.Module], nn.Module], Callable[[], AbstractCon
 }
 
 
-@contextmanager
-def _alone(lock: Path) -> Iterator[None]:
-    """One process of all that share ``lock`` measures; the others wait."""
-    with lock.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+@dataclass
+class Prepared:
+    """A model that took its first step, and so is compiled."""
+
+    model: nn.Module
+    ready: nn.Module
+    loss: Forward
+    row: dict[str, Any]
+
+    def measure(self) -> dict[str, Any]:
+        optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
+        step = _step_of(lambda: self.loss(self.ready), optimizer)
+        for _ in range(4):
+            step()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        row = self.row | _memory(lambda: self.loss(self.ready), optimizer)
+        turns = [_in_a_row(step)["ms_in_a_row"] for _ in range(TURNS)]
+        return row | {"ms": min(turns), "device_ms": min(kernels(step) for _ in range(TURNS))}
 
 
-def run(name: str, setup: Setup, way: str, lock: Path, *, compile_only: bool = False) -> dict[str, Any]:
-    """Measure one model in one way."""
-    torch._dynamo.reset()
+def prepare(name: str, setup: Setup, way: str) -> Prepared:
+    """Take the first step of a model in one way."""
     chosen.clear()
     torch.manual_seed(0)
     model, loss = setup()
-    prepare, settings = WAYS[way]
-    ready = prepare(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-    step = _step_of(lambda: loss(ready), optimizer)
+    make_ready, settings = WAYS[way]
+    ready = make_ready(model)
     row: dict[str, Any] = {"case": name, "way": way}
     with settings():
         start = time.perf_counter()
-        step()
+        loss(ready).backward()
         torch.cuda.synchronize()
         row["first_step_s"] = time.perf_counter() - start
+    model.zero_grad(set_to_none=True)
+    gc.collect()
+    torch.cuda.empty_cache()
     if way == "leangrad" and chosen:
         choices = [one.choice for one in chosen]
         row["choosing_s"] = sum(one.seconds for one in chosen)
@@ -169,23 +184,90 @@ def run(name: str, setup: Setup, way: str, lock: Path, *, compile_only: bool = F
         row["reused_reads"] = max(c.reused_reads for c in choices)
         row["held_back"] = any(c.is_held_back for c in choices)
         row["lowest_slowdown"] = max(c.lowest_slowdown for c in choices)
-    if compile_only:
-        return row
-    with _alone(lock):
-        for _ in range(4):
-            step()
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-        row |= _memory(lambda: loss(ready), optimizer)
-        turns = [_in_a_row(step)["ms_in_a_row"] for _ in range(TURNS)]
-        row |= {"ms": min(turns), "waited_ms": _waited(step), "device_ms": min(kernels(step) for _ in range(TURNS))}
-    return row
+    return Prepared(model, ready, loss, row)
 
 
-def _rows(name: str) -> list[dict[str, Any]]:
-    """The rows of all shards of a run."""
-    files = sorted(RESULTS.glob(f"{name}_*.json")) or [RESULTS / f"{name}.json"]
-    return [row for file in files for row in json.loads(file.read_text())["rows"]]
+def _work(cases: dict[str, Setup]) -> None:
+    """Prepare and measure what is asked for, line by line, and answer each line with a row."""
+    torch.set_float32_matmul_precision("high")
+    dynamo.automatic_dynamic_shapes = False  # models of one class are held side by side, each for its own shapes
+    dynamo.recompile_limit = 64
+    held: dict[str, Prepared] = {}
+    for line in sys.stdin:
+        what, name, way = line.split()
+        key = f"{name} {way}"
+        answer: dict[str, Any] = {"case": name, "way": way}
+        try:
+            if what == "prepare":
+                held[key] = prepare(name, cases[name], way)
+                answer = held[key].row
+            else:
+                answer = held.pop(key).measure()
+                gc.collect()
+                torch.cuda.empty_cache()
+        except Exception as error:  # one of them must not cost the others their turn on the machine
+            answer["error"] = repr(error)[:400]
+        print("row " + json.dumps(answer), flush=True)
+
+
+class _Worker:
+    """A process that compiles, and holds what it compiled until it is measured."""
+
+    def __init__(self, batch: int) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.compiled", "--all", "--batch", str(batch), "--work"],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def ask(self, what: str, name: str, way: str) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(what, name, way, file=self._process.stdin, flush=True)
+        for line in self._process.stdout:
+            if line.startswith("row "):
+                return json.loads(line.removeprefix("row "))  # type: ignore[no-any-return]
+        return {"case": name, "way": way, "error": f"the process ended with {self._process.wait()}"}
+
+    def kill(self) -> None:
+        self._process.kill()
+
+
+Job = tuple[str, str]  # the name of a model, a way
+
+
+def _prepare_all(jobs: list[Job], workers: list[_Worker], seconds: float) -> dict[Job, _Worker]:
+    """Share out ``jobs``; who holds each that was prepared within ``seconds``."""
+    waiting: queue.SimpleQueue[Job] = queue.SimpleQueue()
+    for job in jobs:
+        waiting.put(job)
+    holders: dict[Job, _Worker] = {}
+    end = time.monotonic() + seconds
+
+    def serve(worker: _Worker) -> None:
+        while time.monotonic() < end:
+            try:
+                job = waiting.get_nowait()
+            except queue.Empty:
+                return
+            row = worker.ask("prepare", *job)
+            print(json.dumps(row), flush=True)
+            if "error" not in row:
+                holders[job] = worker
+
+    threads = [threading.Thread(target=serve, args=(worker,), daemon=True) for worker in workers]
+    for thread in threads:
+        thread.start()
+    for thread, worker in zip(threads, workers, strict=True):
+        thread.join(max(0.0, end - time.monotonic()))
+        if thread.is_alive():  # in the midst of compiling: what it holds cannot be asked for
+            worker.kill()
+            thread.join()
+            for job in [job for job, holder in holders.items() if holder is worker]:
+                del holders[job]
+    return holders
 
 
 def main() -> None:
@@ -194,47 +276,51 @@ def main() -> None:
     parser.add_argument("--timm", action="store_true", help="timm's architectures instead of the four models")
     parser.add_argument("--all", action="store_true", help="both")
     parser.add_argument("--only", nargs="*", help="names of models")
-    parser.add_argument("--compile-only", action="store_true", help="one step of each, to fill torch's caches")
-    parser.add_argument("--beside", default="", help="name of the rows of such a run")
-    parser.add_argument("--join", default="", help="name of the rows of shards, to be written into one file")
     parser.add_argument("--ways", nargs="*", default=list(WAYS), choices=list(WAYS))
+    parser.add_argument("--jobs", nargs="*", metavar="MODEL:WAY", default=[], help="more than --only times --ways")
     parser.add_argument("--batch", type=int, default=128, help="for timm")
-    parser.add_argument("--shard", default="0/1", help="K/N: every Nth model from the Kth on")
-    parser.add_argument("--lock", type=Path, default=Path(tempfile.gettempdir()) / "leangrad_measures")
-    parser.add_argument("--write", default="", help="name of the file of rows; the shard is added to it")
+    parser.add_argument("--workers", type=int, default=1, help="processes that compile side by side")
+    parser.add_argument(
+        "--compile-seconds", type=float, default=float(10**6), help="what is not compiled then is left out"
+    )
+    parser.add_argument("--write", default="", help="name of the file of rows")
+    parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.join:
-        write_rows(arguments.write, "cuda", _rows(arguments.join))
-        return
-    earlier = {(row["case"], row["way"]): row for row in _rows(arguments.beside)} if arguments.beside else {}
-    torch.set_float32_matmul_precision("high")
     cases: dict[str, Setup] = {case.name: _table(case) for case in models.CASES}
     timm = {name: _timm(name, arguments.batch) for name in TIMM}
     if arguments.timm or arguments.all:
         cases = {**cases, **timm} if arguments.all else timm
-    shard, shards = map(int, arguments.shard.split("/"))
-    names = [name for name in arguments.only or cases if name in cases][shard::shards]
+    if arguments.work:
+        _work(cases)
+        return
+    names = [name for name in cases if name in (arguments.only or cases)]
+    more: list[Job] = [(name, way) for name, _, way in (job.partition(":") for job in arguments.jobs)]
+    jobs = [(name, way) for name in names for way in WAYS if way in arguments.ways or (name, way) in more]
+    jobs += [job for job in more if job not in jobs]
+    workers = [_Worker(arguments.batch) for _ in range(arguments.workers)]
+    holders = _prepare_all([job for job in jobs if job[1] not in EAGER], workers, arguments.compile_seconds)
+    print("measuring", flush=True)
+    eager = _Worker(arguments.batch)
     rows: list[dict[str, Any]] = []
-    for name in names:
-        stock: dict[str, Any] = {}
-        for way in arguments.ways:
-            try:
-                row = run(name, cases[name], way, arguments.lock, compile_only=arguments.compile_only)
-                row |= earlier.get((name, way), {})
-            except Exception as error:  # one of them must not cost the others their turn on the machine
-                row = {"case": name, "way": way, "error": repr(error)[:400]}
-            if way == "compile":
-                stock = row
-            for key in ("ms", "device_ms", "peak_gib"):
-                if key in row and key in stock:
-                    row[f"{key}_ratio"] = row[key] / stock[key]
-            rows.append(row)
-            print(row, flush=True)
-            gc.collect()
-            torch.cuda.empty_cache()
-            if arguments.write:
-                suffix = f"_{shard}" if shards > 1 else ""
-                write_rows(f"{arguments.write}{suffix}", "cuda", rows)
+    stock: dict[str, dict[str, Any]] = {}
+    for name, way in jobs:
+        holder = eager if way in EAGER else holders.get((name, way))
+        if holder is None:
+            continue
+        row = holder.ask("prepare", name, way) if way in EAGER else {}
+        if "error" not in row:
+            row = holder.ask("measure", name, way)
+        if way == "compile":
+            stock[name] = row
+        for key in ("ms", "device_ms", "peak_gib"):
+            if key in row and key in stock.get(name, {}):
+                row[f"{key}_ratio"] = row[key] / stock[name][key]
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+        if arguments.write:
+            write_rows(arguments.write, "cuda", rows)
+    for worker in (*workers, eager):
+        worker.kill()
 
 
 if __name__ == "__main__":

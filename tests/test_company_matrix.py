@@ -35,6 +35,7 @@ from leangrad.errors import LeangradError
 from leangrad.ledger.ledger import _warn_of_other_hooks
 from leangrad.measure import measure
 from tests.support import same_bits
+from tests.support.gpu_memory import requested_bytes
 
 RATIO, SLACK = 1.02, 64 * 1024
 MEASURED = 2  # steps, from the third on
@@ -536,13 +537,13 @@ def peaks_on_gpu(members: tuple[str, ...], converted: bool) -> list[int]:
         model.zero_grad()
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-        start = torch.cuda.memory_allocated()
+        start = requested_bytes("current")
         with torch.autocast("cuda", torch.bfloat16):
             y = trial.call(x)
         y.float().square().mean().backward()
         del y
         torch.cuda.synchronize()
-        peaks.append(torch.cuda.max_memory_allocated() - start)
+        peaks.append(requested_bytes("peak") - start)
     return peaks[2:]
 
 

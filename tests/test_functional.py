@@ -111,8 +111,8 @@ def test_kept_and_allocated_bytes(name):
     largest = max((e.bytes for e in node), default=0)
     if record.gated:
         assert largest == x.numel() * 4
-    elif name == "softmax":  # needs whole rows
-        assert largest == y_bytes
+    elif name == "softmax" or (name == "mish" and torch.get_num_threads() > 1):
+        assert largest == y_bytes  # softmax needs whole rows; mish in chunks would give other bits with more threads
     else:
         assert largest <= 4 * 2**18
 
