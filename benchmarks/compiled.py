@@ -62,6 +62,7 @@ TIMM = (
 BLOCKS = ("Bottleneck", "EncoderBlock")  # of torchvision, which has no switch for checkpoints
 EAGER = ("checkpoint", "lean")
 TURNS = 2
+GRACE = 45  # seconds more, for what is being compiled when the time is over
 
 Forward = Callable[[nn.Module], Tensor]  # of a model, compiled or not: the loss of one step
 Setup = Callable[[], tuple[nn.Module, Forward]]
@@ -261,7 +262,7 @@ def _prepare_all(jobs: list[Job], workers: list[_Worker], seconds: float) -> dic
     for thread in threads:
         thread.start()
     for thread, worker in zip(threads, workers, strict=True):
-        thread.join(max(0.0, end - time.monotonic()))
+        thread.join(max(0.0, end + GRACE - time.monotonic()))
         if thread.is_alive():  # in the midst of compiling: what it holds cannot be asked for
             worker.kill()
             thread.join()

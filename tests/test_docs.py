@@ -226,13 +226,13 @@ def test_files_that_contributing_names_are_there() -> None:
 
 @pytest.mark.usefixtures("backend_name")
 def test_code_of_the_compile_paper_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    """Its last model is compiled without code generation; the others are wrapped, not run."""
+    """One model is compiled without code generation, one function with it; the others are wrapped, not run."""
     torch._dynamo.reset()
     plain = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.LayerNorm(256), nn.Linear(256, 64))
     names: dict[str, Any] = {"torch": torch, "x": torch.randn(32, 64), "y": torch.randn(32, 64)}
-    names["criterion"] = nn.functional.mse_loss
+    names |= {"criterion": nn.functional.mse_loss, "net": plain}
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "compile.md").read_text(), flags=re.DOTALL)
-    assert len(blocks) == 5
+    assert len(blocks) == 6
     for block in blocks:
         names["model"] = plain
         exec(compile(block, "compile.md", "exec"), names)

@@ -28,6 +28,21 @@ class Block(nn.Module):
         return x + self.second(self.first(self.norm(x).contiguous().sin()).relu())
 
 
+class ChannelAttention(nn.Module):
+    """Attention between the channels of a map, which products read through views of three dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.qkv, self.norm = nn.Conv2d(3, 8, 3, padding=1), nn.Linear(8, 24), nn.LayerNorm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.norm(self.conv(x).flatten(2).transpose(1, 2))
+        rows, length, width = tokens.shape
+        q, k, v = self.qkv(tokens).reshape(rows, length, 3, 2, width // 2).permute(2, 0, 3, 1, 4).unbind(0)
+        weights = ((k * 0.5).transpose(-2, -1) @ v).softmax(dim=-1)
+        return (weights @ q.transpose(-2, -1)).transpose(-2, -1).transpose(1, 2).reshape(rows, length, width)
+
+
 def cut(model: nn.Module, x: Tensor, **autocast: bool) -> fx.Graph:
     """The backward graph of a step."""
     found = Partitions(Settings(slowdown=10.0))
@@ -64,6 +79,15 @@ def test_the_cast_of_a_weight_of_one_channel_is_kept() -> None:
         is_one_channel = weight.meta["val"].shape[1] == 1
         assert (weight.op == "placeholder") == is_one_channel
     assert sum(weight.op == "placeholder" for weight in weights) == 2
+
+
+def test_what_products_read_is_not_kept_in_four_dimensions() -> None:
+    """Inductor would write it in channels_last: see [Note: kept in four dimensions]."""
+    graph = cut(ChannelAttention(), torch.randn(2, 3, 8, 8), enabled=False)
+    products = graph.find_nodes(op="call_function", target=torch.ops.aten.bmm.default)
+    read = [view.args[0] for product in products for view in product.args if view.op != "placeholder"]
+    kept = [node for node in read if node.op == "placeholder"]
+    assert [tuple(node.meta["val"].shape) for node in kept] == [(4, 4, 64), (4, 4, 64), (4, 64, 4)]
 
 
 @torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)

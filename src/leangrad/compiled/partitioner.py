@@ -16,7 +16,7 @@ from leangrad._torch import compiler
 from leangrad.compiled.dropout import restore_dropout, write_out_dropout
 from leangrad.compiled.first_step import FirstStep
 from leangrad.compiled.joint_graph import copy_changed_inputs, read_joint_graph
-from leangrad.compiled.layouts import lay_out_convolutions
+from leangrad.compiled.layouts import handed_out, lay_out_convolutions
 from leangrad.policy.choice import REUSED_READS, Choice, choose
 
 __all__ = ["Partitioner", "Settings"]
@@ -70,7 +70,8 @@ class Partitioner(compiler.partitioner_class()):  # type: ignore[misc]
         self.chosen = Chosen(choice, time.perf_counter() - began)
         chosen.append(self.chosen)
         del chosen[:-REMEMBERED]
-        return [nodes[n] for n in sorted(choice.kept)]
+        views = {node for node, value in zip(nodes, step.values, strict=True) if value.view_of is not None}
+        return [handed_out(nodes[n], views) if step.values[n].is_inlined else nodes[n] for n in sorted(choice.kept)]
 
     @staticmethod
     def _usual(graph: fx.Graph, info: Any, nodes: list[fx.Node]) -> frozenset[int] | None:
