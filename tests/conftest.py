@@ -36,6 +36,14 @@ def _seed() -> None:
 
 
 @pytest.fixture(autouse=True)
+def _onednn_stays_on() -> Iterator[None]:
+    """A bfloat16 product that oneDNN cannot do on a CPU switches it off for the process: other bits, other scratch."""
+    was_on = torch._C._get_mkldnn_enabled()
+    yield
+    torch._C._set_mkldnn_enabled(was_on)
+
+
+@pytest.fixture(autouse=True)
 def _backend_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """A lean model under another backend is told so once in a process: not in whichever test comes first."""
     monkeypatch.setattr(importlib.import_module("leangrad.lean"), "_has_said", True)

@@ -24,16 +24,13 @@ EXACT = {"leangrad.exact": True}
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
     pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:mkldnn_matmul failed"),  # a CPU without bfloat16
 ]
 
 
 @pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
+def _fresh() -> None:
     torch._dynamo.reset()
     chosen.clear()
-    yield
-    torch._C._set_mkldnn_enabled(True)  # a bfloat16 product that it cannot do switches it off
 
 
 class Broken(nn.Module):

@@ -277,7 +277,6 @@ def test_the_plan_around_a_segment_knows_what_the_segment_holds() -> None:
     assert peak <= unplanned.peak_bytes + SLACK
 
 
-@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # of a CPU that has no bfloat16
 @pytest.mark.parametrize("lean", LEANS)
 def test_under_autocast(lean: str) -> None:
     peak, alone = assert_good_company(Net, LEANS[lean], by_hooks, autocast=True, rows=128)

@@ -55,15 +55,6 @@ DTYPES = pytest.mark.parametrize("autocast", [False, True], ids=["float32", "bfl
 ZOO = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 
-@pytest.fixture(autouse=True)
-def _onednn() -> None:
-    """Switch oneDNN on: a bfloat16 product that it cannot do switches it off, and other kernels save other tensors.
-
-    The public `torch.backends.mkldnn.flags` warns of a setting that it reads and we do not touch.
-    """
-    torch._C._set_mkldnn_enabled(True)
-
-
 @contextlib.contextmanager
 def arithmetic(autocast: bool) -> Iterator[None]:
     with FastBFloat16() if autocast else contextlib.nullcontext():

@@ -253,7 +253,6 @@ def test_the_gradient_of_the_strength_is_summed_in_float64():
     assert ds.item() == 39_999
 
 
-@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 @pytest.mark.parametrize(("dtype", "autocast"), [*((dtype, False) for dtype in DTYPES), (torch.float32, True)], ids=str)
 def test_error_rule(dtype, autocast):
     """Over many draws: one strength's gradient is one number, which anybody may hit by luck."""
@@ -396,7 +395,6 @@ def test_kept_and_allocated_bytes(needs_s):
     assert max(e.bytes for e in ours if not e.op.endswith("aten::mm")) < 1024
 
 
-@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 def test_stale_scratch_does_not_leak():
     x, context, s = inputs((16, 8), torch.float32)
     grad = torch.randn_like(x)

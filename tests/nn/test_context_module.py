@@ -75,7 +75,6 @@ def test_state_dict_round_trip():
     assert same_bits(assigned.context, state["context"])
 
 
-@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 def test_the_context_stays_in_float32_when_the_module_does_not():
     module = trained().to(torch.bfloat16)
     assert module.strength.dtype == torch.bfloat16

@@ -372,7 +372,6 @@ def test_without_grad(activation):
     y.backward(torch.ones_like(y))
 
 
-@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 @pytest.mark.parametrize("activation", ["relu", "gelu", "softplus", "softmax"])
 def test_autocast(activation):
     mlp, plain = pair(activation)

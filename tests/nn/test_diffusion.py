@@ -115,7 +115,6 @@ def test_shapes(shape):
         torch.testing.assert_close(one, other)
 
 
-@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 @pytest.mark.parametrize("kind", KINDS)
 def test_autocast(kind):
     block, (x, condition, g) = make(kind, torch.float32), batch(torch.float32)

@@ -55,7 +55,6 @@ def test_it_is_its_plain_form(kind, dtype, needs_dx):
 
 @pytest.mark.parametrize("kind", ["gpt", "llama"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU without bfloat16 says so once
 def test_error_rule(kind, dtype):
     def draw():
         block = make(kind, dtype)

@@ -11,8 +11,6 @@ from tests.support.transformer import KINDS, WIDTH, batch, is_node, make, result
 
 __all__ = ["small_blocks_are_nodes"]
 
-pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU without bfloat16 says so once
-
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dropout", [0.0, 0.2])

@@ -28,8 +28,6 @@ from leangrad.ledger.ledger import _warn_of_other_hooks
 from tests.support import same_bits
 from tests.zoo import CASES, Case
 
-pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # of a CPU that has no bfloat16
-
 
 class Block(nn.Module):
     def __init__(self, width: int = 16) -> None:

@@ -22,7 +22,6 @@ from leangrad.ledger.values.shape_only import ENTRIES as SHAPE_ONLY
 from leangrad.ledger.values.shape_only import SIZES
 from tests import support
 
-pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # of a CPU that has no bfloat16
 STEPS = 4  # the first is recorded, the later ones follow it
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
