@@ -227,31 +227,3 @@ def test_masks_with_inductors_own_kernels() -> None:
     assert same_bits(x.grad, result.detach())
     assert len(set(x.grad.flatten().tolist())) > 100
     assert chosen[0].choice.outcome.kept_bytes <= 8 * 13
-
-
-@pytest.mark.filterwarnings("ignore:.*CPUAllocator")
-def test_a_function_that_returns_the_loss_alone_needs_no_zero_gradient_of_logits() -> None:
-    """What docs/compile.md says of language models; if torch spares that gradient itself, the paper has to change."""
-    words, rows = 4096, 256
-    model = nn.Sequential(nn.Embedding(words, 32), nn.Linear(32, 32), nn.GELU(), nn.Linear(32, words))
-    x, y = torch.randint(words, (2, rows))
-
-    def with_logits(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        logits = model(x)
-        return F.cross_entropy(logits, y), logits
-
-    def alone(x: Tensor, y: Tensor) -> Tensor:
-        return with_logits(x, y)[0]
-
-    peaks = {}
-    for name, function in (("with logits", with_logits), ("alone", alone)):
-        run = torch.compile(function, backend=compile_lean)
-
-        def step(run: Callable[..., Tensor | tuple[Tensor, Tensor]] = run) -> None:
-            model.zero_grad()
-            found = run(x, y)
-            (found[0] if isinstance(found, tuple) else found).backward()
-
-        step()
-        peaks[name] = leangrad.measure(step, timed_runs=1).peak_bytes
-    assert peaks["with logits"] - peaks["alone"] >= 4 * words * rows

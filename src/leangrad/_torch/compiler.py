@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
 
 from leangrad.errors import LeangradError
 
@@ -164,6 +165,24 @@ def size_of(node: fx.Node) -> int:
     return int(_partitioners()._size_of(node))
 
 
+def bytes_of(value: Tensor) -> int:
+    """The bytes of a tensor that stands for another while a graph is captured, by hints."""
+    nbytes = value.element_size()
+    for size in value.shape:
+        nbytes *= _hint(size)
+    return nbytes
+
+
+def is_fake(value: Tensor) -> bool:
+    """Whether a tensor stands for a plain one while a graph is captured."""
+    return type(value) is FakeTensor or (isinstance(value, FakeTensor) and isinstance(value, torch.nn.Parameter))
+
+
+def memory_of(value: Tensor) -> int | None:
+    """What tells one memory from another."""
+    return int(value.untyped_storage()._cdata) if torch._C._has_storage(value) else None
+
+
 def elements_of(node: fx.Node) -> int:
     """How many elements a node's tensor has, by the hints of symbolic sizes."""
     value = node.meta.get("val")
@@ -217,9 +236,7 @@ def _hint(size: Any) -> int:
 def storage_of(node: fx.Node) -> int | None:
     """What tells one memory of a traced graph from another."""
     value = node.meta.get("val")
-    if not isinstance(value, Tensor) or not torch._C._has_storage(value):
-        return None
-    return int(value.untyped_storage()._cdata)
+    return memory_of(value) if isinstance(value, Tensor) else None
 
 
 def user_policy(node: fx.Node) -> str:

@@ -2,8 +2,9 @@
 
 Inductor generates the code, as it does for ``backend="inductor"``; only what forward hands to backward is chosen by
 ``leangrad.policy``. Read ``backend`` (options, and what is compiled how), ``partitioner`` (the choice), ``joint_graph``
-(AOTAutograd's graph as the policy sees it), ``dropout`` (how exact graphs keep its mask alone), ``first_step`` (the
-peak that the summary tells on a GPU). Torch's private names are in ``leangrad._torch.compiler``.
+(AOTAutograd's graph as the policy sees it), ``side_outputs`` (logits beside a loss, and their gradient of zeros),
+``layouts`` (memory formats), ``dropout`` (how exact graphs keep its mask alone), ``first_step`` (the peak that the
+summary tells on a GPU). Torch's private names are in ``leangrad._torch.compiler``.
 """
 
 from leangrad.compiled.backend import compile_lean, summary

@@ -14,6 +14,7 @@ from torch import Tensor, fx
 from leangrad._torch import compiler
 from leangrad.compiled.first_step import FirstStep, Peak, cuda_counters
 from leangrad.compiled.partitioner import Chosen, Partitioner, Settings, chosen
+from leangrad.compiled.side_outputs import set_apart
 from leangrad.errors import LeangradError
 from leangrad.measure import Measurement
 from leangrad.policy.choice import REUSED_READS
@@ -47,7 +48,17 @@ def compile_lean(
     >>> compiled = torch.compile(model, backend=compile_lean, options={"leangrad.exact": True})  # or backend="leangrad"
     >>> compiled(torch.ones(2, 8)).sum().backward()
     """
-    settings, rest = read_options(options or {})
+    compile_graph = functools.partial(_compile, mode=mode, options=options or {})
+    side = set_apart(gm, example_inputs, compile_graph)
+    compiled = compile_graph(gm, example_inputs)
+    return compiled if side is None else side.around(compiled)
+
+
+def _compile(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], *, mode: str | None, options: Mapping[str, Any]
+) -> Callable[..., Any]:
+    """Compile one graph, with all that it returns."""
+    settings, rest = read_options(options)
     if missing := compiler.missing():
         if settings.exact:
             raise LeangradError(f"torch {torch.__version__} has no {', '.join(missing)}, which leangrad.exact needs")

@@ -1,0 +1,261 @@
+"""What a compiled graph returns beside its loss, and is seldom asked for a gradient: the logits of a language model.
+
+[Note: side outputs] If a graph returns a loss and a large tensor, autograd hands backward a gradient for both. Nobody
+may ask for that of the tensor, but then autograd makes zeros of its size, and backward adds to them: 2 GiB of them for
+the logits of 4 x 2048 tokens over 128,256 words in bfloat16. So the graph is compiled as if these outputs had no
+gradient, and they are handed out under a node of their own. If a gradient does come to that node, the graph is run once
+more, compiled as it was captured, from the same inputs, random numbers and autocast, and its backward is taken for
+those outputs alone: gradients are linear, so the two add up to what one backward would have given. That takes a forward
+more, and an error says so if an input was changed meanwhile; from then on the graph runs as it was captured.
+
+Only compiled code draws the random numbers of compiled code. Dynamo may leave a function to eager without a word, at
+its limit of recompilations for instance. So it is counted whether the compiled graph ran, and what it gave is compared
+with what the first run gave, if that is still there. Either is an error if it fails, and never another gradient.
+
+A graph that writes into its inputs (the statistics of a batch norm) is left as it is: it could not be run once more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from leangrad._torch import compiler
+from leangrad.errors import LeangradError
+
+__all__ = ["SideOutputs", "set_apart"]
+
+PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+ROUNDING = 64  # times the precision of a dtype, that two kernels of one sum may differ by
+LARGE = 1 << 20  # bytes of side outputs, below which a gradient of zeros is not worth a node
+# Of Python's operators: those that change their first operand.
+IN_PLACE = {
+    "delitem", "iadd", "iand", "iconcat", "ifloordiv", "ilshift", "imatmul", "imod", "imul", "ior", "ipow", "irshift",
+    "isub", "itruediv", "ixor", "setitem",
+}  # fmt: skip
+Run = Callable[..., Any]
+
+
+def set_apart(gm: fx.GraphModule, inputs: Sequence[Any], compile_graph: Run) -> SideOutputs | None:
+    """Detach the side outputs of ``gm``; None: it has none, or could not be run once more.
+
+    inputs: what stands for the inputs while it is compiled.
+    compile_graph: the backend that compiles the graph as it was.
+    """
+    (output,) = gm.graph.find_nodes(op="output")
+    returned = output.args[0]
+    places = _side_places(gm.graph, inputs, returned)
+    if not places:
+        return None
+    captured = fx.GraphModule(gm, _copy(gm.graph))
+    with gm.graph.inserting_before(output):
+        for place in places:
+            detached = gm.graph.call_method("detach", (returned[place],))
+            detached.meta = {"example_value": returned[place].meta["example_value"].detach()}
+            returned = (*returned[:place], detached, *returned[place + 1 :])
+    output.args = (returned,)
+    gm.recompile()
+    return SideOutputs(places, _Captured(captured, compile_graph))
+
+
+def _copy(graph: fx.Graph) -> fx.Graph:
+    """The graph without what was noted of its nodes, which holds on to the compilation."""
+    copy = fx.Graph()
+    copy.output(copy.graph_copy(graph, val_map={}))
+    for node in copy.nodes:
+        node.meta = {}
+    return copy
+
+
+def _side_places(graph: fx.Graph, inputs: Sequence[Any], returned: Any) -> tuple[int, ...]:
+    """Which of the outputs have a gradient that may not be asked for; none: the graph is left as it is."""
+    if not isinstance(returned, tuple) or not torch.is_grad_enabled():
+        return ()
+    values: list[Any] = [node.meta.get("example_value") if isinstance(node, fx.Node) else None for node in returned]
+    graded = [k for k, value in enumerate(values) if isinstance(value, Tensor) and value.requires_grad]
+    side = [k for k in graded if values[k].dim() > 0]
+    nbytes = sum(compiler.bytes_of(values[k]) for k in side)
+    if len(side) == len(graded) or nbytes < LARGE:
+        return ()
+    tensors = [value for value in (*inputs, *values) if isinstance(value, Tensor)]
+    if any(type(value) not in PLAIN_TYPES and not compiler.is_fake(value) for value in tensors):
+        return ()
+    memories = [compiler.memory_of(value) for value in tensors]
+    if None in memories or any(memories.count(compiler.memory_of(values[k])) > 1 for k in side):
+        return ()  # one shows the memory of another
+    made_before = [value for value in inputs if isinstance(value, Tensor) and not value.is_leaf]
+    if sum(map(compiler.bytes_of, made_before)) >= nbytes or any(map(_writes, graph.nodes)):
+        return ()
+    return tuple(side)
+
+
+def _writes(node: fx.Node) -> bool:
+    """Whether it may write into what is given to it."""
+    if node.op in ("placeholder", "get_attr", "output"):
+        return False
+    target = node.target
+    name = target if isinstance(target, str) else getattr(target, "__name__", "")
+    if getattr(target, "__module__", "") == "_operator":
+        return name in IN_PLACE
+    is_in_place = name.endswith("_") and not name.endswith("__")
+    if node.op == "call_module" or is_in_place or "out" in node.kwargs or node.kwargs.get("inplace") is True:
+        return True
+    return name in ("batch_norm", "instance_norm") or isinstance(target, torch._ops.HigherOrderOperator)
+
+
+class _Captured:
+    """A graph as it was captured, to be compiled when it is first run."""
+
+    def __init__(self, captured: fx.GraphModule, compile_graph: Run) -> None:
+        self.runs = 0  # of compiled code
+
+        def compile_and_count(gm: fx.GraphModule, inputs: Sequence[Any]) -> Run:
+            compiled = compile_graph(gm, inputs)
+
+            def run(*given: Any) -> Any:
+                self.runs += 1
+                return compiled(*given)
+
+            return run
+
+        # Dynamo leaves a graph module of its own to eager, but not a function that calls it.
+        self._run: Run = torch.compile(lambda *given: captured.forward(*given), backend=compile_and_count)
+
+    def __call__(self, *inputs: Any) -> Any:
+        return self._run(*inputs)
+
+
+class SideOutputs:
+    """Runs a graph whose side outputs were set apart, and hands them out under a node of their own."""
+
+    def __init__(self, places: tuple[int, ...], as_captured: _Captured) -> None:
+        self.places = places
+        self.as_captured = as_captured
+        self.are_used = False  # a gradient has come to them
+
+    def around(self, compiled: Run) -> Run:
+        """What Dynamo calls in the stead of ``compiled``."""
+
+        def run(*inputs: Any) -> Any:
+            if self.are_used:
+                return self.as_captured(*inputs)
+            if not torch.is_grad_enabled():
+                return compiled(*inputs)
+            call = _Call(self, inputs)
+            outputs = list(compiled(*inputs))
+            for place, shown in zip(self.places, call.show([outputs[k] for k in self.places]), strict=True):
+                outputs[place] = shown
+            return outputs
+
+        return run
+
+
+class _Call:
+    """One run of a graph: all that is needed to run it once more."""
+
+    def __init__(self, side: SideOutputs, inputs: Sequence[Any]) -> None:
+        self._side, self._inputs = side, inputs
+        tensors = [value for value in inputs if isinstance(value, Tensor)]
+        self._versions = [value._version for value in tensors]
+        devices = {value.device for value in tensors if value.device.type == "cuda"}
+        self._devices = sorted(device.index for device in devices if device.index is not None)
+        is_captured = bool(self._devices) and torch.cuda.is_current_stream_capturing()
+        self._random: tuple[Tensor, list[Tensor]] | None = None
+        if not is_captured:
+            self._random = torch.get_rng_state(), [torch.cuda.get_rng_state(index) for index in self._devices]
+        kinds = {"cpu", *(value.device.type for value in tensors)}
+        self._autocast = [
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            for kind in sorted(kinds)
+            if torch.amp.is_autocast_available(kind)
+        ]
+
+    def show(self, outputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The side outputs, under a node."""
+        shown: Sequence[Tensor] = _Shown.apply(self, len(outputs), *outputs, *self._inputs)
+        self._shown = [(weakref.ref(one), one._version) for one in shown]
+        return shown
+
+    def gradients(self, given: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """What the inputs get of the gradients that came to the side outputs."""
+        tensors = [value for value in self._inputs if isinstance(value, Tensor)]
+        if [value._version for value in tensors] != self._versions:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: an "
+                "input of a compiled graph, from which an output beside the loss is computed again"
+            )
+        if self._random is None:
+            raise RuntimeError(
+                "a gradient came to an output beside the loss of a compiled graph that was captured in a CUDA graph; "
+                "use that output once in a step that is not captured, before the capture"
+            )
+        self._side.are_used = True
+        fresh = [_leaf(value) for value in self._inputs]
+        leaves = [value for value in fresh if isinstance(value, Tensor) and value.requires_grad]
+        with contextlib.ExitStack() as stack:
+            for context in self._contexts():
+                stack.enter_context(context)
+            torch.set_rng_state(self._random[0])
+            for index, state in zip(self._devices, self._random[1], strict=True):
+                torch.cuda.set_rng_state(state, index)
+            captured = self._side.as_captured
+            ran = captured.runs
+            outputs = captured(*fresh)
+            self._check(outputs, is_compiled=captured.runs == ran + 1)
+            pairs = [(outputs[k], g) for k, g in zip(self._side.places, given, strict=True) if g is not None]
+            outs, grads = zip(*pairs, strict=True)
+            found = iter(torch.autograd.grad(outs, leaves, grads, allow_unused=True))
+        return [next(found) if isinstance(v, Tensor) and v.requires_grad else None for v in fresh]
+
+    def _check(self, outputs: Sequence[Tensor], *, is_compiled: bool) -> None:
+        """Whether the second run was like the first: see [Note: side outputs]."""
+        pairs = [(ref(), version, outputs[k]) for k, (ref, version) in zip(self._side.places, self._shown, strict=True)]
+        alike = (_is_near(one, other) for one, version, other in pairs if one is not None and one._version == version)
+        if not is_compiled or not all(alike):
+            raise LeangradError(
+                "a gradient came to an output beside the loss of a compiled graph, and the graph could not be run once "
+                "more as it ran before; compile a function that returns what has a gradient, summed into one loss"
+            )
+
+    def _contexts(self) -> list[AbstractContextManager[Any]]:
+        return [
+            torch.enable_grad(),
+            torch.random.fork_rng(self._devices),
+            *(torch.autocast(kind, dtype, enabled=enabled) for kind, enabled, dtype in self._autocast),
+        ]
+
+
+def _is_near(one: Tensor, other: Tensor) -> bool:
+    """Whether two results of one graph differ by rounding alone."""
+    one, other = one.detach(), other.detach()
+    largest = one.abs().max()
+    return bool((one - other).abs().max() <= ROUNDING * torch.finfo(one.dtype).eps * largest) or not largest.isfinite()
+
+
+def _leaf(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return value.detach().requires_grad_(value.requires_grad)
+
+
+class _Shown(torch.autograd.Function):
+    """The node of the side outputs of one run."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, count: int, *values: Any) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.call, ctx.count = call, count
+        return tuple(value.detach() for value in values[:count])
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *given: Tensor | None) -> tuple[Tensor | None, ...]:
+        if all(g is None for g in given):
+            return (None,) * len(ctx.needs_input_grad)
+        return (None, None, *[None] * ctx.count, *ctx.call.gradients(given))

@@ -1,0 +1,296 @@
+"""What a graph returns beside its loss: no gradient of zeros is made for it, and one that is asked for is right."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import leangrad
+from leangrad.compiled import compile_lean, side_outputs
+from leangrad.errors import LeangradError
+from tests.support import assert_same_bits
+
+ROWS, WIDTH, WORDS = 128, 32, 4096
+LOGITS = ROWS * WORDS * 4
+EXACT = {"leangrad.exact": True}
+Use = Callable[[Tensor, Tensor], Tensor]
+
+
+class Language(nn.Module):
+    """Returns its loss and its logits, as models of Hugging Face do."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.embed, self.linear = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.dropout, self.head = nn.Dropout(dropout), nn.Linear(WIDTH, WORDS)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.head(self.dropout(F.gelu(self.linear(self.embed(x)))))
+        return F.cross_entropy(logits, x), logits
+
+
+USES: dict[str, Use] = {
+    "the loss": lambda loss, logits: loss,
+    "the logits": lambda loss, logits: logits.square().mean(),
+    "both": lambda loss, logits: loss + logits.sin().mean(),
+}
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> None:
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def words() -> Tensor:
+    return torch.randint(WORDS, (ROWS,))
+
+
+def step(model: nn.Module, run: Any, x: Tensor, use: Use) -> list[Tensor]:
+    """The loss and the gradients of one step."""
+    model.zero_grad()
+    torch.manual_seed(1)
+    found = use(*run(x))
+    found.backward()
+    return [found.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+def set_apart_in(monkeypatch: pytest.MonkeyPatch) -> list[side_outputs.SideOutputs]:
+    """All that is set apart from now on."""
+    found: list[side_outputs.SideOutputs] = []
+    init = side_outputs.SideOutputs.__init__
+
+    def watch(self: side_outputs.SideOutputs, *args: Any) -> None:
+        init(self, *args)
+        found.append(self)
+
+    monkeypatch.setattr(side_outputs.SideOutputs, "__init__", watch)
+    return found
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("use", USES)
+def test_gradients_are_those_of_eager(use: str, dropout: float, words: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit for bit where one backward runs; two that are summed add in another order than one."""
+    found = set_apart_in(monkeypatch)
+    plain = Language(dropout)
+    model = copy.deepcopy(plain)
+    run = torch.compile(model, backend=compile_lean, options=EXACT)
+    for n in range(3):
+        for a, b in zip(step(plain, plain, words, USES[use]), step(model, run, words, USES[use]), strict=True):
+            if use == "both":
+                torch.testing.assert_close(a, b)
+            else:
+                assert_same_bits(a, b, (use, n))
+        (side,) = found
+        assert side.are_used == (use != "the loss")
+
+
+@pytest.mark.parametrize("use", USES)
+def test_with_dropout_the_second_run_has_the_masks_of_the_first(use: str, words: Tensor) -> None:
+    """Under Inductor, whose random numbers are others than eager's: beside the same graph compiled as it is."""
+    plain = Language(0.3)
+    model = copy.deepcopy(plain)
+    run = torch.compile(model, backend=compile_lean)
+    first = step(model, run, words, USES[use])
+    second = step(model, run, words, USES[use])
+    torch._dynamo.reset()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(side_outputs, "LARGE", 1 << 40)
+        expected = step(plain, torch.compile(plain, backend=compile_lean), words, USES[use])
+    for got in (first, second):
+        for a, b in zip(expected, got, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+
+
+def test_no_zeros_are_made(words: Tensor) -> None:
+    peaks = []
+    for backend in ("inductor", compile_lean):
+        torch._dynamo.reset()
+        model = Language()
+        run = torch.compile(model, backend=backend)
+        step(model, run, words, USES["the loss"])
+        found = leangrad.measure(lambda m=model, r=run: step(m, r, words, USES["the loss"]), timed_runs=1)
+        peaks.append(found.peak_bytes)
+    assert peaks[0] - peaks[1] >= 0.9 * LOGITS
+
+
+def test_a_gradient_that_comes_later_is_right_and_from_then_on_the_graph_is_left_as_it_is(
+    words: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = set_apart_in(monkeypatch)
+    plain = Language()
+    model = copy.deepcopy(plain)
+    run = torch.compile(model, backend=compile_lean)
+    for n, use in enumerate(["the loss", "the loss", "both", "the loss", "the logits"]):
+        for a, b in zip(step(plain, plain, words, USES[use]), step(model, run, words, USES[use]), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+        assert found[0].are_used == (n >= 2)
+
+
+@torch._functorch.config.patch(donated_buffer=False)  # else torch itself refuses to retain the graph
+def test_several_backward_passes_of_one_forward(words: Tensor) -> None:
+    plain = Language()
+    model = copy.deepcopy(plain)
+    for one in (plain, torch.compile(model, backend=compile_lean)):
+        loss, logits = one(words)
+        loss.backward(retain_graph=True)
+        logits.sin().mean().backward(retain_graph=True)
+        logits.square().mean().backward()
+    for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+        assert p.grad is not None
+        assert q.grad is not None
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_under_autocast(words: Tensor) -> None:
+    plain = Language()
+    model = copy.deepcopy(plain)
+    run = torch.compile(model, backend=compile_lean, options=EXACT)
+    for one, module in ((plain, plain), (run, model)):
+        with torch.autocast("cpu", torch.bfloat16):
+            _, logits = one(words)
+            assert logits.dtype == torch.bfloat16
+        logits.float().square().mean().backward()  # the second run is outside of autocast
+        assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in module.parameters())
+    for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+        assert_same_bits(p.grad, q.grad)
+
+
+def test_an_input_that_was_changed_is_an_error(words: Tensor) -> None:
+    model = Language()
+    run = torch.compile(model, backend=compile_lean, options=EXACT)
+    loss, logits = run(words)
+    loss.backward(retain_graph=True)
+    with torch.no_grad():
+        model.head.weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        logits.sum().backward()
+
+
+@pytest.mark.parametrize("options", [EXACT, {}])
+def test_a_second_run_that_is_not_compiled_is_an_error(words: Tensor, options: dict[str, Any]) -> None:
+    """Eager would draw other random numbers than Inductor's code did."""
+    run = torch.compile(Language(0.3), backend=compile_lean, options=options)
+    _, logits = run(words)
+    with torch.compiler.set_stance("force_eager"), pytest.raises(LeangradError, match="could not be run once more"):
+        logits.sum().backward()
+
+
+def test_random_numbers_after_the_step_are_those_of_eager(words: Tensor) -> None:
+    plain = Language(0.3)
+    model = copy.deepcopy(plain)
+    drawn = []
+    for one in (plain, torch.compile(model, backend=compile_lean, options=EXACT)):
+        torch.manual_seed(1)
+        loss, logits = one(words)
+        (loss + logits.mean()).backward()
+        drawn.append(torch.rand(4))
+    assert_same_bits(*drawn)
+
+
+def test_logits_that_are_changed_in_place_are_an_error_as_in_eager(words: Tensor) -> None:
+    """The product that makes them does not read them in backward, but their log-softmax is made of them again."""
+    run = torch.compile(Language(), backend=compile_lean)
+    loss, logits = run(words)
+    with torch.no_grad():
+        logits.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_without_gradients_nothing_is_set_apart(words: Tensor) -> None:
+    model = Language()
+    run = torch.compile(model, backend=compile_lean, options=EXACT)
+    with torch.no_grad():
+        assert not run(words)[1].requires_grad
+    loss, logits = run(words)
+    assert logits.requires_grad
+    loss.backward()
+    with torch.no_grad():
+        assert not run(words)[1].requires_grad
+
+
+class Normed(Language):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.head(self.norm(self.embed(x)))
+        return F.cross_entropy(logits, x), logits
+
+
+class Viewed(Language):
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        loss, logits = super().forward(x)
+        return loss, logits, logits.view(-1)
+
+
+class Counted(Language):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        self.steps += 1
+        return super().forward(x)
+
+
+class Scalars(Language):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        loss, logits = super().forward(x)
+        return loss, logits.square().mean()
+
+
+@pytest.mark.parametrize("kind", [Normed, Viewed, Counted, Scalars])
+def test_graphs_that_are_left_as_they_are(kind: type[Language], words: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = set_apart_in(monkeypatch)
+    plain = kind()
+    model = copy.deepcopy(plain)
+    run = torch.compile(model, backend=compile_lean, options=EXACT)
+    for _ in range(2):
+        for one, module in ((plain, plain), (run, model)):
+            module.zero_grad()
+            loss, other, *_ = one(words)
+            (loss + other.mean()).backward()
+        for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+            if p.grad is not None:
+                torch.testing.assert_close(p.grad, q.grad)
+        for a, b in zip(plain.buffers(), model.buffers(), strict=True):
+            assert_same_bits(a, b)
+    assert not found
+
+
+def test_a_changing_batch(words: Tensor) -> None:
+    plain = Language()
+    model = copy.deepcopy(plain)
+    run = torch.compile(model, backend=compile_lean, options=EXACT, dynamic=True)
+    for rows, use in ((128, "the loss"), (96, "both"), (112, "both"), (80, "the loss")):
+        x = words[:rows]
+        for a, b in zip(step(plain, plain, x, USES[use]), step(model, run, x, USES[use]), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_nothing_is_left_to_the_collector(words: Tensor) -> None:
+    model = Language()
+    run = torch.compile(model, backend=compile_lean, options=EXACT)
+    step(model, run, words, USES["the loss"])
+    gc.collect()
+    gc.disable()
+    try:
+        loss, logits = run(words)
+        held = weakref.ref(logits), weakref.ref(logits.grad_fn)
+        loss.backward()
+        del loss, logits
+        assert [one() for one in held] == [None, None]
+    finally:
+        gc.enable()
