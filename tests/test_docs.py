@@ -168,6 +168,7 @@ def test_readme_leads_to_every_paper() -> None:
     assert {paper.resolve() for paper in PAPERS} - told == {ROOT.resolve() / "README.md"}
 
 
+@pytest.mark.usefixtures("backend_name")
 def test_readme_code_runs(capsys: pytest.CaptureFixture[str]) -> None:
     """The blocks in their order, in one namespace, which the reader's own names are in."""
     model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Dropout(0.1), nn.Linear(256, 64))
