@@ -62,6 +62,7 @@ TIMM = (
 BLOCKS = ("Bottleneck", "EncoderBlock")  # of torchvision, which has no switch for checkpoints
 EAGER = ("checkpoint", "lean")
 TURNS = 2
+PAUSE = 5  # seconds, after the GPU was full
 GRACE = 45  # seconds more, for what is being compiled when the time is over
 
 Forward = Callable[[nn.Module], Tensor]  # of a model, compiled or not: the loss of one step
@@ -257,6 +258,9 @@ def _prepare_all(jobs: list[Job], workers: list[_Worker], seconds: float) -> dic
             print(json.dumps(row), flush=True)
             if "error" not in row:
                 holders[job] = worker
+            elif "OutOfMemory" in row["error"]:  # others took their first step at the same time
+                waiting.put(job)
+                time.sleep(PAUSE)
 
     threads = [threading.Thread(target=serve, args=(worker,), daemon=True) for worker in workers]
     for thread in threads:
