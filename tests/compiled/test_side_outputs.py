@@ -191,6 +191,32 @@ def test_a_second_run_that_is_not_compiled_is_an_error(words: Tensor, options: d
         logits.sum().backward()
 
 
+def test_a_second_run_that_draws_otherwise_is_an_error(words: Tensor) -> None:
+    """Also if the side output itself is gone, so that it cannot be compared."""
+    run = torch.compile(Language(0.3), backend=compile_lean)
+    with torch._inductor.config.patch(fallback_random=True):
+        total = run(words)[1].sum()
+    with pytest.raises(LeangradError, match="could not be run once more"):
+        total.backward()
+
+
+def test_another_thread_may_draw_while_a_graph_runs_that_does_not(
+    words: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that prepares the next batch."""
+    show = side_outputs._Call.show
+
+    def draw_and_show(*args: Any) -> Any:
+        torch.rand(1)
+        return show(*args)
+
+    monkeypatch.setattr(side_outputs._Call, "show", draw_and_show)
+    model = Language()
+    found = step(model, torch.compile(model, backend=compile_lean, options=EXACT), words, USES["the logits"])
+    for a, b in zip(step(model, model, words, USES["the logits"]), found, strict=True):
+        assert_same_bits(a, b)
+
+
 def test_random_numbers_after_the_step_are_those_of_eager(words: Tensor) -> None:
     plain = Language(0.3)
     model = copy.deepcopy(plain)

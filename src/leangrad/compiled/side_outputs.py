@@ -9,8 +9,10 @@ those outputs alone: gradients are linear, so the two add up to what one backwar
 more, and an error says so if an input was changed meanwhile; from then on the graph runs as it was captured.
 
 Only compiled code draws the random numbers of compiled code. Dynamo may leave a function to eager without a word, at
-its limit of recompilations for instance. So it is counted whether the compiled graph ran, and what it gave is compared
-with what the first run gave, if that is still there. Either is an error if it fails, and never another gradient.
+its limit of recompilations for instance. So it is counted whether the compiled graph ran. Other kernels may draw
+otherwise (`fallback_random`), so the state that a generator is left in is compared with that after the first run, and
+what the graph gave with what the first run gave, if that is still there. Each is an error if it fails, and never
+another gradient.
 
 A graph that writes into its inputs (the statistics of a batch norm) is left as it is: it could not be run once more.
 So is one that reads a number out of a tensor, as those that were given another float each time do: Dynamo would break
@@ -201,9 +203,7 @@ class _Call:
         devices = {value.device for value in tensors if value.device.type == "cuda"}
         self._devices = sorted(device.index for device in devices if device.index is not None)
         is_captured = bool(self._devices) and torch.cuda.is_current_stream_capturing()
-        self._random: tuple[Tensor, list[Tensor]] | None = None
-        if not is_captured:
-            self._random = torch.get_rng_state(), [torch.cuda.get_rng_state(index) for index in self._devices]
+        self._random = None if is_captured else _random_states(self._devices)
         kinds = {"cpu", *(value.device.type for value in tensors)}
         self._autocast = [
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
@@ -215,6 +215,7 @@ class _Call:
         """The side outputs, under a node."""
         shown: Sequence[Tensor] = _Shown.apply(self, len(outputs), *outputs, *self._inputs)
         self._shown = [(weakref.ref(one), one._version) for one in shown]
+        self._random_after = None if self._random is None else _random_states(self._devices)
         return shown
 
     def gradients(self, given: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -224,8 +225,8 @@ class _Call:
         if [value._version for value in tensors] != self._versions:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: an "
-                "input of a compiled graph, from which an output beside the loss is computed again; that is done once, so "
-                "this step can be run again"
+                "input of a compiled graph, from which an output beside the loss is computed again; that is done once, "
+                "so this step can be run again"
             )
         if self._random is None:
             raise RuntimeError(
@@ -238,7 +239,7 @@ class _Call:
             for context in self._contexts():
                 stack.enter_context(context)
             torch.set_rng_state(self._random[0])
-            for index, state in zip(self._devices, self._random[1], strict=True):
+            for index, state in zip(self._devices, self._random[1:], strict=True):
                 torch.cuda.set_rng_state(state, index)
             captured = self._side.as_captured
             ran = captured.runs
@@ -253,11 +254,16 @@ class _Call:
         """Whether the second run was like the first: see [Note: side outputs]."""
         pairs = [(ref(), version, outputs[k]) for k, (ref, version) in zip(self._side.places, self._shown, strict=True)]
         alike = (_is_near(one, other) for one, version, other in pairs if one is not None and one._version == version)
-        if not is_compiled or not all(alike):
+        if not is_compiled or not self._has_drawn_alike() or not all(alike):
             raise LeangradError(
                 "a gradient came to an output beside the loss of a compiled graph, and the graph could not be run once "
                 "more as it ran before; compile a function that returns what has a gradient, summed into one loss"
             )
+
+    def _has_drawn_alike(self) -> bool:
+        """Whether each generator is as after the first run; or not used at all, then another thread may draw from it."""
+        before, after, now = self._random or [], self._random_after or [], _random_states(self._devices)
+        return all(torch.equal(n, b) or torch.equal(n, a) for b, a, n in zip(before, after, now, strict=True))
 
     def _contexts(self) -> list[AbstractContextManager[Any]]:
         return [
@@ -265,6 +271,10 @@ class _Call:
             torch.random.fork_rng(self._devices),
             *(torch.autocast(kind, dtype, enabled=enabled) for kind, enabled, dtype in self._autocast),
         ]
+
+
+def _random_states(devices: Sequence[int]) -> list[Tensor]:
+    return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
 
 
 def _is_near(one: Tensor, other: Tensor) -> bool:
