@@ -261,7 +261,7 @@ class _Call:
             )
 
     def _has_drawn_alike(self) -> bool:
-        """Whether each generator is as after the first run; or not used at all, then another thread may draw from it."""
+        """Whether each generator is as after the first run, or not used at all: another thread may draw from it."""
         before, after, now = self._random or [], self._random_after or [], _random_states(self._devices)
         return all(torch.equal(n, b) or torch.equal(n, a) for b, a, n in zip(before, after, now, strict=True))
 
