@@ -318,8 +318,9 @@ class Renormed(Language):
 
 
 class Weight(Language):
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return super().forward(x)[0], self.head.weight.view(-1)
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        loss, logits = super().forward(x)
+        return loss, self.head.weight.view(-1), logits
 
 
 KINDS: dict[str, Callable[[], Language]] = {
