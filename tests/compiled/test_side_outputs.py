@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -174,6 +176,10 @@ def test_an_input_that_was_changed_is_an_error(words: Tensor) -> None:
         model.head.weight.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         logits.sum().backward()
+    _, logits = run(words)  # from now on as captured, for which the embedding may change: its backward does not read it
+    with torch.no_grad():
+        model.embed.weight.add_(1)
+    logits.sum().backward()
 
 
 @pytest.mark.parametrize("options", [EXACT, {}])
@@ -183,6 +189,32 @@ def test_a_second_run_that_is_not_compiled_is_an_error(words: Tensor, options: d
     _, logits = run(words)
     with torch.compiler.set_stance("force_eager"), pytest.raises(LeangradError, match="could not be run once more"):
         logits.sum().backward()
+
+
+def test_a_second_run_that_draws_otherwise_is_an_error(words: Tensor) -> None:
+    """Also if the side output itself is gone, so that it cannot be compared."""
+    run = torch.compile(Language(0.3), backend=compile_lean)
+    with torch._inductor.config.patch(fallback_random=True):
+        total = run(words)[1].sum()
+    with pytest.raises(LeangradError, match="could not be run once more"):
+        total.backward()
+
+
+def test_another_thread_may_draw_while_a_graph_runs_that_does_not(
+    words: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that prepares the next batch."""
+    show = side_outputs._Call.show
+
+    def draw_and_show(*args: Any) -> Any:
+        torch.rand(1)
+        return show(*args)
+
+    monkeypatch.setattr(side_outputs._Call, "show", draw_and_show)
+    model = Language()
+    found = step(model, torch.compile(model, backend=compile_lean, options=EXACT), words, USES["the logits"])
+    for a, b in zip(step(model, model, words, USES["the logits"]), found, strict=True):
+        assert_same_bits(a, b)
 
 
 def test_random_numbers_after_the_step_are_those_of_eager(words: Tensor) -> None:
@@ -251,10 +283,56 @@ class Scalars(Language):
         return loss, logits.square().mean()
 
 
-@pytest.mark.parametrize("kind", [Normed, Viewed, Counted, Scalars])
-def test_graphs_that_are_left_as_they_are(kind: type[Language], words: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+@torch.library.custom_op("leangrad_tests::count", mutates_args=("steps",))
+def count(steps: Tensor) -> None:
+    steps.add_(1)
+
+
+WRITES: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "an overload": lambda h, steps: torch.ops.aten.add_.Tensor(steps, 1.0),
+    "a custom op": lambda h, steps: torch.ops.leangrad_tests.count(steps),
+    "a list": lambda h, steps: torch.ops.aten._foreach_add_.Scalar([steps], 1.0),
+    "statistics": lambda h, steps: torch.native_batch_norm(h, None, None, steps, steps.exp(), True, 0.1, 1e-5),
+}
+
+
+class Writing(Language):
+    """Its buffer is written to by an op whose name does not end in an underscore."""
+
+    def __init__(self, write: str) -> None:
+        super().__init__()
+        self.write = write
+        self.register_buffer("steps", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.embed(x)
+        WRITES[self.write](h.detach(), self.steps)
+        logits = self.head(h * self.steps)
+        return F.cross_entropy(logits, x), logits
+
+
+class Renormed(Language):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH, max_norm=1.0)
+
+
+class Weight(Language):
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        loss, logits = super().forward(x)
+        return loss, self.head.weight.view(-1), logits
+
+
+KINDS: dict[str, Callable[[], Language]] = {
+    **{kind.__name__: kind for kind in (Normed, Viewed, Counted, Scalars, Renormed, Weight)},
+    **{write: functools.partial(Writing, write) for write in WRITES},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_graphs_that_are_left_as_they_are(kind: str, words: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     found = set_apart_in(monkeypatch)
-    plain = kind()
+    plain = KINDS[kind]()
     model = copy.deepcopy(plain)
     run = torch.compile(model, backend=compile_lean, options=EXACT)
     for _ in range(2):
@@ -294,3 +372,101 @@ def test_nothing_is_left_to_the_collector(words: Tensor) -> None:
         assert [one() for one in held] == [None, None]
     finally:
         gc.enable()
+
+
+def test_a_number_that_is_another_each_time(words: Tensor) -> None:
+    """Dynamo then makes a tensor of it, and the graph asks for its item, at which a second capture would break."""
+
+    class Tempered(Language):
+        def forward(self, x: Tensor, temperature: float) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+            logits = super().forward(x)[1] * temperature
+            return F.cross_entropy(logits, x), logits
+
+    plain = Tempered()
+    model = copy.deepcopy(plain)
+    run = torch.compile(model, backend=compile_lean, options=EXACT)
+    for t in (1.3, 2.3, 3.3):
+        expected = step(plain, lambda x, t=t: plain(x, t), words, USES["both"])
+        for a, b in zip(expected, step(model, lambda x, t=t: run(x, t), words, USES["both"]), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+class Heads(nn.Module):
+    """Backward of the side output reads other values than that of the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WORDS)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.first(x).tanh().square().mean(), self.head(self.second(x).tanh() * self.first(x).sin())
+
+
+def test_in_a_checkpoint() -> None:
+    """Its second run has to save what the first saved, though a gradient came to a side output between the two."""
+    plain = Heads()
+    model = copy.deepcopy(plain)
+    x = torch.randn(ROWS, WIDTH, requires_grad=True)
+    run = torch.compile(model, backend=compile_lean, options=EXACT)
+
+    def again(one: Any) -> Any:
+        return lambda x: torch.utils.checkpoint.checkpoint(one, x, use_reentrant=False)
+
+    for _ in range(2):
+        expected = step(plain, plain, x, USES["both"])
+        for a, b in zip(expected, step(model, again(run), x, USES["both"]), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_an_input_that_counts_no_changes(words: Tensor) -> None:
+    class Biased(Language):
+        def forward(self, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+            logits = super().forward(x)[1] + bias
+            return F.cross_entropy(logits, x), logits
+
+    with torch.inference_mode():
+        bias = torch.randn(WORDS)
+    plain = Biased()
+    model = copy.deepcopy(plain)
+    run = torch.compile(model, backend=compile_lean, options=EXACT)
+    expected = step(plain, lambda x: plain(x, bias.clone()), words, USES["both"])
+    for a, b in zip(expected, step(model, lambda x: run(x, bias), words, USES["both"]), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_each_graph_is_compiled_once_more_and_no_more_often(words: Tensor) -> None:
+    model = Language()
+    run = torch.compile(model, backend=compile_lean, options=EXACT)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for _ in range(3):
+            step(model, run, words, USES["both"])
+
+
+def test_many_graphs(words: Tensor) -> None:
+    """Dynamo counts the compilations of a code object, and leaves it to eager after eight."""
+    for _ in range(torch._dynamo.config.recompile_limit + 1):
+        namespace: dict[str, Any] = {}
+        exec("def call(model, x): return model(x)", namespace)
+        run = torch.compile(namespace["call"], backend=compile_lean, options=EXACT)
+        model = Language()
+        step(model, lambda x, run=run, model=model: run(model, x), words, USES["both"])
+
+
+def test_backward_passes_in_threads(words: Tensor) -> None:
+    model = Language()
+    run = torch.compile(model, backend=compile_lean, options=EXACT)
+    losses = [USES["both"](*run(words)) for _ in range(6)]
+    failed: list[Exception] = []
+
+    def backward(loss: Tensor) -> None:
+        try:
+            loss.backward()
+        except Exception as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=backward, args=(loss,)) for loss in losses]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed

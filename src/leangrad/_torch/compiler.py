@@ -183,6 +183,15 @@ def memory_of(value: Tensor) -> int | None:
     return int(value.untyped_storage()._cdata) if torch._C._has_storage(value) else None
 
 
+def schemas_of(target: Any, name: str) -> list[Any]:
+    """The schemas of the op that a node of a captured graph calls, or of ATen's op of that name; none: it is no op."""
+    if isinstance(target, torch._ops.OpOverload):
+        return [target._schema]
+    is_packet = isinstance(target, torch._ops.OpOverloadPacket)
+    packet = target if is_packet else getattr(torch.ops.aten, name or "none", None)
+    return [getattr(packet, one)._schema for one in packet.overloads()] if packet is not None else []
+
+
 def elements_of(node: fx.Node) -> int:
     """How many elements a node's tensor has, by the hints of symbolic sizes."""
     value = node.meta.get("val")

@@ -9,15 +9,21 @@ those outputs alone: gradients are linear, so the two add up to what one backwar
 more, and an error says so if an input was changed meanwhile; from then on the graph runs as it was captured.
 
 Only compiled code draws the random numbers of compiled code. Dynamo may leave a function to eager without a word, at
-its limit of recompilations for instance. So it is counted whether the compiled graph ran, and what it gave is compared
-with what the first run gave, if that is still there. Either is an error if it fails, and never another gradient.
+its limit of recompilations for instance. So it is counted whether the compiled graph ran. Other kernels may draw
+otherwise (`fallback_random`), so the state that a generator is left in is compared with that after the first run, and
+what the graph gave with what the first run gave, if that is still there. Each is an error if it fails, and never
+another gradient.
 
 A graph that writes into its inputs (the statistics of a batch norm) is left as it is: it could not be run once more.
+So is one that reads a number out of a tensor, as those that were given another float each time do: Dynamo would break
+it there. Under hooks of saved tensors, those of a checkpoint for instance, each run is as captured: a checkpoint's
+second run has to save what its first saved, though a gradient may have come to a side output between the two.
 """
 
 from __future__ import annotations
 
 import contextlib
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -26,7 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from leangrad._torch import compiler
+from leangrad._torch import compiler, saved_tensor_hooks_active
 from leangrad.errors import LeangradError
 
 __all__ = ["SideOutputs", "set_apart"]
@@ -39,6 +45,8 @@ IN_PLACE = {
     "delitem", "iadd", "iand", "iconcat", "ifloordiv", "ilshift", "imatmul", "imod", "imul", "ior", "ipow", "irshift",
     "isub", "itruediv", "ixor", "setitem",
 }  # fmt: skip
+UNSAID = ("batch_norm", "instance_norm")  # in names of ops that write, though their schema does not say so
+DEVICES = ("cpu", "cuda", "meta")  # whose random numbers can be drawn again, or that draw none
 Run = Callable[..., Any]
 
 
@@ -83,8 +91,11 @@ def _side_places(graph: fx.Graph, inputs: Sequence[Any], returned: Any) -> tuple
     nbytes = sum(compiler.bytes_of(values[k]) for k in side)
     if len(side) == len(graded) or nbytes < LARGE:
         return ()
-    tensors = [value for value in (*inputs, *values) if isinstance(value, Tensor)]
+    traced = [node.meta.get("example_value") for node in graph.find_nodes(op="placeholder")]
+    tensors = [value for value in (*inputs, *traced, *values) if isinstance(value, Tensor)]
     if any(type(value) not in PLAIN_TYPES and not compiler.is_fake(value) for value in tensors):
+        return ()
+    if any(value.device.type not in DEVICES for value in tensors):
         return ()
     memories = [compiler.memory_of(value) for value in tensors]
     if None in memories or any(memories.count(compiler.memory_of(values[k])) > 1 for k in side):
@@ -92,6 +103,10 @@ def _side_places(graph: fx.Graph, inputs: Sequence[Any], returned: Any) -> tuple
     made_before = [value for value in inputs if isinstance(value, Tensor) and not value.is_leaf]
     if sum(map(compiler.bytes_of, made_before)) >= nbytes or any(map(_writes, graph.nodes)):
         return ()
+    if any(isinstance(value, Tensor) and value._version > 0 for value in traced):
+        return ()  # an input was written to while it was traced
+    if any(node.target == "item" or node.meta.get("unbacked_bindings") for node in graph.nodes):
+        return ()  # a number that Dynamo, given the graph alone, would ask a tensor for
     return tuple(side)
 
 
@@ -100,32 +115,49 @@ def _writes(node: fx.Node) -> bool:
     if node.op in ("placeholder", "get_attr", "output"):
         return False
     target = node.target
-    name = target if isinstance(target, str) else getattr(target, "__name__", "")
+    name = (target if isinstance(target, str) else getattr(target, "__name__", "")).split(".")[0]
     if getattr(target, "__module__", "") == "_operator":
         return name in IN_PLACE
     is_in_place = name.endswith("_") and not name.endswith("__")
     if node.op == "call_module" or is_in_place or "out" in node.kwargs or node.kwargs.get("inplace") is True:
         return True
-    return name in ("batch_norm", "instance_norm") or isinstance(target, torch._ops.HigherOrderOperator)
+    if isinstance(target, torch._ops.HigherOrderOperator) or any(said in name for said in UNSAID):
+        return True
+    return any(_says_it_writes(schema) for schema in compiler.schemas_of(target, name))
+
+
+def _says_it_writes(schema: Any) -> bool:
+    """Whether a schema has an argument that is written to; those of its variant with ``out`` do not count."""
+    return any(arg.alias_info is not None and arg.alias_info.is_write and not arg.is_out for arg in schema.arguments)
 
 
 class _Captured:
     """A graph as it was captured, to be compiled when it is first run."""
 
     def __init__(self, captured: fx.GraphModule, compile_graph: Run) -> None:
-        self.runs = 0  # of compiled code
+        self._count = threading.local()
 
         def compile_and_count(gm: fx.GraphModule, inputs: Sequence[Any]) -> Run:
             compiled = compile_graph(gm, inputs)
 
             def run(*given: Any) -> Any:
-                self.runs += 1
+                self._count.runs = self.runs + 1
                 return compiled(*given)
 
             return run
 
-        # Dynamo leaves a graph module of its own to eager, but not a function that calls it.
-        self._run: Run = torch.compile(lambda *given: captured.forward(*given), backend=compile_and_count)
+        # Dynamo leaves a graph module of its own to eager, but not a function that calls it. It counts compilations
+        # per code object, so each graph gets one of its own.
+        def call(*given: Any) -> Any:
+            return captured.forward(*given)
+
+        call.__code__ = call.__code__.replace()
+        self._run: Run = torch.compile(call, backend=compile_and_count)
+
+    @property
+    def runs(self) -> int:
+        """How often compiled code ran in this thread."""
+        return getattr(self._count, "runs", 0)
 
     def __call__(self, *inputs: Any) -> Any:
         return self._run(*inputs)
@@ -143,10 +175,10 @@ class SideOutputs:
         """What Dynamo calls in the stead of ``compiled``."""
 
         def run(*inputs: Any) -> Any:
-            if self.are_used:
-                return self.as_captured(*inputs)
             if not torch.is_grad_enabled():
                 return compiled(*inputs)
+            if self.are_used or _must_run_as_captured(inputs):
+                return self.as_captured(*inputs)
             call = _Call(self, inputs)
             outputs = list(compiled(*inputs))
             for place, shown in zip(self.places, call.show([outputs[k] for k in self.places]), strict=True):
@@ -154,6 +186,11 @@ class SideOutputs:
             return outputs
 
         return run
+
+
+def _must_run_as_captured(inputs: Sequence[Any]) -> bool:
+    """Whether a checkpoint runs it, whose second run must save what the first did, or an input counts no changes."""
+    return saved_tensor_hooks_active() or any(isinstance(v, Tensor) and v.is_inference() for v in inputs)
 
 
 class _Call:
@@ -166,9 +203,7 @@ class _Call:
         devices = {value.device for value in tensors if value.device.type == "cuda"}
         self._devices = sorted(device.index for device in devices if device.index is not None)
         is_captured = bool(self._devices) and torch.cuda.is_current_stream_capturing()
-        self._random: tuple[Tensor, list[Tensor]] | None = None
-        if not is_captured:
-            self._random = torch.get_rng_state(), [torch.cuda.get_rng_state(index) for index in self._devices]
+        self._random = None if is_captured else _random_states(self._devices)
         kinds = {"cpu", *(value.device.type for value in tensors)}
         self._autocast = [
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
@@ -180,29 +215,31 @@ class _Call:
         """The side outputs, under a node."""
         shown: Sequence[Tensor] = _Shown.apply(self, len(outputs), *outputs, *self._inputs)
         self._shown = [(weakref.ref(one), one._version) for one in shown]
+        self._random_after = None if self._random is None else _random_states(self._devices)
         return shown
 
     def gradients(self, given: Sequence[Tensor | None]) -> list[Tensor | None]:
         """What the inputs get of the gradients that came to the side outputs."""
+        self._side.are_used = True
         tensors = [value for value in self._inputs if isinstance(value, Tensor)]
         if [value._version for value in tensors] != self._versions:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: an "
-                "input of a compiled graph, from which an output beside the loss is computed again"
+                "input of a compiled graph, from which an output beside the loss is computed again; that is done once, "
+                "so this step can be run again"
             )
         if self._random is None:
             raise RuntimeError(
                 "a gradient came to an output beside the loss of a compiled graph that was captured in a CUDA graph; "
                 "use that output once in a step that is not captured, before the capture"
             )
-        self._side.are_used = True
         fresh = [_leaf(value) for value in self._inputs]
         leaves = [value for value in fresh if isinstance(value, Tensor) and value.requires_grad]
         with contextlib.ExitStack() as stack:
             for context in self._contexts():
                 stack.enter_context(context)
             torch.set_rng_state(self._random[0])
-            for index, state in zip(self._devices, self._random[1], strict=True):
+            for index, state in zip(self._devices, self._random[1:], strict=True):
                 torch.cuda.set_rng_state(state, index)
             captured = self._side.as_captured
             ran = captured.runs
@@ -217,11 +254,16 @@ class _Call:
         """Whether the second run was like the first: see [Note: side outputs]."""
         pairs = [(ref(), version, outputs[k]) for k, (ref, version) in zip(self._side.places, self._shown, strict=True)]
         alike = (_is_near(one, other) for one, version, other in pairs if one is not None and one._version == version)
-        if not is_compiled or not all(alike):
+        if not is_compiled or not self._has_drawn_alike() or not all(alike):
             raise LeangradError(
                 "a gradient came to an output beside the loss of a compiled graph, and the graph could not be run once "
                 "more as it ran before; compile a function that returns what has a gradient, summed into one loss"
             )
+
+    def _has_drawn_alike(self) -> bool:
+        """Whether each generator is as after the first run, or not used at all: another thread may draw from it."""
+        before, after, now = self._random or [], self._random_after or [], _random_states(self._devices)
+        return all(torch.equal(n, b) or torch.equal(n, a) for b, a, n in zip(before, after, now, strict=True))
 
     def _contexts(self) -> list[AbstractContextManager[Any]]:
         return [
@@ -229,6 +271,10 @@ class _Call:
             torch.random.fork_rng(self._devices),
             *(torch.autocast(kind, dtype, enabled=enabled) for kind, enabled, dtype in self._autocast),
         ]
+
+
+def _random_states(devices: Sequence[int]) -> list[Tensor]:
+    return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
 
 
 def _is_near(one: Tensor, other: Tensor) -> bool:
@@ -239,9 +285,10 @@ def _is_near(one: Tensor, other: Tensor) -> bool:
 
 
 def _leaf(value: Any) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    return value.detach().requires_grad_(value.requires_grad)
+    """An input without what made it; of its type, which compiled code is guarded by."""
+    if isinstance(value, torch.nn.Parameter):
+        return torch.nn.Parameter(value.detach(), value.requires_grad)
+    return value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
 
 
 class _Shown(torch.autograd.Function):
