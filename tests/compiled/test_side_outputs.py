@@ -470,3 +470,21 @@ def test_backward_passes_in_threads(words: Tensor) -> None:
     for thread in threads:
         thread.join()
     assert not failed
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
+@pytest.mark.parametrize("use", USES)
+def test_on_a_gpu_the_second_run_has_the_masks_of_the_first(use: str, mode: str | None) -> None:
+    words = torch.randint(WORDS, (ROWS,), device="cuda")
+    plain = Language(0.3).cuda()
+    model = copy.deepcopy(plain)
+    run = torch.compile(model, backend=compile_lean, mode=mode)
+    found = [step(model, run, words, USES[use]) for _ in range(4)]
+    torch._dynamo.reset()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(side_outputs, "LARGE", 1 << 40)
+        expected = step(plain, torch.compile(plain, backend=compile_lean), words, USES[use])
+    for got in found:
+        for a, b in zip(expected, got, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
