@@ -277,6 +277,14 @@ class Counted(Language):
         return super().forward(x)
 
 
+class Routed(Language):
+    """A block of a mixture of experts: what it returns beside its loss is no part of that, and is read later."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.linear(self.embed(x))
+        return hidden.softmax(-1).square().mean(), self.head(F.gelu(hidden))
+
+
 class Scalars(Language):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         loss, logits = super().forward(x)
@@ -320,11 +328,12 @@ class Renormed(Language):
 class Weight(Language):
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
         loss, logits = super().forward(x)
-        return loss, self.head.weight.view(-1), logits
+        weight = self.head.weight.view(-1)
+        return loss + weight.square().mean(), weight, logits
 
 
 KINDS: dict[str, Callable[[], Language]] = {
-    **{kind.__name__: kind for kind in (Normed, Viewed, Counted, Scalars, Renormed, Weight)},
+    **{kind.__name__: kind for kind in (Normed, Viewed, Counted, Routed, Scalars, Renormed, Weight)},
     **{write: functools.partial(Writing, write) for write in WRITES},
 }
 

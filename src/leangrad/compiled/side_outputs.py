@@ -1,12 +1,13 @@
 """What a compiled graph returns beside its loss, and is seldom asked for a gradient: the logits of a language model.
 
-[Note: side outputs] If a graph returns a loss and a large tensor, autograd hands backward a gradient for both. Nobody
-may ask for that of the tensor, but then autograd makes zeros of its size, and backward adds to them: 2 GiB of them for
-the logits of 4 x 2048 tokens over 128,256 words in bfloat16. So the graph is compiled as if these outputs had no
-gradient, and they are handed out under a node of their own. If a gradient does come to that node, the graph is run once
-more, compiled as it was captured, from the same inputs, random numbers and autocast, and its backward is taken for
-those outputs alone: gradients are linear, so the two add up to what one backward would have given. That takes a forward
-more, and an error says so if an input was changed meanwhile; from then on the graph runs as it was captured.
+[Note: side outputs] If a graph returns a loss and a large tensor that the loss is made of, autograd hands backward a
+gradient for both. Nobody may ask for that of the tensor, but then autograd makes zeros of its size, and backward adds
+to them: 2 GiB of them for the logits of 4 x 2048 tokens over 128,256 words in bfloat16. So the graph is compiled as if
+these outputs had no gradient, and they are handed out under a node of their own. If a gradient does come to that node,
+the graph is run once more, compiled as it was captured, from the same inputs, random numbers and autocast, and its
+backward is taken for those outputs alone: gradients are linear, so the two add up to what one backward would have
+given. That takes a forward more, and an error says so if an input was changed meanwhile; from then on the graph runs as
+it was captured.
 
 Only compiled code draws the random numbers of compiled code. Dynamo may leave a function to eager without a word, at
 its limit of recompilations for instance. So it is counted whether the compiled graph ran. Other kernels may draw
@@ -87,9 +88,10 @@ def _side_places(graph: fx.Graph, inputs: Sequence[Any], returned: Any) -> tuple
         return ()
     values: list[Any] = [node.meta.get("example_value") if isinstance(node, fx.Node) else None for node in returned]
     graded = [k for k, value in enumerate(values) if isinstance(value, Tensor) and value.requires_grad]
-    side = [k for k in graded if values[k].dim() > 0]
+    read = _read_for([returned[k] for k in graded if values[k].dim() == 0])
+    side = [k for k in graded if values[k].dim() > 0 and returned[k] in read]
     nbytes = sum(compiler.bytes_of(values[k]) for k in side)
-    if len(side) == len(graded) or nbytes < LARGE:
+    if nbytes < LARGE:
         return ()
     traced = [node.meta.get("example_value") for node in graph.find_nodes(op="placeholder")]
     tensors = [value for value in (*inputs, *traced, *values) if isinstance(value, Tensor)]
@@ -108,6 +110,19 @@ def _side_places(graph: fx.Graph, inputs: Sequence[Any], returned: Any) -> tuple
     if any(node.target == "item" or node.meta.get("unbacked_bindings") for node in graph.nodes):
         return ()  # a number that Dynamo, given the graph alone, would ask a tensor for
     return tuple(side)
+
+
+def _read_for(losses: Sequence[fx.Node]) -> set[fx.Node]:
+    """All that losses are made of. A block of a network may return a loss of its routing beside its output, which the
+    rest of the network reads: that loss is not made of it."""
+    found: set[fx.Node] = set()
+    stack = list(losses)
+    while stack:
+        for node in stack.pop().all_input_nodes:
+            if node not in found:
+                found.add(node)
+                stack.append(node)
+    return found
 
 
 def _writes(node: fx.Node) -> bool:
