@@ -208,6 +208,11 @@ def _must_run_as_captured(inputs: Sequence[Any]) -> bool:
     return saved_tensor_hooks_active() or any(isinstance(v, Tensor) and v.is_inference() for v in inputs)
 
 
+# Second runs: generators are the whole process's, and AOTAutograd cannot compile in two threads at once. A thread of
+# autograd's may come to another second run inside of one.
+_one_at_a_time = threading.RLock()
+
+
 class _Call:
     """One run of a graph: all that is needed to run it once more."""
 
@@ -250,7 +255,7 @@ class _Call:
             )
         fresh = [_leaf(value) for value in self._inputs]
         leaves = [value for value in fresh if isinstance(value, Tensor) and value.requires_grad]
-        with contextlib.ExitStack() as stack:
+        with _one_at_a_time, contextlib.ExitStack() as stack:
             for context in self._contexts():
                 stack.enter_context(context)
             torch.set_rng_state(self._random[0])
