@@ -153,6 +153,22 @@ def test_several_backward_passes_of_one_forward(words: Tensor) -> None:
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("use", USES)
+def test_with_packed_gradients(use: str, words: Tensor) -> None:
+    plain = Language()
+    model = copy.deepcopy(plain)
+    packed = leangrad.pack_gradients(model)
+    run = torch.compile(model, backend=compile_lean, options=EXACT)
+    for _ in range(3):
+        for one, module in ((plain, plain), (run, model)):
+            module.zero_grad()
+            USES[use](*one(words)).backward()
+        for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+            if p.grad is not None:
+                torch.testing.assert_close(p.grad, q.grad)
+    assert packed.report().standing_bytes > 0
+
+
 def test_under_autocast(words: Tensor) -> None:
     plain = Language()
     model = copy.deepcopy(plain)

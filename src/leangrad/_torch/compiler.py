@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextvars
 import copy
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -167,10 +168,7 @@ def size_of(node: fx.Node) -> int:
 
 def bytes_of(value: Tensor) -> int:
     """The bytes of a tensor that stands for another while a graph is captured, by hints."""
-    nbytes = value.element_size()
-    for size in value.shape:
-        nbytes *= _hint(size)
-    return nbytes
+    return value.element_size() * math.prod(map(_hint, value.shape))
 
 
 def is_fake(value: Tensor) -> bool:
@@ -197,12 +195,7 @@ def elements_of(node: fx.Node) -> int:
     value = node.meta.get("val")
     if isinstance(value, tuple | list):
         value = next((v for v in value if isinstance(v, Tensor)), None)
-    if not isinstance(value, Tensor):
-        return 0
-    product = 1
-    for size in value.shape:
-        product *= _hint(size)
-    return product
+    return math.prod(map(_hint, value.shape)) if isinstance(value, Tensor) else 0
 
 
 def shape_of(node: fx.Node) -> tuple[int, ...]:

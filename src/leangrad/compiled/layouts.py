@@ -2,18 +2,18 @@
 
 [Note: formats of convolutions] If its weight is channels_last, a convolution runs in that format, and Inductor has
 forward write the input in it, whatever strides were traced. What is kept so has it in backward too. What is made again
-has the traced strides, and if these are of another format, cuDNN copies the whole map before it begins: on DaViT these
-copies took 12% of a step on an H200. So the value is made again in the weight's format; the copy that says so is
-computed inside the kernel that makes the value, and takes no pass of its own.
+has the traced strides, and if these are of another format, cuDNN copies the whole map before it begins (seen on
+PoolFormer). So the value is made again in the weight's format; the copy that says so is computed inside the kernel that
+makes the value, and takes no pass of its own.
 
 Where a convolution reads one channel at a time, its weight has a dimension of size one, whose stride says nothing to
 Inductor and all to cuDNN: the weight looks contiguous, and maps are copied again. A cast of such a weight is small and
 is kept, with the strides that it has.
 
 [Note: kept in four dimensions] In a graph with convolutions Inductor writes what forward hands out in channels_last if
-it has four dimensions, also heads of an attention. A product then reads across their rows: it was copied twice before
-each, which took 15% of DaViT's step on an H200. Where all readers see such a value through one view of other
-dimensions, that view is handed out: the same memory, with the strides that were traced.
+it has four dimensions, also heads of an attention. A product then reads across their rows: they were copied twice
+before each (DaViT, whose kernels took 1.19 times as long as with torch's own choice). Where all readers see such a
+value through one view of other dimensions, that view is handed out: the same memory, with the strides that were traced.
 """
 
 from __future__ import annotations
