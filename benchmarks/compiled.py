@@ -233,8 +233,12 @@ class _Worker:
                 return json.loads(line.removeprefix("row "))  # type: ignore[no-any-return]
         return {"case": name, "way": way, "error": f"the process ended with {self._process.wait()}"}
 
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
     def kill(self) -> None:
         self._process.kill()
+        self._process.wait()
 
 
 Job = tuple[str, str]  # the name of a model, a way
@@ -270,8 +274,12 @@ def _prepare_all(jobs: list[Job], workers: list[_Worker], seconds: float) -> dic
         if thread.is_alive():  # in the midst of compiling: what it holds cannot be asked for
             worker.kill()
             thread.join()
-            for job in [job for job, holder in holders.items() if holder is worker]:
-                del holders[job]
+    spare = [worker for worker in workers if worker.is_alive()]
+    for job in [job for job, holder in holders.items() if not holder.is_alive()]:
+        del holders[job]
+        if spare and "error" not in spare[0].ask("prepare", *job):  # from the caches on disk: seconds
+            holders[job] = spare[0]
+            spare.append(spare.pop(0))
     return holders
 
 

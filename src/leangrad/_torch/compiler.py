@@ -185,8 +185,8 @@ def schemas_of(target: Any, name: str) -> list[Any]:
     """The schemas of the op that a node of a captured graph calls, or of ATen's op of that name; none: it is no op."""
     if isinstance(target, torch._ops.OpOverload):
         return [target._schema]
-    is_packet = isinstance(target, torch._ops.OpOverloadPacket)
-    packet = target if is_packet else getattr(torch.ops.aten, name or "none", None)
+    packets = (target, getattr(torch.ops.aten, name or "none", None))  # ATen's namespace has methods too: `__eq__`
+    packet = next((one for one in packets if isinstance(one, torch._ops.OpOverloadPacket)), None)
     return [getattr(packet, one)._schema for one in packet.overloads()] if packet is not None else []
 
 
