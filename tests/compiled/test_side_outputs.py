@@ -504,6 +504,7 @@ def test_backward_passes_in_threads(words: Tensor) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores for float32")
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")  # Inductor's own: a part with nothing to launch
 @pytest.mark.parametrize("mode", [None, "reduce-overhead"])
 @pytest.mark.parametrize("use", USES)
