@@ -1,6 +1,6 @@
 """leangrad's own errors. Each message says what was expected, what was found, and what to do instead."""
 
-__all__ = ["ChangedError", "ConsumedError", "LeangradError", "StaleError"]
+__all__ = ["BudgetError", "ChangedError", "ConsumedError", "LeangradError", "StaleError"]
 
 
 class LeangradError(RuntimeError):
@@ -21,3 +21,11 @@ class ChangedError(LeangradError):
 
 class StaleError(LeangradError):
     """A buffer that was borrowed from a workspace was touched after it was given back."""
+
+
+class BudgetError(LeangradError):
+    """A step does not fit into the budget that was given; ``smallest`` is the least that it takes."""
+
+    def __init__(self, message: str, smallest: int = 0) -> None:
+        super().__init__(message)
+        self.smallest = smallest

@@ -26,8 +26,9 @@ from torch import nn
 from leangrad import _torch
 from leangrad._torch import compiler
 from leangrad.inert import Watch
-from leangrad.ledger import MIN_BYTES, Ledger, Region
+from leangrad.ledger import MIN_BYTES, Goal, Ledger, Region
 from leangrad.ledger.gc_pause import GcPause
+from leangrad.sizes import parse_budget
 from leangrad.switch import is_plain_for_now
 
 __all__ = ["is_lean", "lean", "ledger_of", "plain", "saving"]
@@ -35,12 +36,26 @@ __all__ = ["is_lean", "lean", "ledger_of", "plain", "saving"]
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
-def lean(model: ModuleT, *, residual_depth: int | Literal["auto"] = "auto", min_bytes: int = MIN_BYTES) -> ModuleT:
+def lean(
+    model: ModuleT,
+    *,
+    budget: int | str | None = None,
+    slowdown: float | None = None,
+    residual_depth: int | Literal["auto"] = "auto",
+    min_bytes: int = MIN_BYTES,
+) -> ModuleT:
     """Make ``model`` keep only what backward cannot rebuild. Returns the same object.
 
     Equals ``model``: class, parameters, state_dict, forward and gradients are the same, bit for bit. Only what autograd
     keeps between forward and backward is less.
 
+    budget: how much memory a step may take: bytes, ``"20GB"``, ``"20GiB"``, or ``"90%"`` of the GPU's. The first steps
+        take the least memory there is; then as much is kept as fits, what is dearest to rebuild first. On a GPU it is
+        the peak of allocated memory over the whole step (``torch.cuda.max_memory_allocated``), on a CPU what the step
+        takes above what stood before it (``leangrad.measure(step).peak_bytes``). If it cannot be met, the second
+        forward raises ``leangrad.errors.BudgetError``, which names the least that can.
+    slowdown: the least memory at no more than so many times plain's time, 1.1 for instance. It is measured in the first
+        steps, of which some run plain. Without either of the two a step takes the least memory there is.
     residual_depth: how many additions of a residual stream may be rebuilt in a row. ``"auto"`` chooses, from what the
         first step shows, the cut that makes the peak lowest.
     min_bytes: smaller tensors are kept without looking into them.
@@ -55,11 +70,23 @@ def lean(model: ModuleT, *, residual_depth: int | Literal["auto"] = "auto", min_
     >>> model(torch.ones(2, 8)).sum().backward()
     """
     _check_module("lean", model, "; for code that is no module use `with saving():`")
-    ledger = Ledger(residual_depth=residual_depth, min_bytes=min_bytes)
+    ledger = Ledger(residual_depth=residual_depth, min_bytes=min_bytes, goal=_goal(budget, slowdown))
     plain(model)
+    if ledger.goal is not None:
+        model.register_forward_pre_hook(SeeBatch(ledger), with_kwargs=True)
     model.register_forward_pre_hook(Enter(ledger, Watch(model)))
     model.register_forward_hook(Leave(ledger), prepend=True, always_call=True)
     return model
+
+
+def _goal(budget: int | str | None, slowdown: float | None) -> Goal | None:
+    if budget is not None and slowdown is not None:
+        raise ValueError("give a budget or a slowdown, not both: each says how far to go, by memory or by time")
+    if slowdown is not None:
+        if isinstance(slowdown, bool) or not isinstance(slowdown, int | float) or not 1 <= slowdown < float("inf"):
+            raise ValueError(f"slowdown must be a number of at least 1, such as 1.1, got {slowdown!r}")
+        return Goal(slowdown=float(slowdown))
+    return None if budget is None else Goal(budget=parse_budget(budget))
 
 
 def plain(model: ModuleT) -> ModuleT:
@@ -74,7 +101,7 @@ def plain(model: ModuleT) -> ModuleT:
     for hook in _torch.forward_pre_hooks(model):
         if isinstance(hook, Enter):
             hook.end_watch()
-    _torch.remove_forward_hooks(model, (Enter, Leave))
+    _torch.remove_forward_hooks(model, (SeeBatch, Enter, Leave))
     return model
 
 
@@ -150,6 +177,30 @@ class Hook:
             "torch.jit.script cannot compile a lean model, whose hooks are Python; script it after "
             "leangrad.plain(model), or record it with torch.jit.trace(model, inputs), which takes a lean model"
         )
+
+
+class SeeBatch(Hook):
+    """The first forward pre-hook of a lean module that has a goal: a larger batch is another step."""
+
+    is_leangrads = True
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not _torch.is_traced() and torch.is_grad_enabled():
+            self.ledger.sees_batch(_elements((args, kwargs)))
+
+
+def _elements(inputs: Any) -> int:
+    """How many elements the tensors among ``inputs`` have."""
+    if isinstance(inputs, torch.Tensor):
+        return inputs.numel()
+    if isinstance(inputs, dict):
+        inputs = inputs.values()
+    elif not isinstance(inputs, tuple | list):
+        return 0
+    return sum(map(_elements, inputs))
 
 
 class Enter(Hook):

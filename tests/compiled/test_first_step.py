@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import leangrad
+from leangrad._torch import Counters
 from leangrad.compiled import backend, compile_lean, summary
-from leangrad.compiled.first_step import Counters, FirstStep
+from leangrad.compiled.first_step import FirstStep
 from leangrad.compiled.partitioner import chosen
 
 pytestmark = pytest.mark.usefixtures("fresh_choice")
@@ -103,7 +104,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Device:
     """This CPU as a device that counts."""
     device = Device()
     monkeypatch.setattr(backend, "_counts", lambda _: True)
-    monkeypatch.setattr(backend, "cuda_counters", device.read)
+    monkeypatch.setattr(backend._torch, "cuda_counters", device.read)
     return device
 
 

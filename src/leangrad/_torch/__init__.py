@@ -53,7 +53,7 @@ from leangrad._torch.checkpoints import (
     reentrant_checkpoint,
     unseen,
 )
-from leangrad._torch.cuda import compile_kernel, current_device, is_capturing, raw_stream
+from leangrad._torch.cuda import Counters, compile_kernel, cuda_counters, current_device, is_capturing, raw_stream
 from leangrad._torch.dispatch import DispatchMode, missing_dispatch_names, schema, storage_address, strided_parts
 from leangrad._torch.modes import (
     autocast_may_be_on,
@@ -104,6 +104,7 @@ from leangrad._torch.tensors import (
 __all__ = [
     "CHECKPOINTS",
     "HOOK_NODE",
+    "Counters",
     "DispatchMode",
     "after_backward",
     "autocast_may_be_on",
@@ -114,6 +115,7 @@ __all__ = [
     "compile_kernel",
     "convolution_settings",
     "copy_unseen",
+    "cuda_counters",
     "current_device",
     "direct",
     "dispatch_modes_active",

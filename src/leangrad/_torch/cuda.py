@@ -1,6 +1,7 @@
 """Streams, devices and kernels of CUDA."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -48,3 +49,19 @@ current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.c
 is_capturing: Callable[[], bool] = getattr(
     torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
 )
+
+
+@dataclass(frozen=True)
+class Counters:
+    """How many bytes a device has allocated now, and had at most since the user last reset that."""
+
+    allocated: int
+    highest: int
+
+
+def cuda_counters(device: torch.device) -> Counters | None:
+    """The counters of torch's caching allocator; None where another serves, which does not count."""
+    try:
+        return Counters(torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device))
+    except RuntimeError:
+        return None

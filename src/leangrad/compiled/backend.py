@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from leangrad import _torch
 from leangrad._torch import compiler
-from leangrad.compiled.first_step import FirstStep, Peak, cuda_counters
+from leangrad.compiled.first_step import FirstStep, Peak
 from leangrad.compiled.partitioner import Chosen, Partitioner, Settings, chosen
 from leangrad.compiled.side_outputs import set_apart
 from leangrad.errors import LeangradError
@@ -151,7 +152,7 @@ def _watcher(partitioner: Partitioner) -> compiler.Watch:
         if found is None or device is None:
             return
         if found.first_step is None:
-            found.first_step = FirstStep(functools.partial(cuda_counters, device))
+            found.first_step = FirstStep(functools.partial(_torch.cuda_counters, device))
         first = found.first_step
 
         def end() -> None:

@@ -14,17 +14,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
+from leangrad._torch import Counters
 
-__all__ = ["Counters", "FirstStep", "Peak", "cuda_counters"]
-
-
-@dataclass(frozen=True)
-class Counters:
-    """How many bytes a device has allocated now, and had at most since the user last reset that."""
-
-    allocated: int
-    highest: int
+__all__ = ["FirstStep", "Peak"]
 
 
 @dataclass(frozen=True)
@@ -68,11 +60,3 @@ class FirstStep:
         start, now = self._start, self._read()
         if now is not None and now.highest >= start.highest:  # else the user has reset it meanwhile
             self.peak = Peak(now.highest - start.allocated, is_bound=now.highest == start.highest)
-
-
-def cuda_counters(device: torch.device) -> Counters | None:
-    """The counters of torch's caching allocator; None where another serves, which does not count."""
-    try:
-        return Counters(torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device))
-    except RuntimeError:
-        return None

@@ -103,6 +103,11 @@ learn: what a recorded step shows
     TraceMode                       the function mode of a region that records a trace, follows one, or only takes notes
     TraceRecorder, RecordedCall     the trace while it is recorded; one call of it, with the tensors that it saved
     TracedRegion                    protocol: what TraceMode asks of its region
+    tuning, Tuner                   from step to step towards a budget of memory, or a bound on the time
+    Goal, Way                       what the user asked for; how one step on the way there runs
+    timing, Timing, Cost            what each rebuild of a step takes, on the host and on the device
+    Stopwatch                       moments on the clock of a device
+    meter, Meter                    the peak of a step on a CPU, where `leangrad.measure` runs it
 
 fuse: a chain of ops as one kernel
     fuse                            the folder of fused replays; it registers itself where Triton has a device
@@ -123,8 +128,9 @@ fuse: a chain of ops as one kernel
     PatternOp, Leaf                 parts of a pattern: one op, and one tensor that is read
 """
 
+from leangrad.ledger.learn.tuning import Goal
 from leangrad.ledger.ledger import MIN_BYTES, Ledger
 from leangrad.ledger.observe.active_region import no_regions
 from leangrad.ledger.region import Region
 
-__all__ = ["MIN_BYTES", "Ledger", "Region", "no_regions"]
+__all__ = ["MIN_BYTES", "Goal", "Ledger", "Region", "no_regions"]

@@ -16,8 +16,11 @@ from leangrad import _torch, kernels
 from leangrad.ledger.decision import DEEPEST, Decision, SavedKind
 from leangrad.ledger.gc_pause import GcPause
 from leangrad.ledger.learn.entries import Entry, Totals
+from leangrad.ledger.learn.recorded_step import RecordedStep
 from leangrad.ledger.learn.recorder import Recorder
+from leangrad.ledger.learn.timing import Timing
 from leangrad.ledger.learn.trace import Trace
+from leangrad.ledger.learn.tuning import Goal, Tuner, Way
 from leangrad.ledger.observe.active_region import region_is_open
 from leangrad.ledger.region import Region
 from leangrad.ledger.summary import summarize
@@ -39,7 +42,7 @@ class Ledger:
     never wrong: its first different tensor ends the use of what was learned, and the next step is recorded anew.
     """
 
-    def __init__(self, *, residual_depth: int | Literal["auto"], min_bytes: int) -> None:
+    def __init__(self, *, residual_depth: int | Literal["auto"], min_bytes: int, goal: Goal | None = None) -> None:
         if residual_depth != "auto" and not (type(residual_depth) is int and residual_depth >= 0):
             raise ValueError(f'residual_depth must be "auto" or an int >= 0, got {residual_depth!r}')
         if type(min_bytes) is not int or min_bytes < 0:
@@ -47,6 +50,11 @@ class Ledger:
         self.residual_depth = residual_depth
         self.min_bytes = min_bytes
         self.sharded = False  # whether the module's parameters are
+        self.goal = goal
+        self.timing: Timing | None = None  # times the rebuilds of the step that runs
+        self._tuner = Tuner(goal) if goal is not None else None
+        self._is_plain = False  # all is kept, so no region is opened
+        self._batch = 0  # elements of the largest batch so far
         self._lessons = 0  # what was learned and then was of no use
         self._pause = 0  # steps until the next one is recorded
         self._steps = 0  # along what was learned
@@ -65,7 +73,7 @@ class Ledger:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy has the same settings and has learned nothing."""
-        return _fresh, (self.residual_depth, self.min_bytes)
+        return _fresh, (self.residual_depth, self.min_bytes, self.goal)
 
     def region(self, module: nn.Module | None = None) -> Region | None:
         """One forward region; none where hooks cannot or need not be set, or a region is open already."""
@@ -80,7 +88,8 @@ class Ledger:
             return None
         outer = _torch.innermost_pack_hook()
         if outer is None or _is_ours(outer):
-            return Region(self, self._learn(module), module)
+            recorder = self._learn(module)
+            return None if self._is_plain else Region(self, recorder, module)
         if _torch.is_checkpoint(outer):  # it drops all that is saved
             return Region(self, None, module, outer)
         if _torch.is_recomputation(outer):
@@ -95,7 +104,7 @@ class Ledger:
         """
         segment = self._segments.get(key)
         if segment is None:
-            segment = _fresh(self.residual_depth, self.min_bytes)
+            segment = _fresh(self.residual_depth, self.min_bytes, None)
             segment = self._segments.setdefault(key, segment)
         segment.sharded = self.sharded
         return segment
@@ -133,17 +142,25 @@ class Ledger:
 
     def _learn(self, module: nn.Module | None) -> Recorder | None:
         """What the last recorded step showed becomes the plan; where there is none, this step is recorded."""
+        tuner = self._tuner
+        if tuner is not None:
+            tuner.begin(on_gpu=_is_on_gpu(module))
         if self._decisions is not None:
             self._steps += 1
+            if tuner is not None:
+                self._follow(tuner.next_way())
             return None
         _fused()
         if self._plan():
+            if tuner is not None:
+                self._follow(tuner.next_way())
             return None
         if self._pause > 0:
             self._pause -= 1
             return None
         self.sharded = module is not None and _torch.is_sharded(module)
         self._recorder = self._recorded = Recorder(module, self.min_bytes)
+        self._recorder.leaves_stay = tuner is not None and module is not None and _has_no_gradients(module)
         return self._recorder
 
     def _plan(self) -> bool:
@@ -161,11 +178,33 @@ class Ledger:
         backward = Replay(graph)
         step = recorder.step
         kept = lowest_peak(graph, backward.play) if self.residual_depth == "auto" else None
+        self._adopt(step, backward, kept)
+        if self._tuner is not None:
+            self._replay = backward
+            smallest = step.kept_items() if kept is None else kept
+            self._tuner.start(step, backward, smallest, recorder.outputs_nbytes())
+        return True
+
+    def _adopt(self, step: RecordedStep, backward: Replay, kept: frozenset[int] | None) -> None:
+        """Later steps keep the items ``kept``; without them, what the recorded one kept."""
         self._peak_bytes = backward.play(step.kept_items() if kept is None else kept).peak_bytes
-        self.saved_kinds, self.trace = step.saved_kinds(), step.trace(kept)
+        self.saved_kinds, self.trace = step.saved_kinds(kept), step.trace(kept, is_tuned=self.goal is not None)
         self._decisions = step.decisions(kept, frozenset() if kept is None else backward.held(kept))
         self._kept_items = kept
-        return True
+
+    def _follow(self, way: Way) -> None:
+        """Run the step that begins as the tuner says."""
+        self.timing, self._is_plain = way.timing, way.kept is None
+        if way.kept is not None and way.kept != self._kept_items and self._recorder is not None:
+            step = self._recorder.step
+            assert step is not None
+            self._adopt(step, self._replay, way.kept)
+
+    def sees_batch(self, size: int) -> None:
+        """A forward is about to begin with so many elements: more than were planned for take more memory."""
+        if size > self._batch and self._batch and (self._decisions is not None or self._recorder is not None):
+            self.differs("the batch has grown")
+        self._batch = max(size, self._batch)
 
     def runs_again(self, segment: Ledger) -> None:
         """Backward runs a segment again: the plans that are to be made have to know.
@@ -193,6 +232,9 @@ class Ledger:
         """This step is not like the one that was recorded, because of ``why``."""
         self._difference, self.differences = why, self.differences + 1
         self._decisions, self._recorder, self.trace, self.saved_kinds = None, None, None, ()
+        self.timing, self._is_plain = None, False
+        if self._tuner is not None:
+            self._tuner.restart()
         self._lessons = self._lessons + 1 if self._steps < STEADY else 1
         self._pause = 2 ** min(self._lessons, LONGEST_PAUSE) - 2  # 0, 2, 6, 14, ...
         self._steps = 0
@@ -272,6 +314,8 @@ class Ledger:
         Of the step that was recorded last, with the choices of the steps that follow it.
         """
         text = summarize(self.entries(planned=True), small_bytes=self.small_bytes(), status=self.trace_status)
+        if self._tuner is not None and self._tuner.status:
+            text = f"{text}\n{self._tuner.status}"
         fused = _fused()
         return f"{text}\n{fused.summarize()}" if fused is not None and fused.report()["programs"] else text
 
@@ -301,5 +345,16 @@ def _warn_of_other_hooks() -> None:
     )
 
 
-def _fresh(residual_depth: int | Literal["auto"], min_bytes: int) -> Ledger:
-    return Ledger(residual_depth=residual_depth, min_bytes=min_bytes)
+def _is_on_gpu(module: nn.Module | None) -> bool:
+    """Whether a step runs on a GPU: where its parameters are, if it is that of a module."""
+    parameter = None if module is None else next(module.parameters(), None)
+    return torch.cuda.is_initialized() if parameter is None else parameter.is_cuda
+
+
+def _has_no_gradients(module: nn.Module) -> bool:
+    """Whether backward will make gradients anew: none stands when forward begins."""
+    return all(parameter.grad is None for parameter in module.parameters() if parameter.requires_grad)
+
+
+def _fresh(residual_depth: int | Literal["auto"], min_bytes: int, goal: Goal | None) -> Ledger:
+    return Ledger(residual_depth=residual_depth, min_bytes=min_bytes, goal=goal)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from leangrad import _torch
 from leangrad.ledger.decision import Decider, Decision, SavedKind
 from leangrad.ledger.learn.recorder import Recorder
+from leangrad.ledger.learn.timing import Timing
 from leangrad.ledger.learn.trace import Trace, TraceMode, TraceRecorder
 from leangrad.ledger.observe.active_region import enter, opened
 from leangrad.ledger.observe.checkpoint import Placeholder, Recomputation, SegmentLedger, is_settled
@@ -34,6 +35,7 @@ class LedgerState(Protocol):
     saved_kinds: Sequence[SavedKind]  # of each saved tensor of the recorded step
     trace: Trace | None
     sharded: bool
+    timing: Timing | None  # times the rebuilds of this step
 
     @property
     def cap(self) -> int:
@@ -105,12 +107,13 @@ class Region:
         elif outer is not None:
             self.hooks = Hooks(self.pack_again, unpack)
             self._calls = TraceMode(self)
-        elif self._follows:
-            self.hooks = Hooks(self.pack_along, unpack)
-            self._calls = TraceMode(self, trace)
         else:
-            self.hooks = Hooks(self.pack, unpack)
-            self._calls = TraceMode(self)
+            pack, give = self.pack_along if self._follows else self.pack, unpack
+            if ledger.timing is not None:
+                self._timing = ledger.timing
+                pack, give = self._pack_timed, ledger.timing.unpack
+            self.hooks = Hooks(pack, give)
+            self._calls = TraceMode(self, trace if self._follows else None)
         self.products = RecentProducts(self, None if recorder is None else recorder.caught)
         self._decider = Decider(self, self.products, recorder)
         self._held: list[Value | SavedView] = []  # what recipes may read and nobody else holds as a value
@@ -185,6 +188,13 @@ class Region:
         if kind is SavedKind.DECIDED or self.slots is None:
             return self._decider.decide(tensor)
         return self._decider.defer(tensor, expected=kind is SavedKind.SHAPE_ONLY)
+
+    def _pack_timed(self, tensor: Tensor) -> Packed | PendingSave:
+        """The same in a step whose rebuilds are timed: they are known by the number of the saved tensor."""
+        number = self.packs
+        packed = self.pack_along(tensor) if self._follows else self.pack(tensor)
+        self._timing.numbers[id(packed)] = number
+        return packed
 
     def resolve(self, slots: Sequence[PendingSave], claimed: Mapping[int, ShapeOnlyReader]) -> None:
         """A call has ended: decide what becomes of the tensors that it saved; ``claimed``: see `Decider.resolve`."""

@@ -11,6 +11,7 @@ import torch
 
 from leangrad.errors import LeangradError
 from leangrad.measure.instrument import record
+from leangrad.measure.listeners import forget, tell
 from leangrad.measure.measurement import Allocation, Event, Measurement, Phase, own_bytes, temporaries_of
 
 __all__ = ["Allocation", "Event", "Measurement", "Phase", "measure"]
@@ -94,6 +95,7 @@ def measure_within(
         for _ in range(timed_runs):
             with around():
                 seconds.append(_timed(step))
+        forget()
         with around():
             trace, freed = record(watched_run)
     device = trace.device()
@@ -101,6 +103,7 @@ def measure_within(
     own_peak = max([0, *own_bytes(timeline)])
     if device in cuda_peaks:  # what the allocator counts itself, with the older memory that made room added again
         own_peak += cuda_peaks[device] - max([0, *(event.live_bytes for event in timeline)])
+    tell(own_peak)
     return Measurement(
         peak_bytes=own_peak,
         kept_bytes=kept_bytes,

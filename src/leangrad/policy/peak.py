@@ -28,7 +28,7 @@ class Outcome:
     peak_bytes: int
     peak_at: int  # the value that is being made then
     kept_bytes: int
-    work: int  # of the whole step, with what is made again, in bytes moved
+    work: float  # of the whole step, with what is made again, in bytes moved; of `Replay`, what is made again alone
 
 
 def play(graph: Graph, kept: frozenset[int], *, reused_reads: int | None = None) -> Outcome:

@@ -13,6 +13,7 @@ It is held where that does not raise the peak, and where all else would rebuild 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from functools import cached_property
 
@@ -27,9 +28,11 @@ AGAIN = 2  # times the bytes of rebuilding each link once: so much may be rebuil
 class Replay:
     """Backward over one graph, to be played under many cuts."""
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, costs: Sequence[float] | None = None) -> None:
+        """``costs``: of each value, what it takes to make it again; without them, its bytes."""
         self.graph = graph
         values = graph.values
+        self.costs = [value.nbytes for value in values] if costs is None else costs
         self._ops = [n for n, value in enumerate(values) if value.is_backward]
         self._reads = [[i for i in values[n].inputs if not values[i].is_backward] for n in self._ops]
         self._readers = [sum(values[r].is_backward for r in readers) for readers in graph.readers]
@@ -70,7 +73,7 @@ class Replay:
 
     def _play(self, kept: AbstractSet[int], held: AbstractSet[int]) -> Outcome:
         """Of what may be made again, only what is ``held`` waits for its readers."""
-        values = self.graph.values
+        values, costs = self.graph.values, self.costs
         change = [0] * (len(self._reads) + 1)
         standing = 0
         for n, last in self._last_uses(kept).items():
@@ -78,7 +81,7 @@ class Replay:
             change[last + 1] -= values[n].nbytes
         left = self._readers.copy()
         there: set[int] = set()  # what was rebuilt and is held
-        work = 0
+        work: float = 0
         for tick, read in enumerate(self._reads):
             stack, seen = list(read), set()
             while stack:
@@ -87,7 +90,7 @@ class Replay:
                     continue
                 seen.add(n)
                 value = values[n]
-                work += value.nbytes
+                work += costs[n]
                 stack.extend(value.inputs)
                 if n in read or n in held or not value.is_repeatable:
                     there.add(n)

@@ -11,6 +11,7 @@ get one gradient, those of a concatenation get views that hold the whole of it. 
 unless what waits is no view and the only holder of its own.
 
 A parameter's gradient is counted while the node that wrote it runs: in most steps it is added to one that is there.
+Where none is there it stays, if it is asked for so.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Edge(NamedTuple):
     """An input of a node that needs a gradient."""
 
     node: int  # the number of the node that made it; LEAF: it is a parameter
-    nr: int  # which of that node's outputs it is
+    nr: int  # which of that node's outputs it is; of a parameter, what tells it from others
     nbytes: int  # of its gradient
     gives: str  # what the gradient is: NEW, or the SAME that the node is given, or a VIEW of that
 
@@ -73,12 +74,18 @@ class Graph:
                 self._nodes[number] = Node(given, _edges(node, given))
                 stack.extend(before for before, _ in node.next_functions)
 
-    def alive(self, without: Collection[int] = ()) -> dict[int, int]:
+    def outputs_nbytes(self) -> int:
+        """The bytes of what the region handed out and nothing in it has read."""
+        read = {edge.node for node in self._nodes.values() for edge in node.edges}
+        return sum(node.given for number, node in self._nodes.items() if number not in read)
+
+    def alive(self, without: Collection[int] = (), *, leaves_stay: bool = False) -> dict[int, int]:
         """For each node, by its number: the bytes of the gradients that are alive at most while it runs.
 
         without: nodes at which backward does not begin, although nothing has read what they made.
+        leaves_stay: the gradients of parameters are new ones, and stay.
         """
-        return dict(_Engine(self._nodes).run(without))
+        return dict(_Engine(self._nodes, leaves_stay).run(without))
 
 
 def _edges(node: Any, given: int) -> tuple[Edge, ...]:
@@ -88,7 +95,9 @@ def _edges(node: Any, given: int) -> tuple[Edge, ...]:
         if before is not None:
             nbytes = _torch.output_nbytes(before, nr)
             whole = name in WHOLE and nbytes == given and not (place and _is_scaled(node, name))
-            number = LEAF if type(before) is AccumulateGrad else before._sequence_nr()
+            number = before._sequence_nr()
+            if type(before) is AccumulateGrad:
+                number, nr = LEAF, id(before.variable)
             edges.append(Edge(number, nr, nbytes, VIEW if name in VIEWS else SAME if whole else NEW))
     return tuple(edges)
 
@@ -115,8 +124,9 @@ class _Gradient(NamedTuple):
 class _Engine:
     """Autograd's engine, with the sizes of gradients in their stead."""
 
-    def __init__(self, nodes: dict[int, Node]) -> None:
-        self._nodes = nodes
+    def __init__(self, nodes: dict[int, Node], leaves_stay: bool) -> None:
+        self._nodes, self._leaves_stay = nodes, leaves_stay
+        self._leaves: set[int] = set()  # the parameters that have a gradient
         self._waiting: dict[int, dict[int, _Gradient]] = {}  # by node and output
         self._alive = 0
 
@@ -144,7 +154,9 @@ class _Engine:
     def _hand_on(self, edge: Edge, gradient: _Gradient) -> int:
         """Put a gradient where it waits; the bytes that are alive at most if it has to be added to another."""
         if edge.node == LEAF:
-            self._let_go(gradient)
+            if not self._leaves_stay or edge.nr in self._leaves:
+                self._let_go(gradient)
+            self._leaves.add(edge.nr)
             return 0
         waiting = self._waiting.setdefault(edge.node, {})
         before = waiting.get(edge.nr)

@@ -62,12 +62,38 @@ class RecordedStep:
             for s in self.saved
         ]
 
-    def saved_kinds(self) -> list[SavedKind]:
-        """For every saved tensor in order: what became of it."""
+    def saved_kinds(self, kept: frozenset[int] | None) -> list[SavedKind]:
+        """For every saved tensor in order: what becomes of it if the items ``kept`` are kept."""
         return [
-            SavedKind.BARE if saved.is_bare else SavedKind.SHAPE_ONLY if saved.item == SHAPE else SavedKind.DECIDED
-            for saved in self.saved
+            SavedKind.BARE if is_bare else SavedKind.SHAPE_ONLY if saved.item == SHAPE else SavedKind.DECIDED
+            for saved, is_bare in zip(self.saved, self._bare(kept), strict=True)
         ]
+
+    def _bare(self, kept: frozenset[int] | None) -> list[bool]:
+        """For every saved tensor in order: whether it is kept, and no recipe reads it.
+
+        A plan that keeps more than the recorded step did has fewer recipes, and their anchors need no value.
+        """
+        if kept is None:
+            return [saved.is_bare for saved in self.saved]
+        staying = self._staying(kept)
+        stack = [item for item, _ in self.decided if item not in staying]
+        stack += [saved.item for saved in self.saved if saved.item >= 0 and saved.item not in staying]
+        read, seen = set[int](), set[int]()
+        while stack:
+            n = stack.pop()
+            if n not in seen:
+                seen.add(n)
+                read.update(self.items[n].inputs)
+                stack.extend(i for i in self.items[n].inputs if i not in staying and not self.items[i].is_fixed)
+        return [s.is_bare or (s.item >= 0 and s.item in staying and s.item not in read) for s in self.saved]
+
+    @property
+    def unkept_bytes(self) -> int:
+        """What plain keeps and no plan does: numbers that are drawn again, and tensors of which a shape serves."""
+        decided = range(self.first_decision, self.first_decision + len(self.decided))
+        others = (entry for n, entry in enumerate(self.entries) if n not in decided)
+        return sum(entry.nbytes for entry in others if entry.outcome in ("rebuilt", "shape only"))
 
     def kept_items(self) -> frozenset[int]:
         """What the recorded step has kept."""
@@ -82,18 +108,19 @@ class RecordedStep:
         """Whether an item that was kept or rebuilt in the recorded step is simply kept."""
         return was_kept if kept is None else self.items[item].is_fixed or item in kept
 
-    def trace(self, kept: frozenset[int] | None) -> Trace | None:
-        """The calls of the step; None if a tensor that is not simply kept was saved outside of all calls."""
-        staying = self._staying(kept)
+    def trace(self, kept: frozenset[int] | None, *, is_tuned: bool = False) -> Trace | None:
+        """The calls of the step; None if a tensor that is not simply kept was saved outside of all calls.
+
+        is_tuned: calls after the last that has to do with a recipe are left out.
+        """
+        staying, bare = self._staying(kept), self._bare(kept)
         saves: dict[Any, bool] = {}
         for call in self.calls:
             saves[call.function] = bool(call.names) or call.begins or saves.get(call.function, False)
         calls, seen = [], 0
         for number, call in enumerate(self.calls):
             if saves[call.function]:
-                places = [
-                    (place, name) for place, name in enumerate(call.names, call.first) if not self.saved[place].is_bare
-                ]
+                places = [(place, name) for place, name in enumerate(call.names, call.first) if not bare[place]]
                 seen += len(places)
                 last = max((p for p, name in places if self.saved[p].item not in staying or name is None), default=-1)
                 anchors = tuple((p, n) for p, n in places if p > last and n is not None and self.saved[p].has_node)
@@ -104,7 +131,12 @@ class RecordedStep:
         graded = {call.function for call in self.calls if call.graded}
         unseen = frozenset(call.function for call in self.calls if call.graded is False) - graded
         passes = frozenset(f for f, found in saves.items() if not found and f not in handled and f not in unseen)
-        return Trace(calls, saves, unseen, passes) if seen == sum(not s.is_bare for s in self.saved) else None
+        if seen != bare.count(False):
+            return None
+        if not is_tuned:
+            return Trace(calls, saves, unseen, passes)
+        uses = [n for n, call in enumerate(calls) if call.last >= 0 or call.anchors or call.catches or call.begins]
+        return Trace(calls[: max(uses, default=-1) + 1], saves, unseen, passes, is_whole=False)
 
     def _may_grow(self, call: RecordedCall) -> int:
         """How many elements the output of ``call`` may have before something of it is large enough to be looked into.

@@ -92,6 +92,7 @@ class Recorder:
         self._dear: set[int] = set()  # the values that will be kept because rebuilding them is too much work
         self._segments: list[tuple[int, Segment]] = []  # which read is a segment that was run again
         self.on_accelerator = False
+        self.leaves_stay = False  # whether the plan counts gradients of parameters as new ones
         self.was_read = self._is_reading = False
         self._root = root
         self._root_name = "" if root is None else type(root).__name__
@@ -367,6 +368,10 @@ class Recorder:
         self.reads.append(())
         self.readers.append(reader)
 
+    def outputs_nbytes(self) -> int:
+        """The bytes of what the region handed out: what comes after it, a loss, keeps about as many."""
+        return 0 if self.recording is None else self.recording.graph.outputs_nbytes()
+
     def graph(self) -> policy.Graph:
         """The step as the policy sees it: its tensors, and the ops of backward that read them."""
         alive = self._alive()
@@ -401,7 +406,7 @@ class Recorder:
         assert self.recording is not None
         ran = {r.node for r in self.readers}
         idle = {r.node for readers in self._readers.values() for r in readers} - ran
-        return self.recording.graph.alive(without=idle)
+        return self.recording.graph.alive(without=idle, leaves_stay=self.leaves_stay)
 
 
 def _value_of(packed: Packed | None) -> Value | None:

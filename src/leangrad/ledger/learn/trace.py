@@ -79,6 +79,7 @@ class Trace(NamedTuple):
     saves: dict[Any, bool]  # whether any call of a function saved anything
     quiet: frozenset[Any]  # those that gave tensors, and in none of whose calls autograd had a part
     passes: frozenset[Any]  # those that saved nothing, and of which nothing need be noted
+    is_whole: bool = True  # else nothing is rebuilt after the last of the calls, and these are not followed
 
 
 class TracedRegion(ObservedRegion, Protocol):
@@ -170,7 +171,8 @@ class TraceMode(FunctionMode):
         self._passes = trace.passes if trace is not None else frozenset()
         self._hooks = book.hooks
         self._rest = iter(trace.calls if trace is not None else ())
-        self._expected = self._suspended = next(self._rest, _END)
+        self._end = _END if trace is None or trace.is_whole else _DONE
+        self._expected = self._suspended = next(self._rest, self._end)
         self._mark = object()
         self.is_on_trace = trace is not None  # and the step has been like the recorded one so far
 
@@ -200,7 +202,7 @@ class TraceMode(FunctionMode):
         call = self._expected
         if call.function is not func or not is_grad_enabled():
             return func(*args) if not kwargs and func in self._passes else self._other(func, args, kwargs or {})
-        self._expected = next(self._rest, _END)
+        self._expected = next(self._rest, self._end)
         handler = call.handler
         if not kwargs:
             kwargs = {}
@@ -231,6 +233,9 @@ class TraceMode(FunctionMode):
         """A call that is not the next one of a trace."""
         if self.book.packing or is_compiling():  # the region has ended, or exports a part of the model
             return func(*args, **kwargs)
+        if self._expected is _DONE:
+            handler = handler_of(func, kwargs)
+            return func(*args, **kwargs) if handler is None else handler(self, func, args, kwargs)
         book = self.book
         if not is_grad_enabled():  # inside of a reentrant checkpoint, which may follow another
             book.finds_reentrant(args)
@@ -322,6 +327,7 @@ class TraceMode(FunctionMode):
 
 
 _END = Call(None)
+_DONE = Call(None)  # nothing is rebuilt from here on: only changes of what recipes read are still watched
 
 
 def _name(function: Any) -> str:

@@ -1,0 +1,299 @@
+"""From step to step towards what the user asked for: a budget of memory, or a bound on the time.
+
+[Note: the course] The recorded step and the next few keep the least. One of them is timed, rebuild by rebuild. Then the
+plan is relaxed: more is kept, the dearest to rebuild first, up to the budget, or until the bound on the time is met.
+What was foreseen is compared with what was measured, and the plan is corrected, three times at most; the way to a
+budget is taken in parts, so that none of these steps should be above it. Then the plan stays, until a step differs from
+the recorded one: then all begins anew.
+
+[Note: peaks] On a GPU the allocator's counters are read when a step begins. They are never reset, so the peak of a step
+is known if it is the highest so far; what it took beyond what was foreseen is added to all that is foreseen later. On a
+CPU nobody counts but `leangrad.measure`: where that runs a step, its figure is taken, at any time; before that the plan
+is what is foreseen, with a margin.
+
+[Note: time] A step lasts from its beginning to that of the next one, on the clock of the device: forward, backward and
+all else that the user does in it. Of a few steps the shortest counts.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator, Iterator
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+
+from leangrad import _torch
+from leangrad.errors import BudgetError
+from leangrad.ledger.learn.meter import Meter
+from leangrad.ledger.learn.recorded_step import RecordedStep
+from leangrad.ledger.learn.timing import Stopwatch, Timing
+from leangrad.policy.relax import Relaxation
+from leangrad.policy.replay import Replay
+from leangrad.sizes import size_text
+
+__all__ = ["Goal", "Tuner", "Way"]
+
+WARM = 3  # steps before one is timed: kernels are proven and caches filled in the first ones
+RUNS = 3  # of which the shortest counts
+SHARES = (0.6, 0.9, 1.0)  # of the room between the least and the budget, that is taken in one step after another
+SLACK = 0.97  # of the budget: a plan that was measured to take less is relaxed again
+CORRECTIONS = 3
+MARGIN = 0.05  # of what is foreseen, where nothing was measured
+ROOM = 0.95  # of a device's memory that plain may take while it is timed
+
+
+class Goal(NamedTuple):
+    """What the user asked for, one of the two."""
+
+    budget: int | float | None = None  # bytes; a float is a share of the device's memory
+    slowdown: float | None = None  # of plain's time
+
+
+class Way(NamedTuple):
+    """How one step runs."""
+
+    kept: frozenset[int] | None  # the items that are kept; None: all that plain keeps, with no region at all
+    timing: Timing | None = None  # times every rebuild
+
+
+class _Moment(NamedTuple):
+    """The beginning of a step."""
+
+    time: Any
+    counters: _torch.Counters | None  # of a GPU
+    meter: Meter | None  # of a CPU
+
+
+class Tuner:
+    """The course of one ledger towards its goal."""
+
+    def __init__(self, goal: Goal) -> None:
+        self.goal = goal
+        self.status = ""
+        self._error: BudgetError | None = None
+        self._moments: list[_Moment] = []  # the beginnings of the steps of this course
+        self._is_settled = False  # no step is timed any more
+        self._course: Iterator[Way] | None = None
+        self._peak: int | None = None  # of the last step, where that was measured
+        self._extra: int | None = None  # what a step took beyond what was foreseen, where that was measured
+
+    def begin(self, *, on_gpu: bool) -> None:
+        """A step begins."""
+        if self._error is not None:
+            raise self._error
+        self._on_gpu = on_gpu
+        counters = _torch.cuda_counters(torch.device("cuda", torch.cuda.current_device())) if on_gpu else None
+        meter = None if on_gpu else Meter()
+        time = None if self._is_settled else Stopwatch(on_gpu=on_gpu).now()
+        self._moments.append(_Moment(time, counters, meter))
+        if self._is_settled:
+            del self._moments[:-2]
+
+    def start(self, step: RecordedStep, replay: Replay, kept: frozenset[int], outputs_nbytes: int) -> None:
+        """A step was recorded; ``kept``: the plan that takes the least memory.
+
+        outputs_nbytes: of what its region handed out. A loss that is computed outside keeps about as many.
+        """
+        self._outside = outputs_nbytes
+        self._step, self._replay, self._smallest = step, replay, kept
+        self._relaxation = Relaxation(replay, kept)
+        self._note_peak(step.kept_items())
+        self._course = self._towards_budget() if self.goal.budget is not None else self._towards_slowdown()
+
+    def restart(self) -> None:
+        """A step differs from the recorded one."""
+        self._course, self._moments, self._is_settled = None, [], False
+
+    def next_way(self) -> Way:
+        """How the step that has just begun is to run."""
+        assert self._course is not None
+        try:
+            return next(self._course)
+        except BudgetError as error:
+            self._error = error
+            raise
+
+    # ------------------------------------------------------------------------------------------------------- a budget
+
+    def _towards_budget(self) -> Iterator[Way]:
+        limit = self._limit()
+        for _ in range(WARM):
+            self._check(limit)
+            yield Way(self._smallest)
+            self._note_peak(self._smallest)
+        yield from self._time_rebuilds()
+        self._check(limit)
+        best = self._smallest
+        for share in SHARES:
+            kept = self._within(limit, share)
+            if kept != best:
+                yield Way(kept)
+                self._note_peak(kept)
+                if self._peak is None or self._peak <= limit:
+                    best = kept
+        self._is_settled = True
+        for n in range(CORRECTIONS):
+            self._say_budget(limit, best)
+            while self._peak is None or SLACK * limit <= self._peak <= limit:
+                yield self._way(best)
+                self._note_peak(best)
+            is_above, self._peak = self._peak > limit, None
+            before, best = best, self._within(limit, 0.5**n if is_above else 1.0)
+            if best == before or (is_above and n == CORRECTIONS - 1):
+                best = self._smallest if is_above else best
+                break
+        self._say_budget(limit, best)
+        while True:
+            yield self._way(best)
+
+    def _within(self, limit: int, share: float) -> frozenset[int]:
+        """The least work within a share of the room between the least memory and the limit."""
+        least = self._foreseen(self._relaxation.play(self._smallest).peak_bytes)
+        target = least + share * max(0.0, limit - least)
+        return self._relaxation.within(lambda outcome: self._foreseen(outcome.peak_bytes) <= target)
+
+    def _limit(self) -> int:
+        budget = self.goal.budget
+        if isinstance(budget, float):
+            if not self._on_gpu:
+                raise BudgetError(
+                    "a budget in percent is a share of a GPU's memory, and this model runs on a CPU; say it in bytes"
+                )
+            return int(budget * torch.cuda.mem_get_info()[1])
+        assert budget is not None
+        return budget
+
+    def _check(self, limit: int) -> None:
+        """Raise an error if the smallest plan was measured and does not fit."""
+        needs = self._foreseen(self._relaxation.play(self._smallest).peak_bytes)
+        if self._extra is None or needs <= limit:
+            return
+        raise BudgetError(
+            f"the budget of {size_text(limit)} cannot be met: a step of this model and batch takes at least "
+            f"{size_text(needs)}, of which {size_text(self._standing())} stand before it. Give it that much, make the "
+            "batch smaller, or use torch.utils.checkpoint inside the model.",
+            smallest=int(needs),
+        )
+
+    def _standing(self) -> int:
+        """What stands before a step: parameters, optimizer state, a batch."""
+        counters = self._moments[-1].counters
+        return 0 if counters is None else counters.allocated
+
+    def _foreseen(self, peak_bytes: int) -> float:
+        """The peak of the next step, if its saved tensors and gradients take ``peak_bytes`` at most."""
+        guess = self._outside + MARGIN * peak_bytes
+        return self._standing() + peak_bytes + (self._extra if self._extra is not None else guess)
+
+    def _note_peak(self, kept: frozenset[int]) -> None:
+        """Compare what the last step took, in which ``kept`` was kept, with what was foreseen."""
+        self._peak = None
+        if len(self._moments) < 2:
+            return
+        before, now = self._moments[-2:]
+        standing = 0
+        if before.counters is not None and now.counters is not None:
+            if now.counters.highest > before.counters.highest:
+                self._peak, standing = now.counters.highest, before.counters.allocated
+        elif before.meter is not None:
+            self._peak = before.meter.peak_bytes
+        if self._peak is not None:
+            self._extra = self._peak - standing - self._relaxation.play(kept).peak_bytes
+
+    def _say_budget(self, limit: int, kept: frozenset[int]) -> None:
+        outcome, least = self._relaxation.play(kept), self._relaxation.play(self._smallest)
+        seconds = f"{1e3 * outcome.work:.1f} of {1e3 * least.work:.1f} ms of rebuilding"
+        self.status = (
+            f"budget {size_text(limit)}: a peak of {size_text(self._foreseen(outcome.peak_bytes))} is foreseen, "
+            f"{seconds} are left"
+        )
+
+    # -------------------------------------------------------------------------------------------------- a bound on time
+
+    def _towards_slowdown(self) -> Iterator[Way]:
+        assert self.goal.slowdown is not None
+        for _ in range(WARM):
+            yield Way(self._smallest)
+            self._note_peak(self._smallest)
+        yield from self._time_rebuilds()
+        is_measured = self._plain_fits()
+        if is_measured:
+            plain, lean = yield from self._run(None, self._smallest)
+        else:
+            (lean,) = yield from self._run(self._smallest)
+            plain = lean - self._relaxation.play(self._smallest).work
+        kept, seconds = self._smallest, lean
+        for _ in range(CORRECTIONS):
+            if seconds <= plain * self.goal.slowdown or self._all_kept <= kept:
+                break
+            work = self._relaxation.play(kept).work
+            lost = (seconds - plain) / work if work > 0 else 1.0  # time, for each second of rebuilding
+            kept = self._relaxation.at_most((self.goal.slowdown - 1) * plain / lost)
+            if is_measured:
+                plain, seconds = yield from self._run(None, kept)
+            else:
+                (seconds,) = yield from self._run(kept)
+        if seconds > plain * self.goal.slowdown:
+            kept = self._all_kept
+        self._say_slowdown(plain, lean, kept, is_measured=is_measured)
+        self._is_settled = True
+        while True:
+            yield self._way(kept)
+
+    def _way(self, kept: frozenset[int]) -> Way:
+        """Keep ``kept``; where that is all that there is, run plain, if plain is allowed what it keeps beside it."""
+        if not self._all_kept <= kept:
+            return Way(kept)
+        peak_bytes = self._relaxation.play(kept).peak_bytes + self._step.unkept_bytes
+        fits = self.goal.budget is None or self._foreseen(peak_bytes) <= self._limit()
+        return Way(None if fits else kept)
+
+    def _run(self, *ways: frozenset[int] | None) -> Generator[Way, None, list[float]]:
+        """Steps of each way in turns, after one to warm up: what is kept, None for plain. The times of the shortest."""
+        for kept in ways:
+            yield Way(kept)
+        first = len(self._moments) - 1
+        for _ in range(RUNS):
+            for kept in ways:
+                yield Way(kept)
+        stopwatch = Stopwatch(on_gpu=self._on_gpu)
+        times = [stopwatch.seconds(a.time, b.time) for a, b in pairwise(self._moments[first:])]
+        return [min(times[n :: len(ways)]) for n in range(len(ways))]
+
+    @property
+    def _all_kept(self) -> frozenset[int]:
+        return self._smallest.union(self._relaxation.order)
+
+    def _plain_fits(self) -> bool:
+        peak = self._foreseen(self._relaxation.play(self._all_kept).peak_bytes + self._step.unkept_bytes)
+        if self._on_gpu:
+            return peak <= ROOM * torch.cuda.mem_get_info()[1]
+        try:
+            return peak <= ROOM * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+        except (AttributeError, OSError, ValueError):  # not a Unix
+            return True
+
+    def _say_slowdown(self, plain: float, lean: float, kept: frozenset[int], *, is_measured: bool) -> None:
+        least, now = self._relaxation.play(self._smallest), self._relaxation.play(kept)
+        how = "measured" if is_measured else "plain does not fit: foreseen"
+        self.status = (
+            f"slowdown {self.goal.slowdown:g}: plain takes {1e3 * plain:.1f} ms ({how}), the least memory "
+            f"{1e3 * lean:.1f} ms; saved tensors take {size_text(now.peak_bytes)} at most, "
+            f"{size_text(least.peak_bytes)} at the least"
+        )
+
+    # ------------------------------------------------------------------------------------------------------------ costs
+
+    def _time_rebuilds(self) -> Iterator[Way]:
+        """One step in which every rebuild is timed; from then on work is told in seconds."""
+        timing, items = Timing(on_gpu=self._on_gpu), self._step.items
+        yield Way(self._smallest, timing)
+        self._note_peak(self._smallest)
+        costs = timing.costs(items, [saved.item for saved in self._step.saved], self._smallest)
+        seconds = [0.0] * len(self._replay.graph.values)
+        for n, cost in costs.items():
+            seconds[n] = max(cost.host, cost.device)
+        self._replay = Replay(self._replay.graph, seconds)
+        self._relaxation = Relaxation(self._replay, self._smallest)

@@ -1,0 +1,91 @@
+"""What is kept beside the cut with the least memory: against every subset, on graphs that are small enough."""
+
+from __future__ import annotations
+
+import random
+from itertools import combinations
+
+import pytest
+
+from leangrad.policy.choice import lowest_peak
+from leangrad.policy.graph import Graph, Value
+from leangrad.policy.relax import Relaxation
+from leangrad.policy.replay import Replay
+
+
+def random_step(seed: int) -> tuple[Graph, list[float]]:
+    """A chain of products and cheap ops over them, as a lean model has it, and what each is worth."""
+    draw = random.Random(seed)
+    values: list[Value] = []
+    for _ in range(draw.randint(3, 9)):
+        nbytes = draw.choice([100, 200, 400])
+        if not values or draw.random() < 0.4:
+            values.append(Value(nbytes, is_fixed=True))
+        else:
+            inputs = draw.sample(range(len(values)), min(len(values), draw.randint(1, 2)))
+            values.append(Value(nbytes, tuple(sorted(inputs))))
+    reads = [n for n in range(len(values)) for _ in range(draw.randint(1, 2))]
+    ops = [Value(0, (n,), is_backward=True, scratch=draw.choice([0, 100, 500])) for n in sorted(reads, reverse=True)]
+    costs = [0.0 if value.is_fixed else draw.choice([1.0, 2.0, 5.0]) for value in values] + [0.0] * len(ops)
+    return Graph((*values, *ops)), costs
+
+
+def every_set(relaxation: Relaxation) -> list[frozenset[int]]:
+    order = relaxation.order
+    return [relaxation.kept.union(some) for size in range(len(order) + 1) for some in combinations(order, size)]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_near_the_best_of_all_sets(seed: int) -> None:
+    graph, costs = random_step(seed)
+    replay = Replay(graph, costs)
+    relaxation = Relaxation(replay, lowest_peak(graph, replay.play))
+    least, most = (
+        replay.play(relaxation.kept).peak_bytes,
+        replay.play(relaxation.kept.union(relaxation.order)).peak_bytes,
+    )
+    all_sets = every_set(relaxation)
+    before = None
+    for limit in sorted({least, (least + most) // 2, most}):
+        found = relaxation.within(lambda outcome, limit=limit: outcome.peak_bytes <= limit)
+        assert replay.play(found).peak_bytes <= limit
+        assert relaxation.kept <= found
+        best = min(replay.play(some).work for some in all_sets if replay.play(some).peak_bytes <= limit)
+        work = replay.play(found).work
+        assert work <= best + max(costs, default=0.0)  # greedy: at most one value more than the best is made again
+        assert before is None or work <= before  # more room is never more work
+        before = work
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_fewest_bytes_for_a_bound_on_work(seed: int) -> None:
+    graph, costs = random_step(seed)
+    replay = Replay(graph, costs)
+    relaxation = Relaxation(replay, lowest_peak(graph, replay.play))
+    most = replay.play(relaxation.kept).work
+    before = None
+    for share in (1.0, 0.5, 0.0):
+        found = relaxation.at_most(share * most)
+        assert replay.play(found).work <= share * most
+        assert before is None or found >= before
+        before = found
+    assert relaxation.at_most(most) == relaxation.kept
+
+
+def test_the_dearest_for_each_byte_is_kept_first() -> None:
+    product = Value(100, is_fixed=True)
+    cheap, dear = Value(100, (0,)), Value(100, (0,))
+    ops = [Value(0, (n,), is_backward=True) for n in (2, 1, 0)]
+    graph = Graph((product, cheap, dear, *ops))
+    replay = Replay(graph, [0, 1, 9, 0, 0, 0])
+    relaxation = Relaxation(replay, frozenset({0}))
+    assert relaxation.order == [2, 1]
+    assert relaxation.within(lambda outcome: outcome.kept_bytes <= 200) == {0, 2}
+
+
+def test_what_is_made_for_one_value_alone_is_part_of_its_gain() -> None:
+    product = Value(100, is_fixed=True)
+    between, last, other = Value(100, (0,)), Value(100, (1,)), Value(100, (0,))
+    ops = [Value(0, (n,), is_backward=True) for n in (3, 2, 0)]
+    replay = Replay(Graph((product, between, last, other, *ops)), [0, 5, 1, 4, 0, 0, 0])
+    assert Relaxation(replay, frozenset({0})).order[0] == 2  # 1 for itself and 5 for what nothing else needs

@@ -1,0 +1,333 @@
+"""A budget and a bound on the time: lean models that keep as much as is allowed, with the gradients of plain ones."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import leangrad
+from leangrad.errors import BudgetError
+from leangrad.ledger.learn import tuning
+from tests.support import assert_same_bits
+
+SETTLED = 12  # steps after which a plan for a budget stands, but for corrections
+WIDTH, ROWS = 64, 96
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.drop(nn.functional.gelu(self.up(self.norm(x)))))
+
+
+class Net(nn.Module):
+    def __init__(self, blocks: int = 4) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(Block() for _ in range(blocks)))
+
+    def forward(self, x: Tensor, *, scale: Tensor | None = None) -> Tensor:
+        out = self.blocks(x)
+        return out if scale is None else out * scale
+
+
+@pytest.fixture
+def net() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+@pytest.fixture
+def x() -> Tensor:
+    torch.manual_seed(1)
+    return torch.randn(ROWS, WIDTH)
+
+
+def step(model: nn.Module, x: Tensor, seed: int = 0) -> None:
+    model.zero_grad()
+    torch.manual_seed(seed)
+    model(x).square().mean().backward()
+
+
+def assert_same_gradients(plain: nn.Module, lean: nn.Module) -> None:
+    for a, b in zip(plain.parameters(), lean.parameters(), strict=True):
+        assert a.grad is not None
+        assert_same_bits(a.grad, b.grad)
+
+
+def peak(model: nn.Module, x: Tensor) -> int:
+    return leangrad.measure(lambda: step(model, x), timed_runs=0).peak_bytes
+
+
+def settle(model: nn.Module, x: Tensor, steps: int = SETTLED) -> None:
+    for _ in range(steps):
+        step(model, x)
+
+
+def ends(net: Net, x: Tensor) -> tuple[int, int]:
+    """The peaks of plain and of the least memory."""
+    plain, lean = copy.deepcopy(net), leangrad.lean(copy.deepcopy(net), min_bytes=0)
+    settle(lean, x, 4)
+    return peak(plain, x), peak(lean, x)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.25, 0.5, 0.75, 1.0])
+def test_every_step_has_plains_gradients_and_the_peak_is_within(net: Net, x: Tensor, share: float) -> None:
+    most, least = ends(net, x)
+    budget = int(least + share * (most - least))
+    plain, lean = copy.deepcopy(net), leangrad.lean(copy.deepcopy(net), budget=budget, min_bytes=0)
+    for seed in range(SETTLED + 4):
+        step(plain, x, seed)
+        step(lean, x, seed)
+        assert_same_gradients(plain, lean)
+    peaks = [peak(lean, x) for _ in range(5)]
+    assert peaks[-1] <= budget
+    assert peaks[-1] >= 0.8 * budget  # and what is allowed is used, but for the noise of dropouts, drawn again
+    assert "budget" in leangrad.ledger_of(lean).summary()
+
+
+def test_more_room_is_less_work(net: Net, x: Tensor) -> None:
+    most, least = ends(net, x)
+    left = []
+    for share in (0.0, 0.3, 0.6, 1.0):
+        lean = leangrad.lean(copy.deepcopy(net), budget=int(least + share * (most - least)), min_bytes=0)
+        settle(lean, x)
+        kept = leangrad.ledger_of(lean).entries(planned=True)
+        is_plain = leangrad.ledger_of(lean)._is_plain
+        left.append(0 if is_plain else sum(entry.nbytes for entry in kept if entry.outcome == "rebuilt"))
+    assert left == sorted(left, reverse=True)
+    noise = 4 * 4 * ROWS * 4 * WIDTH  # of the dropouts: it is drawn again as long as anything is rebuilt
+    assert left[0] > left[-1] == noise
+
+
+def test_a_budget_that_cannot_be_met_names_the_least(net: Net, x: Tensor) -> None:
+    _, least = ends(net, x)
+    lean = leangrad.lean(copy.deepcopy(net), budget=least // 2, min_bytes=0)
+    peak(lean, x)
+    with pytest.raises(BudgetError, match="cannot be met") as caught:
+        peak(lean, x)
+    assert caught.value.smallest == pytest.approx(least, rel=0.1)
+    with pytest.raises(BudgetError):  # and it goes on to say so
+        step(lean, x)
+    plain = copy.deepcopy(net)
+    step(plain, x)
+    step(leangrad.plain(lean), x)
+    assert_same_gradients(plain, lean)
+
+
+def test_the_error_survives_a_pickle() -> None:
+    error = pickle.loads(pickle.dumps(BudgetError("too little", 7)))
+    assert str(error) == "too little"
+
+
+@pytest.mark.parametrize("budget", ["20 gigs", 0, -1, float("nan"), "0%"])
+def test_no_budget(net: Net, budget: Any) -> None:
+    with pytest.raises(ValueError, match=r"^budget must be"):
+        leangrad.lean(net, budget=budget)
+    assert not leangrad.is_lean(net)
+
+
+@pytest.mark.parametrize("slowdown", [0.9, 0, float("nan"), float("inf"), "1.1", True])
+def test_no_slowdown(net: Net, slowdown: Any) -> None:
+    with pytest.raises(ValueError, match=r"slowdown must be a number of at least 1"):
+        leangrad.lean(net, slowdown=slowdown)
+
+
+def test_one_of_the_two(net: Net) -> None:
+    with pytest.raises(ValueError, match="not both"):
+        leangrad.lean(net, budget=10**9, slowdown=1.1)
+
+
+def test_a_share_of_a_cpu_is_an_error(net: Net, x: Tensor) -> None:
+    lean = leangrad.lean(net, budget="90%")
+    step(lean, x)
+    with pytest.raises(BudgetError, match="share of a GPU's memory"):
+        step(lean, x)
+
+
+# ----------------------------------------------------------------------------------------------------- a bound on time
+
+
+def fake_time(monkeypatch: pytest.MonkeyPatch, model: nn.Module, overhead: float) -> None:
+    """Steps take 1 second, and lean ones ``overhead`` more, by the share of the bytes that they rebuild."""
+    ledger = leangrad.ledger_of(model)
+    tuner: Any = ledger._tuner
+    now = [0.0]
+
+    def of_step() -> float:
+        if ledger._is_plain or ledger.decisions is None:
+            return 1.0
+        relaxation = tuner._relaxation
+        least = relaxation.play(tuner._smallest).work
+        return 1.0 + overhead * relaxation.play(ledger._kept_items or frozenset()).work / least
+
+    def tell(self: Any) -> float:
+        return now[0]
+
+    begin = tuner.begin
+
+    def timed(**how: Any) -> None:
+        if tuner._course is not None:
+            now[0] += of_step()
+        begin(**how)
+
+    monkeypatch.setattr(tuning.Stopwatch, "now", tell)
+    monkeypatch.setattr(tuner, "begin", timed)
+
+
+def rebuilt_bytes(model: nn.Module) -> int:
+    ledger = leangrad.ledger_of(model)
+    if ledger._is_plain:
+        return 0
+    return sum(entry.nbytes for entry in ledger.entries(planned=True) if entry.outcome == "rebuilt")
+
+
+@pytest.mark.parametrize(("overhead", "slowdown"), [(0.4, 1.1), (0.4, 1.2), (3.0, 1.1)])
+def test_the_least_memory_within_the_time(
+    net: Net, x: Tensor, overhead: float, slowdown: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lean = leangrad.lean(copy.deepcopy(net), slowdown=slowdown, min_bytes=0)
+    floor = leangrad.lean(copy.deepcopy(net), min_bytes=0)
+    settle(floor, x, 3)
+    fake_time(monkeypatch, lean, overhead)
+    settle(lean, x, 50)
+    status = leangrad.ledger_of(lean).summary().splitlines()[-1]
+    assert re.match(rf"slowdown {slowdown:g}: plain takes 1000.0 ms \(measured\)", status)
+    tuner: Any = leangrad.ledger_of(lean)._tuner
+    share = (
+        tuner._relaxation.play(leangrad.ledger_of(lean)._kept_items).work / tuner._relaxation.play(tuner._smallest).work
+    )
+    assert 1 + overhead * share <= slowdown
+    assert 0 < rebuilt_bytes(lean) < rebuilt_bytes(floor)
+
+
+def test_where_lean_is_fast_enough_it_takes_the_least(net: Net, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    lean = leangrad.lean(copy.deepcopy(net), slowdown=1.5, min_bytes=0)
+    fake_time(monkeypatch, lean, 0.4)
+    settle(lean, x, 40)
+    floor = leangrad.lean(copy.deepcopy(net), min_bytes=0)
+    settle(floor, x, 3)
+    assert rebuilt_bytes(lean) == rebuilt_bytes(floor)
+
+
+def test_with_no_time_to_lose_it_runs_plain(net: Net, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    lean = leangrad.lean(copy.deepcopy(net), slowdown=1.0, min_bytes=0)
+    fake_time(monkeypatch, lean, 0.4)
+    plain = copy.deepcopy(net)
+    for seed in range(50):
+        step(lean, x, seed)
+        step(plain, x, seed)
+        assert_same_gradients(plain, lean)
+    assert rebuilt_bytes(lean) == 0
+    assert peak(lean, x) == peak(plain, x)
+
+
+def test_where_plain_does_not_fit_its_time_is_foreseen(net: Net, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "ROOM", 0.0)
+    lean = leangrad.lean(net, slowdown=1.01, min_bytes=0)
+    for _ in range(50):
+        step(lean, x)
+        assert not leangrad.ledger_of(lean)._is_plain or "foreseen" in leangrad.ledger_of(lean).summary()
+    assert "plain does not fit: foreseen" in leangrad.ledger_of(lean).summary()
+
+
+# ------------------------------------------------------------------------------------------------- the life of a model
+
+
+def test_a_larger_batch_starts_from_the_least_again(net: Net, x: Tensor) -> None:
+    larger = torch.cat([x, x])
+    most, least_of_larger = ends(net, larger)
+    lean = leangrad.lean(copy.deepcopy(net), budget=(most + least_of_larger) // 2, min_bytes=0)
+    settle(lean, x)
+    ledger = leangrad.ledger_of(lean)
+    step(lean, x[: ROWS // 2])
+    assert ledger.differences == 0
+    first = peak(lean, larger)
+    assert ledger.differences == 1
+    assert first <= 1.1 * least_of_larger
+    plain = copy.deepcopy(net)
+    for seed in range(4):
+        step(plain, larger, seed)
+        step(lean, larger, seed)
+        assert_same_gradients(plain, lean)
+
+
+def test_a_batch_that_is_larger_by_a_keyword(net: Net, x: Tensor) -> None:
+    lean = leangrad.lean(net, budget=10**9, min_bytes=0)
+    settle(lean, x)
+    lean(x, scale=torch.ones(ROWS, WIDTH)).mean().backward()
+    assert leangrad.ledger_of(lean).differences == 1
+
+
+def test_copies_and_pickles_have_the_goal_and_begin_anew(net: Net, x: Tensor) -> None:
+    lean = leangrad.lean(net, budget=10**9, min_bytes=0)
+    settle(lean, x)
+    for copied in (copy.deepcopy(lean), pickle.loads(pickle.dumps(lean))):
+        ledger = leangrad.ledger_of(copied)
+        assert ledger.goal == tuning.Goal(budget=10**9)
+        assert ledger.decisions is None
+        assert all(hook.ledger is ledger for hook in copied._forward_pre_hooks.values())
+        step(copied, x)
+        assert not leangrad.plain(copied)._forward_pre_hooks
+        assert not copied._forward_pre_hooks_with_kwargs
+
+
+def test_other_forwards_in_between(net: Net, x: Tensor) -> None:
+    most, least = ends(net, x)
+    plain, lean = copy.deepcopy(net), leangrad.lean(copy.deepcopy(net), budget=(most + least) // 2, min_bytes=0)
+    for seed in range(SETTLED + 6):
+        for model in (plain, lean):
+            model.zero_grad()
+            with torch.no_grad():
+                model(x)
+            torch.manual_seed(seed)
+            first = model(x).square().mean()
+            second = model(x[: ROWS // 2]).square().mean()  # two micro-batches, and a graph that is read twice
+            (first + second).backward(retain_graph=True)
+            second.backward()
+        assert_same_gradients(plain, lean)
+
+
+def test_a_forward_that_fails(net: Net, x: Tensor) -> None:
+    lean = leangrad.lean(copy.deepcopy(net), budget=10**9, min_bytes=0)
+    for seed in range(SETTLED):
+        with pytest.raises(RuntimeError, match=r"shapes cannot be multiplied|normalized_shape"):
+            lean(x[:, : WIDTH // 2])
+        step(lean, x, seed)
+    step(net, x, SETTLED - 1)
+    assert_same_gradients(net, lean)
+
+
+def test_nothing_piles_up(net: Net, x: Tensor) -> None:
+    lean = leangrad.lean(net, budget=10**9, min_bytes=0)
+    settle(lean, x, 40)
+    tuner: Any = leangrad.ledger_of(lean)._tuner
+    assert len(tuner._moments) <= 2
+
+
+def test_beside_checkpoint_and_packed_gradients(net: Net, x: Tensor) -> None:
+    class Checkpointed(Net):
+        def forward(self, x: Tensor, *, scale: Tensor | None = None) -> Tensor:
+            x = torch.utils.checkpoint.checkpoint(self.blocks[0], x, use_reentrant=False)
+            return self.blocks[1:](x)
+
+    torch.manual_seed(0)
+    plain = Checkpointed()
+    lean = leangrad.lean(copy.deepcopy(plain), budget=10**9, min_bytes=0)
+    packed = leangrad.lean(copy.deepcopy(plain), budget=10**9, min_bytes=0)
+    leangrad.pack_gradients(packed)
+    for seed in range(SETTLED):
+        for model in (plain, lean, packed):
+            step(model, x, seed)
+        assert_same_gradients(plain, lean)
+        assert_same_gradients(plain, packed)
