@@ -5,9 +5,9 @@
     model = leangrad.lean(model)    # same class, same parameters, same state_dict, same gradients
 
 [Note: names of rooms] `floor`, `frontier`, `lean`, `measure` and `verify` are functions here and also the modules that
-hold them. The imports below run each module first and bind its function last, so `leangrad.measure(step)` is the function, and
-`from leangrad.measure import Measurement` still finds the module, by its path. That is why none of the five may be
-imported lazily: the first import by path would then put the module in the function's place.
+hold them. The imports below run each module first and bind its function last, so `leangrad.measure(step)` is the
+function, and `from leangrad.measure import Measurement` still finds the module, by its path. That is why none of the
+five may be imported lazily: the first import by path would then put the module in the function's place.
 
 `nn` and the other folders of `_ON_DEMAND` share their name with no function. They are imported when they are first
 asked for, because `import leangrad` would take twice as long with them. `nn` is not in `__all__`: a star import would

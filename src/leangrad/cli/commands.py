@@ -1,4 +1,4 @@
-"""The command line: `leangrad demo`, `verify`, `floor`, `frontier`, `fit` and `doctor`; also as `python -m leangrad`."""
+"""The command line: `leangrad demo`, `verify`, `floor`, `frontier`, `fit`, `doctor`; also as `python -m leangrad`."""
 
 from collections.abc import Callable
 from enum import StrEnum
@@ -158,7 +158,7 @@ def floor(target: Target, autocast: AutocastOption = None, traceback: TracebackO
     typer.echo(str(found))
 
 
-# ------------------------------------------------------------------------------------------------------- frontier and fit
+# ----------------------------------------------------------------------------------------------------- frontier and fit
 
 app.command()(frontier)
 app.command()(fit)

@@ -1,4 +1,4 @@
-"""The commands that measure memory against time, and search the largest batch: `leangrad frontier` and `leangrad fit`."""
+"""`leangrad frontier` measures time against peak memory; `leangrad fit` searches the largest batch."""
 
 import contextlib
 from collections.abc import Callable, Iterator

@@ -1,7 +1,7 @@
 """Time against peak memory, for every way to train a model: plain, lean with budgets, a checkpoint around each block.
 
-Read in this order: `repeated` (where a checkpoint stands), `ways` (what is compared), `copies` (the model, many times in
-the memory of one), `meter` (what a peak counts), `training` (one way at work), `failure` (why a way has no figures),
+Read in this order: `repeated` (where a checkpoint stands), `ways` (what is compared), `copies` (the model, many times
+in the memory of one), `meter` (what a peak counts), `failure` (why a way has no figures), `training` (one way at work),
 `picture` and `result` (what comes out), `comparison` (all ways in turns), and `frontier` itself, here. `fit/` searches
 the largest batch that fits.
 """

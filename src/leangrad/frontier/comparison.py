@@ -49,6 +49,7 @@ class Comparison:
 
     @property
     def meter(self) -> Meter:
+        """What counts the memory of the steps."""
         return self.setup.meter
 
     def run(self) -> Frontier:
@@ -100,9 +101,7 @@ class Comparison:
             self.reference = first
             return
         apart = max(one.max_difference for one in found)
-        self.notes.append(
-            f"plain differs from itself by up to {apart:.2g}, so no bits were compared: see leangrad.verify"
-        )
+        self.notes.append(f"plain differs from itself by up to {apart:.2g}, so no bits were compared")
 
     def _standing(self) -> int:
         """What stands on the device beside the optimizer's state."""

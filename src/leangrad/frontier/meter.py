@@ -35,6 +35,8 @@ class Reading:
 class Meter:
     """Counts the memory of steps on a CPU, and on any device that torch's profiler knows."""
 
+    is_free = False  # measuring takes a fraction of a second
+
     def read(self, step: Step) -> Reading:
         """Run a step and count."""
         measurement = measure(lambda: step(lambda: None), timed_runs=0)
@@ -69,6 +71,8 @@ class Meter:
 
 class CudaMeter(Meter):
     """Counts the memory of steps on a GPU. The device's peak statistics are reset."""
+
+    is_free = True
 
     def __init__(self, device: torch.device, model: nn.Module, batch: Any) -> None:
         self._device = device

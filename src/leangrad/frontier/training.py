@@ -150,7 +150,7 @@ def make_optimizer(make: MakeOptimizer | None, model: nn.Module) -> torch.optim.
     made = make([parameter for parameter in model.parameters() if parameter.requires_grad])
     if not isinstance(made, torch.optim.Optimizer):
         raise TypeError(
-            f"expected optimizer to be a function of the parameters that gives an optimizer, such as torch.optim.AdamW, "
-            f"got one that gives {type(made).__name__}"
+            "expected optimizer to be a function of the parameters that gives an optimizer, such as "
+            f"torch.optim.AdamW, got one that gives {type(made).__name__}"
         )
     return made

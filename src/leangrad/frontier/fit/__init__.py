@@ -1,7 +1,7 @@
 """The largest batch that fits into a given memory, for every way to train a model.
 
-Read in this order: `rows` (a batch with more rows or fewer), `search` (the largest number that fits, in few trials), and
-`fit` itself, here. Ways, copies and the meter are those of `leangrad.frontier`.
+Read in this order: `rows` (a batch with more rows or fewer), `search` (the largest number that fits, in few trials),
+and `fit` itself, here. Ways, copies and the meter are those of `leangrad.frontier`.
 """
 
 import dataclasses
@@ -204,14 +204,20 @@ class _Search:
         return Trial(rows, False, smallest)
 
     def _peak(self, way: Way, rows: int) -> int:
-        """The highest peak of the first steps of a new copy of the model."""
+        """The highest peak of the first steps of a new copy of the model.
+
+        Where measuring takes time, of its first two steps, of which lean records the first, and of the last.
+        """
         given = self.subject
         subject = Subject.of(given.model, with_rows(self.batch, rows), given.loss, given.autocast, caller="fit")
         training = Training(way, Setup(subject, self.copies, self.optimizer, self.meter))
         highest = 0
-        for _ in range(way.warm_up_steps):
+        for n in range(way.warm_up_steps):
             self.copies.clear_gradients()
-            highest = max(highest, self.meter.read(training.step).peak_bytes)
+            if self.meter.is_free or n < 2 or n == way.warm_up_steps - 1:
+                highest = max(highest, self.meter.read(training.step).peak_bytes)
+            else:
+                training.step()
             if highest > self.memory:
                 break
         return highest

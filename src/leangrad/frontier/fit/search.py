@@ -59,11 +59,17 @@ def _next(trials: list[Trial], memory: int, start: int, fits: int, fails: int, m
 
 
 def _by_line(trials: list[Trial], memory: int) -> int | None:
-    """Where the line through the smallest trial and the one next to `memory` reaches it; None if there is no line."""
-    known = {trial.rows: trial.needs for trial in trials if trial.needs is not None}
-    if len(known) < 2:
+    """Where the line through the two trials next to `memory` reaches it; None if there is no line.
+
+    They are on both sides of it if possible: a peak is the highest of several lines, such as that of the gradients and
+    that of the activations, so trials that are further off may lie on another line.
+    """
+    known = sorted((trial.rows, trial.needs) for trial in trials if trial.needs is not None)
+    below = [point for point in known if point[1] <= memory]
+    above = [point for point in known if point[1] > memory]
+    near = [*below[-1:], *above[:1]] if below and above else (below[-2:] or above[:2])
+    if len(near) < 2:
         return None
-    low = min(known)
-    near = min((rows for rows in known if rows != low), key=lambda rows: abs(known[rows] - memory))
-    slope = (known[near] - known[low]) / (near - low)
-    return None if slope <= 0 else int(low + (memory - known[low]) / slope)
+    (low, low_needs), (high, high_needs) = near
+    slope = (high_needs - low_needs) / (high - low)
+    return None if slope <= 0 else int(low + (memory - low_needs) / slope)
