@@ -250,7 +250,7 @@ def test_code_of_the_compile_paper_runs(capsys: pytest.CaptureFixture[str]) -> N
 def test_code_and_commands_of_the_budget_paper_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The first block is run as it is, the second is the file that the commands name; these with fewer points and rows."""
+    """The first block is run as it is, the second is the file that the commands name; these try less."""
     from typer.testing import CliRunner
 
     from leangrad.cli import app

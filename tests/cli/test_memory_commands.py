@@ -22,11 +22,17 @@ FACTORIES = """
 import torch
 from torch import nn
 
-def block():
-    return nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU())
+def block(width=8):
+    return nn.Sequential(nn.Linear(width, width), nn.LayerNorm(width), nn.GELU())
 
 def pair():
     return nn.Sequential(block(), block()), torch.randn(4, 8)
+
+def large():
+    return nn.Sequential(block(64), block(64)), torch.randn(512, 64)
+
+def large_with_loss():
+    return *large(), lambda out: (out - 1).pow(2).mean()
 
 def triple():
     return *pair(), lambda out: (out - 1).pow(2).mean()
@@ -71,7 +77,7 @@ def factories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
 # frontier
 
 
-@pytest.mark.parametrize("name", ["pair", "triple"])
+@pytest.mark.parametrize("name", ["large", "large_with_loss"])
 def test_frontier_of_a_users_model(factories: Path, name: str) -> None:
     picture = factories.parent / "picture.svg"
     result = invoke("frontier", f"{factories}:{name}", "--points", "1", "--steps", "1", "--picture", str(picture))
@@ -88,7 +94,7 @@ def test_frontier_as_json_with_its_progress_on_stderr(factories: Path) -> None:
     assert result.exit_code == 0, result.output
     read = json.loads(result.stdout)
     assert [point["way"] for point in read["points"]] == ["plain", "lean", "checkpoint"]
-    assert "timing, round 1 of 1" in result.stderr
+    assert "100%" in result.stderr
 
 
 def test_frontier_hands_its_options_on(factories: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,8 +125,8 @@ def test_frontier_fails_if_a_gradient_of_lean_differs(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--points", "-1"], "-1 is not in the range"),
-        (["--steps", "0"], "0 is not in the range"),
+        (["--points", "-1"], "Invalid value for '--points'"),
+        (["--steps", "0"], "Invalid value for '--steps'"),
         (["--picture", "frontier.png"], "expected --picture to name an SVG file"),
         (["--picture", "no_such_folder/frontier.svg"], "found no folder 'no_such_folder'"),
     ],
@@ -142,14 +148,14 @@ def test_fit_a_users_model(factories: Path) -> None:
     assert [re.split(r"  +", line)[:2] for line in lines[2:]] == [
         [way, "6"] for way in ("plain", "checkpoint", "lean", "lean, budget")
     ]
-    assert "plain, 4 rows" in result.stderr
+    assert "100%" in result.stderr
 
 
 def test_fit_as_json(factories: Path) -> None:
-    result = invoke("fit", f"{factories}:pair", "--memory", "1kB", "--json", FORCE_COLOR="1", TERM="xterm")
+    result = invoke("fit", f"{factories}:pair", "--memory", "200", "--json", FORCE_COLOR="1", TERM="xterm")
     assert result.exit_code == 0, result.output
     read = json.loads(result.stdout)
-    assert read["memory"] == 1000
+    assert read["memory"] == 200
     assert {way["way"]: way["rows"] for way in read["ways"]}["plain"] == 0
 
 
@@ -162,7 +168,7 @@ def test_fit_as_json(factories: Path) -> None:
         ("pair", ["--memory", "nan"], "got 'nan'"),
         ("pair", ["--memory", "90%"], "got '90%'"),
         ("pair", [], "Missing option '--memory'"),
-        ("pair", ["--memory", "1GB", "--most", "0"], "0 is not in the range"),
+        ("pair", ["--memory", "1GB", "--most", "0"], "Invalid value for '--most'"),
         ("no_tensors", ["--memory", "1GB"], "expected a batch with a tensor whose dimension 0 counts its rows, got ()"),
         ("other_rows", ["--memory", "1GB"], "the same dimension 0, which counts its rows, got float32[3, 2] and"),
         ("alone", ["--memory", "1GB"], "expected alone() to return (model, batch) or (model, batch, loss), got Linear"),

@@ -175,17 +175,20 @@ class Comparison:
     def _time(self, trainings: list[Training]) -> None:
         """Let the ways take turns, each round in another order."""
         for n in range(self.rounds):
-            for training in trainings[n % len(trainings) :] + trainings[: n % len(trainings)] if trainings else []:
-                if training.has_failed:
-                    continue
-                try:
-                    training.time(_STEPS_IN_A_TURN)
-                except Exception as error:
-                    training.fail(error)
-                    training.seconds.clear()
-                if training.has_failed:
-                    self.meter.release()
+            first = n % max(1, len(trainings))
+            for training in trainings[first:] + trainings[:first]:
+                if not training.has_failed:
+                    self._turn(training)
                 self._advance(f"timing, round {n + 1} of {self.rounds}")
+
+    def _turn(self, training: Training) -> None:
+        try:
+            training.time(_STEPS_IN_A_TURN)
+        except Exception as error:
+            training.fail(error)
+            training.seconds.clear()
+        if training.has_failed:
+            self.meter.release()
 
     def _advance(self, what: str, steps: int = 1) -> None:
         self.done += steps

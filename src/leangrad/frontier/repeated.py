@@ -31,7 +31,7 @@ def repeated_modules(model: nn.Module) -> dict[str, nn.Module]:
     level = list(_children("", model))
     while level:
         counts = Counter(type(module) for _, module in level if _may_be_block(module))
-        below = []
+        below: list[tuple[str, nn.Module]] = []
         for name, module in level:
             if module in seen:  # under a second name
                 continue
@@ -60,7 +60,7 @@ def _may_be_block(module: nn.Module) -> bool:
 def checkpoint_each(modules: dict[str, nn.Module]) -> None:
     """Put a non-reentrant checkpoint around the forward of each module."""
     for module in modules.values():
-        module.forward = partial(checkpoint, module.forward, use_reentrant=False)  # type: ignore[method-assign]
+        module.forward = partial(checkpoint, module.forward, use_reentrant=False)
 
 
 def describe_repeated(modules: dict[str, nn.Module]) -> str:

@@ -3,6 +3,7 @@
 import dataclasses
 import html
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -110,7 +111,7 @@ def _cells(point: Point) -> tuple[str, ...]:
     )
 
 
-def text_table(headings: tuple[str, ...], rows: list[tuple[str, ...]], *, left: tuple[str, ...]) -> str:
+def text_table(headings: tuple[str, ...], rows: Sequence[tuple[str, ...]], *, left: tuple[str, ...]) -> str:
     """Rows of text in columns, those named in `left` aligned to the left; a column that is empty is left out.
 
     >>> print(text_table(("way", "peak", "note"), [("plain", "9 B", ""), ("lean", "10 B", "")], left=("way",)))
