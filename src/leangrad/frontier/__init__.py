@@ -51,7 +51,7 @@ def frontier(
 
     Afterwards model, batch, `.grad` and random states are as before, also if the model raises; see [Note: What is put
     back] in `verify/memory.py`. The copies share one set of buffers and gradients; with an optimizer, and only then,
-    one more set of parameters stands on the device.
+    one more set of parameters stands on the device. Hooks of the model's modules run; those of its parameters do not.
 
     Args:
         model: a module with at least one parameter that requires a gradient, in the mode it is to be trained in.

@@ -9,7 +9,7 @@ from leangrad.frontier.failure import is_out_of_memory
 from leangrad.frontier.meter import Meter, bytes_on, meter_for
 from leangrad.frontier.result import Frontier, Point
 from leangrad.frontier.training import MakeOptimizer, Setup, Training, make_optimizer
-from leangrad.frontier.ways import Way, budget_way, checkpoint_way, lean_way, plain_way
+from leangrad.frontier.ways import Way, budget_way, checkpoint_way, lean_way, no_checkpoint, plain_way
 from leangrad.switch import NAME, disabled
 from leangrad.verify import check_gradients
 from leangrad.verify.comparison import Outcome, differences
@@ -165,12 +165,7 @@ class Comparison:
 
     def _checkpoint(self) -> Training:
         way = checkpoint_way(self.setup.copies.first)
-        if way is not None:
-            return self._settle(way)
-        training = Training(Way("checkpoint", lambda model: None, 0), self.setup)
-        training.has_failed = True
-        training.notes.append("found no repeated modules to put it around")
-        return training
+        return Training(no_checkpoint(), self.setup) if way is None else self._settle(way)
 
     def _time(self, trainings: list[Training]) -> None:
         """Let the ways take turns, each round in another order."""

@@ -49,7 +49,7 @@ class Training:
         self.seconds: list[float] = []
         self.is_bitwise: bool | None = None
         self.notes = [way.note] if way.note else []
-        self.has_failed = False
+        self.has_failed = way.prepare is None
         self.smallest_budget: int | None = None
         self._setup = setup
         self._subject: Subject | None = None
@@ -58,6 +58,7 @@ class Training:
     def subject(self) -> Subject:
         """The copy of the model, with batch and loss. It is made when it is first asked for, and may refuse."""
         if self._subject is None:
+            assert self.way.prepare is not None
             model = self._setup.copies.new()
             self.way.prepare(model)
             self._subject = replace(self._setup.subject, model=model)
@@ -80,18 +81,18 @@ class Training:
 
     def warm_up(self, memory: Memory, after_step: Callable[[], object]) -> tuple[Outcome, Outcome]:
         """Train until nothing changes more; return what the first and the last step gave, from the same state."""
-        first = self._outcome(memory)
+        first = self._outcome(memory)  # in whose state it still is
         after_step()
         for _ in range(self.way.warm_up_steps - 2):
             self._setup.copies.clear_gradients()
             self.step()
             after_step()
+        memory.restore()
         last = self._outcome(memory)
         after_step()
         return first, last
 
     def _outcome(self, memory: Memory) -> Outcome:
-        memory.restore()
         memory.clear_gradients()
         torch.clear_autocast_cache()
         arguments, inputs = self.subject.fresh_arguments()

@@ -8,7 +8,7 @@ from torch import nn
 from leangrad.frontier.repeated import checkpoint_each, describe_repeated, repeated_modules
 from leangrad.lean import lean
 
-__all__ = ["Way", "budget_way", "checkpoint_way", "lean_way", "plain_way"]
+__all__ = ["Way", "budget_way", "checkpoint_way", "lean_way", "no_checkpoint", "plain_way"]
 
 _PLAIN_STEPS = 3  # caches fill; cuDNN and the like choose their kernels
 _LEAN_STEPS = 5  # the first is recorded, a second one shows the peak, and the fused replays are built
@@ -19,12 +19,13 @@ _BUDGET_STEPS = 14  # a plan settles within some ten steps
 class Way:
     """One way to train: its name, what makes a copy of the model train so, and the steps until nothing changes more.
 
+    - `prepare`: None if this model cannot be trained so; the note says why.
     - `budget`: the peak that it may take, in the bytes that the frontier counts.
     - `note`: what its row says.
     """
 
     name: str
-    prepare: Callable[[nn.Module], object]
+    prepare: Callable[[nn.Module], object] | None
     warm_up_steps: int
     budget: int | None = None
     note: str = ""
@@ -51,6 +52,11 @@ def checkpoint_way(model: nn.Module) -> Way | None:
     if not found:
         return None
     return Way("checkpoint", _checkpoint, _PLAIN_STEPS, note=f"around {describe_repeated(found)}")
+
+
+def no_checkpoint() -> Way:
+    """In the place of `checkpoint_way`, for a model that has none."""
+    return Way("checkpoint", None, 0, note="found no repeated modules to put it around")
 
 
 def _checkpoint(model: nn.Module) -> None:

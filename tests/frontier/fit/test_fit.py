@@ -15,10 +15,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import leangrad
+from leangrad.frontier import fit as fit_module
 from leangrad.frontier import ways
 from leangrad.frontier.fit import Fit, Fitted, fit
 from leangrad.frontier.fit.rows import count_rows, with_rows
 from leangrad.frontier.fit.search import Trial, largest_fit
+from leangrad.frontier.meter import Meter, Reading, Step
 from leangrad.frontier.repeated import checkpoint_each, repeated_modules
 from leangrad.lean import lean
 from tests.support import same_bits
@@ -132,6 +134,20 @@ def test_a_flat_need_is_no_line() -> None:
 # Whole models
 
 
+class Quick(Meter):
+    """Counts 1000 bytes for any step: measuring takes time."""
+
+    def read(self, step: Step) -> Reading:
+        step(lambda: None)
+        return Reading(1000, 0)
+
+
+@pytest.fixture
+def quick_meter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fit_module, "meter_for", lambda model, batch: Quick())
+    monkeypatch.setattr(ways, "lean", lean_down_to(1))
+
+
 def peak(model: nn.Module, rows: int, batch: Tensor, steps: int = 3) -> int:
     x = with_rows(batch, rows)
     peaks = []
@@ -146,9 +162,10 @@ def checkpointed(model: nn.Module) -> nn.Module:
     return model
 
 
+@pytest.mark.slow
 def test_one_row_more_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ways, "lean", lean_down_to(1))
-    model, batch, memory = stack(6, 64), torch.randn(24, 64), 1_200_000
+    model, batch, memory = stack(6, 64), torch.randn(60, 64), 1_200_000
     found = {fitted.way: fitted for fitted in fit(model, batch, memory=memory).ways}
     assert list(found) == ["plain", "checkpoint", "lean", "lean, budget"]
     makers: dict[str, Callable[[nn.Module], nn.Module]] = {
@@ -167,6 +184,7 @@ def test_one_row_more_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["lean, budget"].rows == found["lean"].rows
 
 
+@pytest.mark.usefixtures("quick_meter")
 def test_a_budget_that_is_refused_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Down to 1000 bytes a row, which is less than any other way needs."""
 
@@ -190,41 +208,43 @@ def test_a_real_budget_fits_no_less_than_the_floor() -> None:
     assert found["lean, budget"].peak_bytes <= 2_000_000
 
 
-def test_memory_for_nothing_and_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ways, "lean", lean_down_to(1))
+@pytest.mark.usefixtures("quick_meter")
+def test_memory_for_nothing_and_for_all() -> None:
     model, batch = nn.Linear(8, 8), torch.randn(4, 8)
     none = fit(model, batch, memory=10)
-    assert [fitted.rows for fitted in none.ways] == [0, 0, 0]
-    assert "one row takes" in none.ways[0].note
+    assert [fitted.rows for fitted in none.ways] == [0, None, 0, 0]
+    assert none.ways[0].note == "one row takes 1,000 B"
     every = fit(model, batch, memory="1GB", most=10)
-    assert [fitted.rows for fitted in every.ways] == [10, 10, 10]
+    assert [fitted.rows for fitted in every.ways] == [10, None, 10, 10]
     assert every.ways[0].note == "no more were tried"
-    assert [fitted.rows for fitted in fit(model, batch, memory="1GB", most=2).ways] == [2, 2, 2]
+    assert [fitted.rows for fitted in fit(model, batch, memory="1GB", most=2).ways] == [2, None, 2, 2]
 
 
-def test_running_out_of_memory_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ways, "lean", lean_down_to(1))
-
+@pytest.mark.usefixtures("quick_meter")
+def test_running_out_of_memory_does_not_fit() -> None:
     class Small(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             if len(x) > 5:
                 raise torch.OutOfMemoryError("out of memory, by a test")
             return super().forward(x)
 
-    assert [fitted.rows for fitted in fit(Small(4, 4), torch.randn(2, 4), memory="1GB").ways] == [5, 5, 5]
+    assert [fitted.rows for fitted in fit(Small(4, 4), torch.randn(2, 4), memory="1GB").ways] == [5, None, 5, 5]
 
 
+@pytest.mark.usefixtures("quick_meter")
 def test_a_way_that_fails_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(model: nn.Module, budget: int | None = None) -> nn.Module:
         raise KeyError("by a test")
 
     monkeypatch.setattr(ways, "lean", broken)
-    found = fit(nn.Linear(4, 4), torch.randn(2, 4), memory=5000).ways
-    assert found[0].rows
-    assert found[1] == Fitted("lean", None, None, 0, "the floor; failed with KeyError: 'by a test'")
-    assert found[2].rows is None
+    found = fit(nn.Linear(4, 4), torch.randn(2, 4), memory=5000, most=4).ways
+    assert found[0].rows == 4
+    assert found[1] == Fitted("checkpoint", None, note="found no repeated modules to put it around")
+    assert found[2] == Fitted("lean", None, None, 1, "the floor; failed with KeyError: 'by a test'")
+    assert found[3].rows is None
 
 
+@pytest.mark.usefixtures("quick_meter")
 def test_a_loss_of_fixed_rows_is_told() -> None:
     targets = torch.randn(2, 4)
     with pytest.raises(RuntimeError) as raised:
@@ -232,8 +252,8 @@ def test_a_loss_of_fixed_rows_is_told() -> None:
     assert any("the loss has to take any number of rows" in note for note in raised.value.__notes__)
 
 
-def test_the_model_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ways, "lean", lean_down_to(1))
+@pytest.mark.usefixtures("quick_meter")
+def test_the_model_is_left_as_it_was() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
     batch = torch.randn(8, 4)
     model(batch).sum().backward()

@@ -21,7 +21,7 @@ from leangrad.frontier.fit.search import Trial, largest_fit
 from leangrad.frontier.meter import bytes_on, meter_for
 from leangrad.frontier.result import text_table
 from leangrad.frontier.training import MakeOptimizer, Setup, Training, make_optimizer
-from leangrad.frontier.ways import Way, budget_way, checkpoint_way, lean_way, plain_way
+from leangrad.frontier.ways import Way, budget_way, checkpoint_way, lean_way, no_checkpoint, plain_way
 from leangrad.measure.measurement import format_bytes
 from leangrad.sizes import parse_size
 from leangrad.verify import check_trainable
@@ -146,19 +146,22 @@ class _Search:
     def ways(self) -> list[Way]:
         """All ways."""
         checkpoint = checkpoint_way(self.copies.first)
-        return [plain_way(), *([checkpoint] if checkpoint else []), lean_way(), self._budget_way()]
+        return [plain_way(), checkpoint or no_checkpoint(), lean_way(), self._budget_way()]
 
     def _budget_way(self) -> Way:
         return budget_way(self.memory, self.meter.budget_for(self.memory))
 
     def run(self, way: Way, say: Callable[[str], object]) -> Fitted:
         """The largest batch of one way."""
-        trials: list[Trial] = []
+        if way.prepare is None:
+            return Fitted(way.name, None, note=way.note)
+        trials: dict[int, Trial | None] = {}  # by their rows; None for one that failed
 
         def attempt(rows: int) -> Trial:
             say(f"{way.name}, {rows} rows")
-            trials.append(self.attempt(way, rows))
-            return trials[-1]
+            trials[rows] = None
+            trials[rows] = trial = self.attempt(way, rows)
+            return trial
 
         try:
             rows = largest_fit(attempt, self.memory, min(self.best, self.most), self.most)
@@ -168,13 +171,13 @@ class _Search:
             self.meter.release()
             return Fitted(way.name, None, trials=len(trials), note=f"{way.note}; {sentence_of(error)}".lstrip("; "))
         self.best = max(rows, 1)
-        peak = next((trial.peak_bytes for trial in trials if trial.rows == rows), None)
+        best = trials.get(rows)
         notes = [way.note] if way.note else []
         if rows == self.most:
             notes.append("no more were tried")
-        if rows == 0 and (needed := next((trial.needs for trial in trials if trial.rows == 1), None)):
-            notes.append(f"one row takes {format_bytes(needed)}")
-        return Fitted(way.name, rows, peak, len(trials), "; ".join(notes))
+        if rows == 0 and (one := trials.get(1)) and one.needs:
+            notes.append(f"one row takes {format_bytes(one.needs)}")
+        return Fitted(way.name, rows, best.peak_bytes if best else None, len(trials), "; ".join(notes))
 
     def attempt(self, way: Way, rows: int) -> Trial:
         """Train a few steps with a batch of so many rows."""
