@@ -1,6 +1,7 @@
 """The parts of the frontier: repeated modules, copies that share tensors, failures, and the meter."""
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import leangrad
 from leangrad.errors import BudgetError
 from leangrad.frontier.copies import Copies
 from leangrad.frontier.failure import is_out_of_memory, sentence_of
-from leangrad.frontier.meter import bytes_on, meter_for
+from leangrad.frontier.meter import CudaMeter, Reading, bytes_on, meter_for
 from leangrad.frontier.repeated import checkpoint_each, describe_repeated, repeated_modules
 from leangrad.lean import is_lean
 from tests.support import same_bits
@@ -173,6 +174,47 @@ def test_bytes_count_a_storage_once_and_in_blocks() -> None:
     batch = [model.scale, torch.ones(256)]
     assert bytes_on(torch.device("cpu"), model, batch) == 512 + 512 + 1024
     assert bytes_on(torch.device("meta"), model, batch) == 0
+
+
+def test_the_meter_of_a_gpu_counts_the_rest_of_the_device_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With numbers in the place of a GPU: 10,000 bytes of others, the model and its batch, and a step."""
+    model, x = Tied(), torch.ones(256)
+    own = 512 + 512 + 1024
+    now, peak = [10_000 + own], [0]
+
+    def allocate(nbytes: int) -> None:
+        now[0] += nbytes
+        peak[0] = max(peak[0], now[0])
+
+    def step(at_backward: Callable[[], object]) -> None:
+        allocate(3000)
+        at_backward()
+        allocate(700)
+        allocate(-3700)
+
+    def reset(device: torch.device) -> None:
+        peak[0] = now[0]
+
+    for name, function in {
+        "memory_allocated": lambda device: now[0],
+        "max_memory_allocated": lambda device: peak[0],
+        "memory_reserved": lambda device: 20_000,
+        "mem_get_info": lambda device: (5000, 50_000),
+        "reset_peak_memory_stats": reset,
+        "synchronize": lambda device: None,
+        "empty_cache": lambda: None,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, function)
+    meter = CudaMeter(torch.device("cpu"), model, x)
+    assert meter.read(step) == Reading(own + 3700, 3000)
+    assert meter.budget_for(own + 3700) == 10_000 + own + 3700
+    assert meter.peak_at(meter.budget_for(77)) == 77
+    assert meter.capacity() == 25_000 - 10_000
+    allocate(400)  # something that an earlier way holds on to
+    meter.count_off(400)
+    assert meter.read(step) == Reading(own + 3700, 3000)
+    assert meter.standing_bytes() == 10_000 + own + 400
+    meter.release()
 
 
 @pytest.mark.gpu

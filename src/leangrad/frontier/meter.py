@@ -65,7 +65,7 @@ class Meter:
         """Wait for the device."""
 
     def release(self) -> None:
-        """Give back what a step that failed has left."""
+        """Give back what steps have left."""
         gc.collect()
 
 
@@ -108,6 +108,7 @@ class CudaMeter(Meter):
 
     def standing_bytes(self) -> int:
         """What is allocated now."""
+        gc.collect()
         return torch.cuda.memory_allocated(self._device)
 
     def synchronize(self) -> None:
@@ -115,7 +116,7 @@ class CudaMeter(Meter):
         torch.cuda.synchronize(self._device)
 
     def release(self) -> None:
-        """Give back what a step that failed has left."""
+        """Give back what steps have left."""
         gc.collect()
         torch.cuda.empty_cache()
 

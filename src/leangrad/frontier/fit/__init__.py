@@ -168,7 +168,6 @@ class _Search:
         except Exception as error:
             if way.name == "plain":
                 raise
-            self.meter.release()
             return Fitted(way.name, None, trials=len(trials), note=f"{way.note}; {sentence_of(error)}".lstrip("; "))
         self.best = max(rows, 1)
         best = trials.get(rows)
@@ -182,6 +181,7 @@ class _Search:
     def attempt(self, way: Way, rows: int) -> Trial:
         """Train a few steps with a batch of so many rows."""
         self.start.restore()
+        self.meter.release()
         # A batch of another size is made beside the one that was given, which is none of the step's.
         beside = 0 if rows == self.rows else bytes_on(self.device, self.batch)
         self.meter.count_off(beside)
@@ -203,7 +203,6 @@ class _Search:
         finally:
             self.copies.clear_gradients()
             self.meter.count_off(-beside)
-        self.meter.release()
         return Trial(rows, False, smallest)
 
     def _peak(self, way: Way, rows: int) -> int:
