@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import leangrad
 from leangrad.frontier import Frontier, Point, comparison, frontier, ways
+from leangrad.frontier.repeated import checkpoint_each, repeated_modules
 from leangrad.lean import lean
 from tests.support import same_bits
 from tests.support.budgets import lean_down_to
@@ -124,6 +125,23 @@ def test_another_smallest_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ways, "lean", lean_down_to(20_000, then=23_000))
     found = frontier(stack(), torch.randn(64, 16), points=1, steps=1)
     assert [(point.budget, point.note) for point in found.points if point.budget] == [(23_000, "the smallest")]
+
+
+def test_a_lean_that_goes_below_the_floor_and_refuses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = stack(), torch.randn(64, 16)
+    floor = peak_of(lean(copy.deepcopy(model)), x)[0]
+
+    def stand_in(model: nn.Module, *, budget: int | None = None) -> nn.Module:
+        if budget is None or budget >= floor:
+            return lean(model)
+        checkpoint_each(repeated_modules(model))
+        return model
+
+    monkeypatch.setattr(ways, "lean", stand_in)
+    found = frontier(model, x, points=2, steps=1)
+    smallest = by_way(found)["checkpoint"].peak_bytes
+    assert smallest < floor
+    assert [(point.budget, point.note) for point in found.points if point.budget][1:] == [(smallest, "the smallest")]
 
 
 @has_budgets

@@ -66,8 +66,9 @@ def fit(
 ) -> None:
     """Search the largest batch of your own model that fits into some memory.
 
-    Plain, with a checkpoint around each block, lean, and lean with that memory as its budget. The batch is made larger
-    and smaller along dimension 0 of every tensor in it; each size that is tried is a few real steps.
+    Plain, with a checkpoint around each block, lean, and lean with that memory as its budget.
+
+    The batch changes along dimension 0 of every tensor in it; each size that is tried is a few real steps.
 
     The exit code is 2 if your code or the arguments raise an error.
     """

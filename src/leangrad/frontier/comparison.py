@@ -139,7 +139,7 @@ class Comparison:
         return self._settle(budget_way(budget, self.meter.budget_for(budget), note))
 
     def _smallest(self) -> int | None:
-        """The smallest peak that lean names when it is given a budget that nobody can meet; None if it names none."""
+        """The smallest peak that lean names, or reaches, with a budget that nobody can meet; None if it fails."""
         self._advance("lean, the smallest", 0)
         self._count_off_leftovers()
         training = Training(budget_way(1, self.meter.budget_for(1)), self.setup)
@@ -148,11 +148,14 @@ class Comparison:
             for _ in range(training.way.warm_up_steps):
                 self.setup.copies.clear_gradients()
                 training.step()
+            training.read()
         except Exception as error:  # what is wrong with lean is told by the rows of the budgets that can be met
             training.fail(error)
         self.setup.copies.clear_gradients()
         self.meter.release()
-        return self.meter.peak_at(training.smallest_budget) if training.smallest_budget else None
+        if training.smallest_budget:
+            return self.meter.peak_at(training.smallest_budget)
+        return training.reading.peak_bytes if training.reading else None
 
     def _at_the_smallest(self, smallest: int) -> Training:
         """Lean at the smallest budget. It may name another one once it has seen more steps."""
