@@ -35,6 +35,7 @@ def test_at_most_a_dozen_public_names() -> None:
 
 def test_functions_that_share_their_name_with_a_module() -> None:
     from leangrad.floor import Floor
+    from leangrad.frontier import Frontier
     from leangrad.measure import Measurement
     from leangrad.verify import Verification
 
@@ -42,6 +43,7 @@ def test_functions_that_share_their_name_with_a_module() -> None:
     assert isinstance(leangrad.measure(lambda: weight.exp().sum().backward(), timed_runs=0), Measurement)
     assert isinstance(leangrad.verify(nn.Linear(4, 2), torch.randn(3, 4)), Verification)
     assert isinstance(leangrad.floor(nn.Linear(4, 2), torch.randn(3, 4)), Floor)
+    assert isinstance(leangrad.frontier(nn.Linear(4, 2), torch.randn(3, 4), points=0, steps=1), Frontier)
     assert leangrad.is_lean(leangrad.lean(nn.Linear(4, 2)))
 
 
@@ -53,7 +55,9 @@ import leangrad.lean
 import leangrad
 assert "leangrad.nn" not in sys.modules  # it takes as long as all the rest
 import leangrad.floor
-assert all(callable(name) for name in (leangrad.floor, leangrad.measure, leangrad.verify, leangrad.lean))
+import leangrad.frontier
+functions = (leangrad.floor, leangrad.frontier, leangrad.measure, leangrad.verify, leangrad.lean)
+assert all(callable(name) for name in functions)
 heavy = {"triton", "transformers", "rich", "typer", "torch._dynamo", "torch._inductor"} & set(sys.modules)
 assert not heavy, heavy
 """
@@ -241,6 +245,35 @@ def test_code_of_the_compile_paper_runs(capsys: pytest.CaptureFixture[str]) -> N
     assert "kept MB" in told
     assert "measured peak" in told
     assert all(parameter.grad is not None for parameter in plain.parameters())
+
+
+def test_code_and_commands_of_the_budget_paper_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first block is run as it is, the second is the file that the commands name; these try less."""
+    from typer.testing import CliRunner
+
+    from leangrad.cli import app
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    text = (ROOT / "docs" / "budget.md").read_text()
+    code = {block.split("\n")[0]: block for block in re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)}
+    names: dict[str, Any] = {"model": nn.Linear(8, 8), "x": torch.randn(4, 8), "y": torch.randn(4, 8)}
+    names["criterion"] = nn.functional.mse_loss
+    exec(compile(code["import leangrad"], "budget.md", "exec"), names)
+    assert "same bits" in capsys.readouterr().out
+    assert (tmp_path / "frontier.svg").read_text() == names["found"].svg()
+    (tmp_path / "train.py").write_text(code["import torch"])
+    commands = re.findall(r"^leangrad (.+)$", text, flags=re.MULTILINE)
+    assert [command.split()[0] for command in commands] == ["frontier", "frontier", "fit"]
+    smaller = {"frontier": ["--points", "1", "--steps", "1"], "fit": ["--most", "3"]}
+    for command in commands:
+        words = command.split()
+        result = CliRunner().invoke(app, words + smaller[words[0]])
+        assert result.exit_code == 0, result.output
+    sys.modules.pop("train")
+    assert "Sequential on cpu" in (tmp_path / "frontier.svg").read_text()
 
 
 def test_commands_in_the_papers_exist() -> None:

@@ -4,10 +4,10 @@
 
     model = leangrad.lean(model)    # same class, same parameters, same state_dict, same gradients
 
-[Note: names of rooms] `floor`, `lean`, `measure` and `verify` are functions here and also the modules that hold them.
-The imports below run each module first and bind its function last, so `leangrad.measure(step)` is the function, and
-`from leangrad.measure import Measurement` still finds the module, by its path. That is why none of the four may be
-imported lazily: the first import by path would then put the module in the function's place.
+[Note: names of rooms] `floor`, `frontier`, `lean`, `measure` and `verify` are functions here and also the modules that
+hold them. The imports below run each module first and bind its function last, so `leangrad.measure(step)` is the
+function, and `from leangrad.measure import Measurement` still finds the module, by its path. That is why none of the
+five may be imported lazily: the first import by path would then put the module in the function's place.
 
 `nn` and the other folders of `_ON_DEMAND` share their name with no function. They are imported when they are first
 asked for, because `import leangrad` would take twice as long with them. `nn` is not in `__all__`: a star import would
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from leangrad import errors
 from leangrad.floor import floor
+from leangrad.frontier import frontier
 from leangrad.lean import is_lean, lean, ledger_of, plain, saving
 from leangrad.measure import measure
 from leangrad.packed import pack_gradients
@@ -32,7 +33,19 @@ if TYPE_CHECKING:
     from leangrad import tape as tape
     from leangrad import workspace as workspace
 
-__all__ = ["errors", "floor", "is_lean", "lean", "ledger_of", "measure", "pack_gradients", "plain", "saving", "verify"]
+__all__ = [
+    "errors",
+    "floor",
+    "frontier",
+    "is_lean",
+    "lean",
+    "ledger_of",
+    "measure",
+    "pack_gradients",
+    "plain",
+    "saving",
+    "verify",
+]
 
 __version__ = "0.1.0.dev0"
 

@@ -1,18 +1,9 @@
-"""The command line: `leangrad demo`, `verify`, `floor` and `doctor`; also as `python -m leangrad`."""
+"""The command line: `leangrad demo`, `verify`, `floor`, `frontier`, `fit`, `doctor`; also as `python -m leangrad`."""
 
-import contextlib
-import importlib
-import importlib.util
-import os
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from enum import StrEnum
-from pathlib import Path
-from traceback import StackSummary, TracebackException
-from types import ModuleType
-from typing import Annotated, Any
+from typing import Annotated
 
-import torch
 import typer
 from rich import box
 from rich.console import Console
@@ -22,6 +13,8 @@ from rich.table import Table
 import leangrad
 from leangrad import demo as demo_models
 from leangrad.cli.doctor import examine
+from leangrad.cli.memory import fit, frontier
+from leangrad.cli.target import AutocastOption, Target, TracebackOption, dtype_of, errors_of_the_user, subject_of
 
 __all__ = ["app"]
 
@@ -114,41 +107,12 @@ def _megabytes(count: int) -> str:
 # --------------------------------------------------------------------------------------------------------------- verify
 
 
-class Autocast(StrEnum):
-    """The dtypes that autocast takes, by their long and their short names."""
-
-    bf16 = "bf16"
-    bfloat16 = "bfloat16"
-    fp16 = "fp16"
-    float16 = "float16"
-
-    def dtype(self) -> torch.dtype:
-        """The dtype itself."""
-        return torch.bfloat16 if self in (Autocast.bf16, Autocast.bfloat16) else torch.float16
-
-
 class Against(StrEnum):
     """What lean is compared with: see `leangrad.verify`."""
 
     plain = "plain"
     offload = "offload"
     itself = "itself"
-
-
-Target = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODULE:FACTORY",
-        help="A file or an importable module, and a function in it that returns (model, batch) or "
-        "(model, batch, loss).",
-    ),
-]
-AutocastOption = Annotated[
-    Autocast | None, typer.Option(metavar="bf16|fp16", help="Run forward and loss under autocast.")
-]
-TracebackOption = Annotated[
-    bool, typer.Option("--traceback", help="For an error in your code, print all frames, also torch's and ours.")
-]
 
 
 @app.command()
@@ -170,88 +134,11 @@ def verify(
 
     It is 2 if your code or the arguments raise an error.
     """
-    with _errors_of_the_user(traceback):
-        model, batch, loss = _subject(target)
-        verification = leangrad.verify(model, batch, loss, autocast=_dtype(autocast), against=against.value)
+    with errors_of_the_user(traceback):
+        model, batch, loss = subject_of(target)
+        verification = leangrad.verify(model, batch, loss, autocast=dtype_of(autocast), against=against.value)
     typer.echo(str(verification))
     raise typer.Exit(0 if verification.passed else 1)
-
-
-def _dtype(autocast: Autocast | None) -> torch.dtype | None:
-    return None if autocast is None else autocast.dtype()
-
-
-@contextlib.contextmanager
-def _errors_of_the_user(traceback: bool) -> Iterator[None]:
-    """Print an error in the user's code with their own frames only, and exit with 2; or raise it, with all frames."""
-    try:
-        yield
-    except typer.BadParameter:
-        raise
-    except Exception as error:
-        if traceback:
-            raise
-        typer.echo(_own_frames(error), err=True, nl=False)
-        raise typer.Exit(2) from None
-
-
-def _own_frames(error: BaseException) -> str:
-    """The traceback of an error without the frames of leangrad, of torch, and of what Python does to import a file."""
-    trace = TracebackException.from_exception(error)
-    packages = [package.__file__ for package in (leangrad, torch, importlib)]
-    hidden = tuple(str(Path(file).parent) + os.sep for file in packages if file is not None)
-    left_out = 0
-    waiting: list[TracebackException | None] = [trace]
-    while waiting:
-        part = waiting.pop()
-        if part is None:
-            continue
-        own = [f for f in part.stack if not f.filename.startswith((*hidden, "<frozen "))]
-        left_out += len(part.stack) - len(own)
-        part.stack = StackSummary.from_list(own)
-        waiting += [part.__cause__, part.__context__]
-    text = "".join(trace.format())
-    note = f"({left_out} frames of torch and leangrad are left out; --traceback prints all)\n"
-    return text + (note if left_out else "")
-
-
-def _subject(target: str) -> tuple[Any, Any, Any]:
-    """What the factory that `target` names returns: a model, a batch, and a loss or None."""
-    source, _, name = target.rpartition(":")
-    if not source or not name:
-        raise typer.BadParameter(f"expected MODULE:FACTORY, such as train.py:make or my.module:make, got {target!r}")
-    factory = getattr(_load(source), name, None)
-    if not callable(factory):
-        raise typer.BadParameter(f"expected a function {name!r} in {source}, found none")
-    made = factory()
-    if not isinstance(made, tuple) or len(made) not in (2, 3):
-        got = f"a tuple of {len(made)}" if isinstance(made, tuple) else type(made).__name__
-        raise typer.BadParameter(f"expected {name}() to return (model, batch) or (model, batch, loss), got {got}")
-    model, batch, *loss = made
-    return model, batch, loss[0] if loss else None
-
-
-def _load(source: str) -> ModuleType:
-    """Import a file by its path, or a module by its name, as `python file.py` and `python -m module` would find it."""
-    if not source.endswith(".py"):
-        sys.path.insert(0, str(Path.cwd()))
-        try:
-            return importlib.import_module(source)
-        except ModuleNotFoundError as error:
-            if error.name is None or not f"{source}.".startswith(f"{error.name}."):
-                raise  # the module is there; something that it imports is not
-            raise typer.BadParameter(f"found no module {source!r} here or among the installed ones") from None
-    path = Path(source)
-    if not path.is_file():
-        raise typer.BadParameter(f"found no file {source!r}")
-    sys.path.insert(0, str(path.resolve().parent))
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # dataclasses and pickle look their module up
-    spec.loader.exec_module(module)
-    return module
 
 
 # ---------------------------------------------------------------------------------------------------------------- floor
@@ -265,10 +152,16 @@ def floor(target: Target, autocast: AutocastOption = None, traceback: TracebackO
 
     The exit code is 2 if your code or the arguments raise an error.
     """
-    with _errors_of_the_user(traceback):
-        model, batch, loss = _subject(target)
-        found = leangrad.floor(model, batch, loss, autocast=_dtype(autocast))
+    with errors_of_the_user(traceback):
+        model, batch, loss = subject_of(target)
+        found = leangrad.floor(model, batch, loss, autocast=dtype_of(autocast))
     typer.echo(str(found))
+
+
+# ----------------------------------------------------------------------------------------------------- frontier and fit
+
+app.command()(frontier)
+app.command()(fit)
 
 
 # --------------------------------------------------------------------------------------------------------------- doctor

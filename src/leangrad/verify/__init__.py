@@ -179,7 +179,7 @@ def verify(
     if against not in get_args(Against):
         raise ValueError(f"expected against to be one of {get_args(Against)}, got {against!r}")
     subject = Subject.of(model, batch, loss, autocast, caller="verify")
-    _check_trainable(model)
+    check_trainable(model)
     memory = Memory(model, batch)
     try:
         plain, what = None, "the lean run"
@@ -187,10 +187,10 @@ def verify(
         if against != "itself":
             region = plain_region(model) if against == "plain" else offloaded
             plain, plain_outcomes = _run(subject, memory, region, "the plain run")
-            _check_gradients(plain_outcomes[0])
+            check_gradients(plain_outcomes[0])
             what = "the lean run; the plain runs before it passed"
         lean, lean_outcomes = _run(subject, memory, lean_region(model), what)
-        _check_gradients(lean_outcomes[0])
+        check_gradients(lean_outcomes[0])
     finally:
         memory.restore()
     reference, *repeats = plain_outcomes or lean_outcomes
@@ -269,7 +269,8 @@ def _run(
     return measure_within(step, timed_runs=_TIMED_RUNS, around=fresh), outcomes
 
 
-def _check_trainable(model: nn.Module) -> None:
+def check_trainable(model: nn.Module) -> None:
+    """Raise a ValueError unless a parameter of `model` requires a gradient."""
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError(
             f"expected a model with a parameter that requires a gradient, got {type(model).__name__} with none; "
@@ -277,7 +278,8 @@ def _check_trainable(model: nn.Module) -> None:
         )
 
 
-def _check_gradients(outcome: Outcome) -> None:
+def check_gradients(outcome: Outcome) -> None:
+    """Raise a ValueError unless a run has left a gradient in a parameter."""
     if all(value is None for (kind, _), value in outcome.items() if kind == "gradient"):
         raise ValueError(
             "expected backward to leave a gradient in at least one parameter, got none: there is nothing to compare; "

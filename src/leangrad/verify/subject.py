@@ -1,4 +1,4 @@
-"""What `verify` and `floor` are given, a model with its batch and loss: checked, and called as one step."""
+"""What `verify`, `floor` and `frontier` are given, a model with its batch and loss: checked, and called as one step."""
 
 import contextlib
 import dataclasses
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Arguments", "Subject", "default_loss", "describe"]
+__all__ = ["Arguments", "Subject", "default_loss", "describe", "tensors_in"]
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # of a call of the model
 
@@ -61,7 +61,7 @@ class Subject:
         """The context that forward and loss run in."""
         if self.autocast is None:
             return contextlib.nullcontext()
-        found = next((one.device.type for one in (*self.model.parameters(), *_tensors(self.arguments))), "cpu")
+        found = next((one.device.type for one in (*self.model.parameters(), *tensors_in(self.arguments))), "cpu")
         return torch.autocast(found, dtype=self.autocast)
 
 
@@ -72,7 +72,7 @@ def default_loss(output: Any) -> Tensor:
     own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(own, Tensor):
         return own
-    tensors = [tensor for tensor in _tensors(output) if tensor.is_floating_point() and tensor.requires_grad]
+    tensors = [tensor for tensor in tensors_in(output) if tensor.is_floating_point() and tensor.requires_grad]
     if not tensors:
         raise ValueError(
             f"expected an output with a floating tensor that requires a gradient, got {describe(output)}; pass "
@@ -150,18 +150,19 @@ def _check_loss(value: Any) -> None:
         raise ValueError(f"expected a loss that depends on a parameter, got one that requires no gradient; {mend}")
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors of a nest of mappings, tuples, lists and dataclasses."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
         for content in value.values():
-            yield from _tensors(content)
+            yield from tensors_in(content)
     elif isinstance(value, tuple | list):
         for content in value:
-            yield from _tensors(content)
+            yield from tensors_in(content)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
-            yield from _tensors(getattr(value, field.name))
+            yield from tensors_in(getattr(value, field.name))
 
 
 def describe(value: Any) -> str:

@@ -1,0 +1,157 @@
+"""One way at work: a copy of the model, its training step, and what was found out about it."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from leangrad.errors import BudgetError
+from leangrad.frontier.copies import Copies
+from leangrad.frontier.failure import sentence_of
+from leangrad.frontier.meter import Meter, Reading
+from leangrad.frontier.ways import Way
+from leangrad.verify.comparison import Outcome, collect, differences
+from leangrad.verify.memory import Memory
+from leangrad.verify.subject import Subject
+
+__all__ = ["MakeOptimizer", "Setup", "Training", "make_optimizer"]
+
+
+MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What all ways have in common: the model's copies, the batch and the loss, the optimizer, and the meter."""
+
+    subject: Subject
+    copies: Copies
+    optimizer: torch.optim.Optimizer | None
+    meter: Meter
+
+
+class Training:
+    """A copy of the model that trains in one way.
+
+    - `reading`, `seconds`: what was measured; None and empty until then.
+    - `is_bitwise`: whether loss and gradients were plain's, bit for bit; None if nobody can tell.
+    - `notes`: what its row says.
+    - `has_failed`: it ran out of memory, refused or failed; the last note says so.
+    - `smallest_budget`: the least that it could take, if it refused its budget.
+    """
+
+    def __init__(self, way: Way, setup: Setup) -> None:
+        self.way = way
+        self.reading: Reading | None = None
+        self.seconds: list[float] = []
+        self.is_bitwise: bool | None = None
+        self.notes = [way.note] if way.note else []
+        self.has_failed = way.prepare is None
+        self.smallest_budget: int | None = None
+        self._setup = setup
+        self._subject: Subject | None = None
+
+    @property
+    def subject(self) -> Subject:
+        """The copy of the model, with batch and loss. It is made when it is first asked for, and may refuse."""
+        if self._subject is None:
+            assert self.way.prepare is not None
+            model = self._setup.copies.new()
+            self.way.prepare(model)
+            self._subject = replace(self._setup.subject, model=model)
+        return self._subject
+
+    def step(self, at_backward: Callable[[], object] = lambda: None) -> Tensor:
+        """Forward, backward and the optimizer; the gradients stay. Returns the loss."""
+        arguments, _ = self.subject.fresh_arguments()
+        return self._run(arguments, at_backward)
+
+    def _run(self, arguments: Any, at_backward: Callable[[], object] = lambda: None) -> Tensor:
+        with torch.enable_grad():
+            with self.subject.under_autocast():
+                value = self.subject.forward(arguments)
+            at_backward()
+            value.backward()
+        if self._setup.optimizer is not None:
+            self._setup.optimizer.step()
+        return value.detach()
+
+    def warm_up(self, memory: Memory, after_step: Callable[[], object]) -> tuple[Outcome, Outcome]:
+        """Train until nothing changes more; return what the first and the last step gave, from the same state."""
+        first = self._outcome(memory)  # in whose state it still is
+        after_step()
+        for _ in range(self.way.warm_up_steps - 2):
+            self._setup.copies.clear_gradients()
+            self.step()
+            after_step()
+        memory.restore()
+        last = self._outcome(memory)
+        after_step()
+        return first, last
+
+    def _outcome(self, memory: Memory) -> Outcome:
+        memory.clear_gradients()
+        torch.clear_autocast_cache()
+        arguments, inputs = self.subject.fresh_arguments()
+        value = self._run(arguments)
+        outcome = collect(self.subject.model, inputs, value)
+        self._setup.copies.clear_gradients()
+        return outcome
+
+    def read(self) -> None:
+        """Measure the memory of a step."""
+        self._setup.copies.clear_gradients()
+        self.reading = self._setup.meter.read(self.step)
+        self._setup.copies.clear_gradients()
+
+    def time(self, steps: int) -> None:
+        """Time some steps; one goes before them, for what another way has left in the caches."""
+        meter = self._setup.meter
+        for n in range(steps + 1):
+            self._setup.copies.clear_gradients()
+            meter.synchronize()
+            start = time.perf_counter()
+            self.step()
+            meter.synchronize()
+            if n:
+                self.seconds.append(time.perf_counter() - start)
+        self._setup.copies.clear_gradients()
+
+    def compare(self, plain: Outcome, outcomes: tuple[Outcome, ...]) -> None:
+        """Say how far these outcomes are from plain's."""
+        found = {(one.kind, one.name): one for outcome in outcomes for one in differences(plain, outcome)}
+        apart = [one for one in found.values() if one.kind in ("loss", "gradient", "input gradient")]
+        self.is_bitwise = not apart
+        if apart:
+            largest = max(apart, key=lambda one: one.max_difference)
+            what = f"{largest.kind} {largest.name}".rstrip()
+            self.notes.append(f"{len(apart)} of loss and gradients differ, {what} by {largest.max_difference:.2g}")
+        if others := [one for one in found.values() if one not in apart]:
+            kind, name = others[0].kind, others[0].name
+            plural = f" and {len(others) - 1} more" if len(others) > 1 else ""
+            self.notes.append(f"leaves another {kind} than plain: {name}{plural}")
+
+    def fail(self, error: Exception) -> None:
+        """Note that this way came to an end, and why; let go of its copy of the model."""
+        if isinstance(error, BudgetError):
+            self.smallest_budget = error.smallest
+        self.notes.append(sentence_of(error))
+        self.has_failed = True
+        self._subject = None
+        self._setup.copies.clear_gradients()
+
+
+def make_optimizer(make: MakeOptimizer | None, model: nn.Module) -> torch.optim.Optimizer | None:
+    """The optimizer of the copies of a model, or None; a TypeError if `make` gives something else."""
+    if make is None:
+        return None
+    made = make([parameter for parameter in model.parameters() if parameter.requires_grad])
+    if not isinstance(made, torch.optim.Optimizer):
+        raise TypeError(
+            "expected optimizer to be a function of the parameters that gives an optimizer, such as "
+            f"torch.optim.AdamW, got one that gives {type(made).__name__}"
+        )
+    return made
