@@ -1,7 +1,6 @@
 """The frontier of whole models: its figures, its failures, and that the model is left as it was."""
 
 import copy
-import inspect
 import random
 import re
 from collections.abc import Callable
@@ -18,10 +17,6 @@ from leangrad.lean import lean
 from tests.support import same_bits
 from tests.support.budgets import lean_down_to
 from tests.support.small_models import ConvNet, stack
-
-has_budgets = pytest.mark.skipif(
-    "budget" not in inspect.signature(leangrad.lean).parameters, reason="lean takes no budget yet"
-)
 
 
 def by_way(found: Frontier) -> dict[str, Point]:
@@ -144,7 +139,6 @@ def test_a_lean_that_goes_below_the_floor_and_refuses_nothing(monkeypatch: pytes
     assert [(point.budget, point.note) for point in found.points if point.budget][1:] == [(smallest, "the smallest")]
 
 
-@has_budgets
 def test_real_budgets_are_kept_and_bitwise() -> None:
     model, x = stack(6, 32), torch.randn(256, 32)
     found = frontier(model, x, points=4, steps=2)
@@ -442,7 +436,6 @@ def test_figures_on_a_gpu() -> None:
 
 
 @pytest.mark.gpu
-@has_budgets
 def test_real_budgets_on_a_gpu_are_kept_and_bitwise() -> None:
     model, x = stack(8, 512).cuda(), torch.randn(4096, 512, device="cuda")
     found = frontier(model, x, points=6, steps=4)
