@@ -92,7 +92,7 @@ def test_every_step_has_plains_gradients_and_the_peak_is_within(net: Net, x: Ten
         assert_same_gradients(plain, lean)
     peaks = [peak(lean, x) for _ in range(5)]
     assert peaks[-1] <= budget
-    assert peaks[-1] >= 0.8 * budget  # and what is allowed is used, but for the noise of dropouts, drawn again
+    assert peaks[-1] >= 0.85 * budget  # and what is allowed is used
     assert "budget" in leangrad.ledger_of(lean).summary()
 
 
@@ -106,8 +106,7 @@ def test_more_room_is_less_work(net: Net, x: Tensor) -> None:
         is_plain = leangrad.ledger_of(lean)._is_plain
         left.append(0 if is_plain else sum(entry.nbytes for entry in kept if entry.outcome == "rebuilt"))
     assert left == sorted(left, reverse=True)
-    noise = 4 * 4 * ROWS * 4 * WIDTH  # of the dropouts: it is drawn again as long as anything is rebuilt
-    assert left[0] > left[-1] == noise
+    assert left[0] > left[-1] == 0
 
 
 def test_a_budget_that_cannot_be_met_names_the_least(net: Net, x: Tensor) -> None:

@@ -160,7 +160,9 @@ class Ledger:
             return None
         self.sharded = module is not None and _torch.is_sharded(module)
         self._recorder = self._recorded = Recorder(module, self.min_bytes)
-        self._recorder.leaves_stay = tuner is not None and module is not None and _has_no_gradients(module)
+        if tuner is not None:
+            self._recorder.is_tuned = True
+            self._recorder.leaves_stay = module is not None and _has_no_gradients(module)
         return self._recorder
 
     def _plan(self) -> bool:

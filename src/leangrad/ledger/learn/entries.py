@@ -9,6 +9,7 @@ from dataclasses import dataclass
 SHARED = "kept or rebuilt once for all that read it"
 EXTRA = "larger tensors are rebuilt from it"
 LOWER_PEAK = "rebuilding it would raise the peak"
+HAS_ROOM = "the budget has room for it, or the time none to rebuild it"
 TOO_MUCH_WORK = "too small for the work of rebuilding it"
 
 

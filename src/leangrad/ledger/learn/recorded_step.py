@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from leangrad.ledger.decision import Decision, SavedKind
-from leangrad.ledger.learn.entries import LOWER_PEAK, TOO_MUCH_WORK, Entry
+from leangrad.ledger.learn.entries import HAS_ROOM, LOWER_PEAK, TOO_MUCH_WORK, Entry
 from leangrad.ledger.learn.trace import ANY_SIZE, Call, RecordedCall, Trace
 from leangrad.policy import graph as policy
 
@@ -36,6 +36,8 @@ class RecordedStep:
     calls: Sequence[RecordedCall]
     caught: Collection[int]  # the calls of which a tensor was kept although autograd did not ask for it
     min_bytes: int
+    why_kept: str = LOWER_PEAK  # what the plan keeps beside the least
+    undecided: Mapping[int, int] = field(default_factory=dict)  # of entries that no decision made: their items
 
     def entries_under(self, kept: frozenset[int] | None) -> list[Entry]:
         """The entries as later steps make them, in which the items ``kept`` are kept."""
@@ -43,8 +45,11 @@ class RecordedStep:
         for n, (item, was_kept) in enumerate(self.decided, self.first_decision):
             entry, stays = entries[n], self._stays(item, was_kept, kept)
             if stays != (entry.outcome == "kept"):
-                why = "" if not stays else TOO_MUCH_WORK if self.items[item].is_fixed else LOWER_PEAK
+                why = "" if not stays else TOO_MUCH_WORK if self.items[item].is_fixed else self.why_kept
                 entries[n] = replace(entry, outcome="kept" if stays else "rebuilt", why=why)
+        for n, item in self.undecided.items():
+            if kept is not None and item in kept:
+                entries[n] = replace(entries[n], outcome="kept", why=HAS_ROOM)
         return entries
 
     def decisions(self, kept: frozenset[int] | None, held: frozenset[int]) -> list[Decision | None]:
@@ -91,9 +96,8 @@ class RecordedStep:
     @property
     def unkept_bytes(self) -> int:
         """What plain keeps and no plan does: numbers that are drawn again, and tensors of which a shape serves."""
-        decided = range(self.first_decision, self.first_decision + len(self.decided))
-        others = (entry for n, entry in enumerate(self.entries) if n not in decided)
-        return sum(entry.nbytes for entry in others if entry.outcome in ("rebuilt", "shape only"))
+        drawn = (s.made_by[1] for s in self.saved if s.item == REBUILT and s.made_by is not None)
+        return sum(drawn) + sum(entry.nbytes for entry in self.entries if entry.outcome == "shape only")
 
     def kept_items(self) -> frozenset[int]:
         """What the recorded step has kept."""
@@ -102,7 +106,10 @@ class RecordedStep:
 
     def _staying(self, kept: frozenset[int] | None) -> set[int]:
         """The items that are simply kept, and KEPT."""
-        return {KEPT} | {n for n, was_kept in self.decided if self._stays(n, was_kept, kept)}
+        staying = {KEPT} | {n for n, was_kept in self.decided if self._stays(n, was_kept, kept)}
+        if kept is not None:  # what no decision was made for may be kept too
+            staying.update(saved.item for saved in self.saved if saved.item in kept)
+        return staying
 
     def _stays(self, item: int, was_kept: bool, kept: frozenset[int] | None) -> bool:
         """Whether an item that was kept or rebuilt in the recorded step is simply kept."""

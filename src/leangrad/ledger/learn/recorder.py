@@ -11,7 +11,7 @@ from torch.compiler import is_dynamo_compiling
 
 from leangrad import _torch
 from leangrad.ledger.learn import scratch
-from leangrad.ledger.learn.entries import EXTRA, SHARED, Entry
+from leangrad.ledger.learn.entries import EXTRA, HAS_ROOM, LOWER_PEAK, SHARED, Entry
 from leangrad.ledger.learn.recorded_step import KEPT, REBUILT, SHAPE, RecordedStep, SavedTensor
 from leangrad.ledger.learn.scratch import Convolution
 from leangrad.ledger.learn.trace import TraceRecorder
@@ -81,6 +81,7 @@ class Recorder:
         self.caught: set[int] = set()  # the calls of which a tensor was kept although autograd did not ask for it
         self._ops: list[str] = []  # of every decision, in order
         self._decided: list[tuple[Value, str, str]] = []  # value, module, why it was kept
+        self._undecided: dict[int, int] = {}  # of entries of what no decision was made for: the item
         self._made_by: dict[int, str] = {}  # of each value: the module whose forward made it
         self._changes: list[tuple[int, str]] = []  # the number of the next node, whenever another module began to run
         self.small_bytes = 0  # of what was kept unseen for having so few
@@ -93,6 +94,7 @@ class Recorder:
         self._segments: list[tuple[int, Segment]] = []  # which read is a segment that was run again
         self.on_accelerator = False
         self.leaves_stay = False  # whether the plan counts gradients of parameters as new ones
+        self.is_tuned = False  # whether the plan may keep what is always rebuilt otherwise: random numbers, indices
         self.was_read = self._is_reading = False
         self._root = root
         self._root_name = "" if root is None else type(root).__name__
@@ -179,6 +181,8 @@ class Recorder:
             outcome = "kept" if value.tensor is not None else "rebuilt"
             why = why if outcome == "kept" else ""
             self.entries.append(Entry(module, value.op, outcome, value.nbytes, why, self._made_by[id(value)]))
+        if self.is_tuned:
+            self._number_undecided()
         self._note_undecided()
         self.step = self._as_data(first_decision)
         self._note_readers(self.step)
@@ -212,6 +216,8 @@ class Recorder:
             saved=saved,
             entries=self.entries,
             first_decision=first_decision,
+            undecided=self._undecided,
+            why_kept=HAS_ROOM if self.is_tuned else LOWER_PEAK,
             calls=self.recording.calls,
             caught=self.caught,
             min_bytes=self.min_bytes,
@@ -220,6 +226,13 @@ class Recorder:
     def _bytes_if_small(self, packed: Packed) -> int:
         """The bytes of a saved tensor that was kept unseen for having so few; else -1."""
         return packed.nbytes if type(packed) is Value and packed.free and packed.nbytes < self.min_bytes else -1
+
+    def _number_undecided(self) -> None:
+        """Give what no decision was made for, because it is always rebuilt, a number: the plan may keep it."""
+        for value in map(_value_of, self.saved):
+            is_rebuilt = value is not None and value.tensor is None and value.function is not None
+            if is_rebuilt and not value.blocked and value.nbytes >= self.min_bytes:
+                self._number(value)
 
     def _note_undecided(self) -> None:
         """Enter what no decision was made for: the noise of a dropout, which is drawn again, and what recipes start
@@ -230,6 +243,8 @@ class Recorder:
             if value is not None and id(value) not in known:
                 known.add(id(value))
                 if value.tensor is None and value.function is not None and value.nbytes >= self.min_bytes:
+                    if value.recorder is self:
+                        self._undecided[len(self.entries)] = value.ordinal
                     self.entries.append(Entry(module, value.op, "rebuilt", value.nbytes, "", module))
         stack = [v for v, _, _ in self._decided if v.tensor is None]
         while stack:
