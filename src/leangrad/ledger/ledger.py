@@ -39,12 +39,16 @@ class Ledger:
     never wrong: its first different tensor ends the use of what was learned, and the next step is recorded anew.
     """
 
-    def __init__(self, *, residual_depth: int | Literal["auto"], min_bytes: int) -> None:
+    def __init__(self, *, residual_depth: int | Literal["auto"], min_bytes: int, products: int = 0) -> None:
+        """``products``: how many products one recipe may run through in a row; 0: no product is computed twice."""
         if residual_depth != "auto" and not (type(residual_depth) is int and residual_depth >= 0):
             raise ValueError(f'residual_depth must be "auto" or an int >= 0, got {residual_depth!r}')
         if type(min_bytes) is not int or min_bytes < 0:
             raise ValueError(f"min_bytes must be an int >= 0, got {min_bytes!r}")
+        if type(products) is not int or products < 0:
+            raise ValueError(f"products must be an int >= 0, got {products!r}")
         self.residual_depth = residual_depth
+        self.products = products
         self.min_bytes = min_bytes
         self.sharded = False  # whether the module's parameters are
         self._lessons = 0  # what was learned and then was of no use
@@ -65,7 +69,7 @@ class Ledger:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy has the same settings and has learned nothing."""
-        return _fresh, (self.residual_depth, self.min_bytes)
+        return _fresh, (self.residual_depth, self.min_bytes, self.products)
 
     def region(self, module: nn.Module | None = None) -> Region | None:
         """One forward region; none where hooks cannot or need not be set, or a region is open already."""
@@ -95,7 +99,7 @@ class Ledger:
         """
         segment = self._segments.get(key)
         if segment is None:
-            segment = _fresh(self.residual_depth, self.min_bytes)
+            segment = _fresh(self.residual_depth, self.min_bytes, self.products)
             segment = self._segments.setdefault(key, segment)
         segment.sharded = self.sharded
         return segment
@@ -301,5 +305,5 @@ def _warn_of_other_hooks() -> None:
     )
 
 
-def _fresh(residual_depth: int | Literal["auto"], min_bytes: int) -> Ledger:
-    return Ledger(residual_depth=residual_depth, min_bytes=min_bytes)
+def _fresh(residual_depth: int | Literal["auto"], min_bytes: int, products: int = 0) -> Ledger:
+    return Ledger(residual_depth=residual_depth, min_bytes=min_bytes, products=products)

@@ -31,6 +31,7 @@ class LedgerState(Protocol):
     """What a region asks of its ledger: settings, and what earlier steps have shown."""
 
     min_bytes: int
+    products: int  # that a recipe may run through in a row
     saved_kinds: Sequence[SavedKind]  # of each saved tensor of the recorded step
     trace: Trace | None
     sharded: bool
@@ -70,6 +71,7 @@ class Region:
         """``outer``: the pack hook of the checkpoint that is in force around the region, if one is."""
         self.min_bytes = ledger.min_bytes
         self.cap = ledger.cap
+        self.max_products = ledger.products
         self.fence = self._began = 0
         self.packing = False
         self.changing: Any = None

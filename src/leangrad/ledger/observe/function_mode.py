@@ -18,6 +18,7 @@ class ObservedRegion(Protocol):
     """What the notes ask of their region."""
 
     min_bytes: int
+    max_products: int  # products that a recipe may run through in a row
     fence: int
     packing: bool  # the region itself is at work
     changing: Any  # the tensor that a function is changing in place right now
