@@ -291,7 +291,7 @@ def test_a_chain_ends_where_its_recipe_ran_through_too_many_products(products: i
         assert f"it lies more than {products} products after the last kept tensor" in ledger.summary()
 
 
-# ------------------------------------------------------------------------------------------------ how often products run
+# ----------------------------------------------------------------------------------------------- how often products run
 
 
 @pytest.fixture
@@ -328,7 +328,6 @@ def test_each_product_of_a_block_runs_once(runs: list[str]) -> None:
 
 
 PARALLEL: dict[str, Callable[[Tensor, Tensor], list[Tensor]]] = {
-    "two recipes, no reader": lambda x, w: [(x @ w + 1).sin(), (x @ w.detach() * 2).cos()][:1] + [x.sin()],
     "recipes of one product": lambda x, w: (lambda h: [(h + 1).sin(), (h * 2).cos(), (h - 3).exp()])(x @ w),
     "a reader after a recipe": lambda x, w: (lambda h: [(h + 1).exp(), h.sin()])(x @ w),
     "a reader before a recipe": lambda x, w: (lambda h: [h.sin(), (h + 1).exp()])(x @ w),
@@ -373,7 +372,7 @@ def test_nothing_is_held_longer_than_its_readers(name: str, monkeypatch: pytest.
     assert left == []
 
 
-# ------------------------------------------------------------------------------------------------------------ in company
+# ----------------------------------------------------------------------------------------------------------- in company
 
 
 def programs() -> dict[str, Callable[[Any], list[Tensor | None]]]:
@@ -405,7 +404,9 @@ def programs() -> dict[str, Callable[[Any], list[Tensor | None]]]:
 
     def own_layers(region: Any) -> list[Tensor | None]:
         torch.manual_seed(0)
-        net = nn.Sequential(nn.Linear(8, 16), leangrad.nn.MLP((16, 32, 16)), nn.Linear(16, 8), nn.GELU(), nn.Linear(8, 8))
+        net = nn.Sequential(
+            nn.Linear(8, 16), leangrad.nn.MLP((16, 32, 16)), nn.Linear(16, 8), nn.GELU(), nn.Linear(8, 8)
+        )
         x = leaf(6, 8)
         with region:
             y = net(x)
@@ -443,7 +444,7 @@ def test_in_company(name: str) -> None:
     assert ledger.totals().rebuilt_bytes > 0
 
 
-# ---------------------------------------------------------------------------------------------------------------- changes
+# -------------------------------------------------------------------------------------------------------------- changes
 
 
 def changing(region: Any, needs_gradient: bool) -> list[Tensor | None]:
@@ -487,7 +488,7 @@ def test_a_weight_that_changes_inside_the_region() -> None:
         assert_same(a, b, "inside")
 
 
-# --------------------------------------------------------------------------------------------------------------- settings
+# ------------------------------------------------------------------------------------------------------------- settings
 
 
 @pytest.mark.parametrize("wrong", [-1, 1.5, True, "8", None])

@@ -339,7 +339,9 @@ PRODUCTS |= {
     "batched": lambda run, a, b, c: torch.bmm(
         table(a).reshape(2, 2, 6), table(b).to(a.dtype).reshape(2, 2, 6).transpose(1, 2)
     ),
-    "batched_frozen": lambda run, a, b, c: torch.bmm((table(a) * c).t().reshape(2, 3, 4), run.frozen.to(a.dtype).reshape(2, 4, 3)),
+    "batched_frozen": lambda run, a, b, c: torch.bmm(
+        (table(a) * c).t().reshape(2, 3, 4), run.frozen.to(a.dtype).reshape(2, 4, 3)
+    ),
     "batched_sum": lambda run, a, b, c: torch.baddbmm(
         run.b.to(a.dtype)[:2], table(a).reshape(2, 2, 6), run.w.to(a.dtype)[:, :2].expand(2, 6, 2), alpha=c, beta=0.3
     ),
@@ -353,7 +355,11 @@ PRODUCTS |= {
     "expanded": lambda run, a, b, c: table(a)[:1].expand(4, 6) @ run.w.to(a.dtype),
     "broadcast": lambda run, a, b, c: torch.matmul(table(a).reshape(2, 2, 6), run.w.to(a.dtype).expand(2, 6, 6)),
     "convolved_2d": lambda run, a, b, c: F.conv2d(
-        table(a).reshape(1, 2, 3, 4), run.w.to(a.dtype)[:4].reshape(4, 1, 3, 2), run.b.to(a.dtype)[:4], padding=1, groups=2
+        table(a).reshape(1, 2, 3, 4),
+        run.w.to(a.dtype)[:4].reshape(4, 1, 3, 2),
+        run.b.to(a.dtype)[:4],
+        padding=1,
+        groups=2,
     ),
     "channels_last": lambda run, a, b, c: F.conv2d(
         (table(a).reshape(2, 3, 2, 2) * c).contiguous(memory_format=torch.channels_last),
@@ -369,7 +375,9 @@ PRODUCTS |= {
         *(t.float().reshape(1, 2, 2, 6) for t in (table(a), table(b) * c, table(a) + 1)), is_causal=True
     ),
     "biased_attention": lambda run, a, b, c: F.scaled_dot_product_attention(
-        *(t.float().reshape(1, 2, 2, 6) for t in (table(a), table(b), table(a))), attn_mask=run.b[:4].reshape(2, 2), scale=c
+        *(t.float().reshape(1, 2, 2, 6) for t in (table(a), table(b), table(a))),
+        attn_mask=run.b[:4].reshape(2, 2),
+        scale=c,
     ),
     "masked_attention": lambda run, a, b, c: F.scaled_dot_product_attention(
         *(t.float().reshape(1, 6, 2, 2).transpose(1, 2) for t in (table(a), table(b), table(a))),

@@ -61,7 +61,6 @@ MATRICES = {
 }
 
 
-
 CONVOLUTIONS = {
     "Convolution0": lambda h, t: F.conv2d(h, t.leaf(5, 4, 3, 3)),
     "Convolution0 bias": lambda h, t: F.conv2d(h, t.leaf(5, 4, 3, 3), t.leaf(5)),

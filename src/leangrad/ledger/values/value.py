@@ -223,8 +223,12 @@ class Value(PackedTensor):
             self.reads += 1
         else:
             self.task, self.reads = task, 1
-        if self.reads >= self.readers and self.parents < 2 and self.memo is None and self.tensor is None and not (
-            self.products and self.parents
+        if (
+            self.reads >= self.readers
+            and self.parents < 2
+            and self.memo is None
+            and self.tensor is None
+            and not (self.products and self.parents)
         ):
             return self._rebuild({}, task)[0]  # nothing to look up, and nobody else to hold it for
         tensor, _ = self._take({}, task)

@@ -24,8 +24,13 @@ Names of nodes carry a number (``ClampBackward1`` is clamp with scalars) that a 
 finds constants missing and the tensor is kept; the tests run every rule, so a shift does not go unnoticed.
 """
 
-from leangrad.ledger.origins.rules import pointwise, reductions, shapes, windows  # noqa: F401  (they fill the table)
-from leangrad.ledger.origins.rules import products  # noqa: F401, I001  (it looks up what the others have entered)
+from leangrad.ledger.origins.rules import (  # noqa: F401  (they fill the tables)
+    pointwise,
+    products,
+    reductions,
+    shapes,
+    windows,
+)
 from leangrad.ledger.origins.rules.rule import PRODUCTS, RULES, Rule, rule
 
 __all__ = ["PRODUCTS", "RULES", "Rule", "rule"]

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from leangrad._torch import output_facts
 from leangrad.ledger.origins.functions import NoRecipeError
+from leangrad.ledger.origins.rules import pointwise, shapes  # noqa: F401  (``FOLLOWS`` looks up what they have entered)
 from leangrad.ledger.origins.rules.rule import RULES, rule
 from leangrad.ledger.values.node_metadata import Node
 from leangrad.ledger.values.saved_view import see
@@ -114,7 +115,7 @@ for _kind, _function in (("Efficient", _efficient), ("Cudnn", _cudnn)):
     product(_ATTENTION(_kind), f"{_QKV} attn_bias", _function, *_HOW, when=_learns_bias)
     product(_ATTENTION(_kind), _QKV, _function, "attn_bias", *_HOW, when=_learns_no_bias)
 
-# ------------------------------------------------------------------ strides: see [Note: the strides that a product read]
+# ----------------------------------------------------------------- strides: see [Note: the strides that a product read]
 
 _VIEWS = "View UnsafeView ReshapeAlias Alias Expand T Transpose Permute Unsqueeze Squeeze Select Slice Diagonal Unfold"
 _PARTS = "Split SplitWithSizes UnsafeSplit UnsafeSplitWithSizes Unbind"
