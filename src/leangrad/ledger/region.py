@@ -72,6 +72,8 @@ class Region:
         self.min_bytes = ledger.min_bytes
         self.cap = ledger.cap
         self.max_products = ledger.products
+        self.product_settings = _torch.product_settings() if ledger.products else ()
+        self.failed_allocations = _torch.failed_allocations() if ledger.products else 0
         self.fence = self._began = 0
         self.packing = False
         self.changing: Any = None

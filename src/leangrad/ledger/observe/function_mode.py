@@ -19,6 +19,7 @@ class ObservedRegion(Protocol):
 
     min_bytes: int
     max_products: int  # products that a recipe may run through in a row
+    product_settings: tuple[Any, ...]  # under which they run, as the region began
     fence: int
     packing: bool  # the region itself is at work
     changing: Any  # the tensor that a function is changing in place right now

@@ -213,7 +213,11 @@ def _pooled(notes: FunctionMode, func: Any, args: tuple[Any, ...], kwargs: dict[
 
 def _source(notes: FunctionMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     out = func(*args, **kwargs)
-    if notes.book.catches:
+    book = notes.book
+    if book.max_products:
+        if _torch.product_settings() != book.product_settings:  # no recipe may run it again
+            book.fence = _torch.next_sequence_nr()
+    elif book.catches:
         _hold(notes, out)
     return out
 

@@ -29,6 +29,7 @@ from leangrad.ledger.values.value import Value, is_there, leaf_value
 
 NOTHING: dict[str, Any] = {}
 COPIED_BYTES = 64 * 1024  # operands up to this size are copied
+CONVOLUTION = "ConvolutionBackward0"
 MAX_WALK = 64  # nodes between a tensor and its anchors; beyond that the tensor is kept
 
 
@@ -69,6 +70,8 @@ class WalkRegion(Protocol):
     rewritten: dict[int, int]  # memory that was changed unseen, and the number of the first node after that
     sharded: bool  # parameters are gathered for each module's forward and backward only: no recipe reads them
     max_products: int  # products that a recipe may run through in a row
+    product_settings: tuple[Any, ...]  # under which they run, as the region began
+    failed_allocations: int  # by then
 
     def watch(self, value: Value) -> None:
         """A recipe reads this tensor of the caller's: it must not change under the recipe."""
@@ -163,6 +166,15 @@ class Walk:
                 self._made.append(value)
         metadata[VALUES[nr]] = ref(value)
         return value
+
+    def settings(self, node: Node) -> tuple[Any, ...]:
+        """The settings under which the product of ``node`` has run: those of the region."""
+        book = self._book
+        if _torch.product_settings() != book.product_settings:
+            raise NoRecipeError("settings of torch by which products are computed have changed")
+        if type(node).__name__ == CONVOLUTION and _torch.failed_allocations() != book.failed_allocations:
+            raise NoRecipeError("there may have been too little memory for the workspace of a convolution")
+        return book.product_settings
 
     def _product(self, node: Node, nr: int, metadata: dict[Any, Any]) -> Value:
         """The output of a product, with a recipe; absent where there is none."""

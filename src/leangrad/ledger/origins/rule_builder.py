@@ -114,7 +114,7 @@ def _build(rule: Rule, node: Node) -> Origin:
         for (source, k), get in zip(edges, operands, strict=False):
             args.append(get(walk, node, metadata, made) if source is None else walk.input(source, k))
         if is_product:
-            value.is_product = True
+            value.is_product, value.settings = True, walk.settings(node)
             args = [with_exact_strides(node, name, a) for name, a in zip(names, args, strict=True)]
         if twins and is_from_elsewhere(args[0], edges[0][0], edges[0][1], made):
             raise NoRecipeError("a copy from another device")

@@ -65,6 +65,7 @@ class Value(PackedTensor):
     root: Value | None = None  # the one anchor it descends from; None: itself
     length = 0  # how many ops are replayed one inside the other to rebuild it, at most
     is_product = False  # its function is a product
+    settings: tuple[Any, ...] = ()  # of torch, under which it ran in forward
     products = 0  # how many of those ops are products, at most
     nbytes = 0
     ordinal = -1  # its place in the step of ``recorder``, while the ledger learns
@@ -323,6 +324,8 @@ class Value(PackedTensor):
             fused = replayers[function](self, made, task)
             if fused is not None:
                 return fused
+        if self.is_product:
+            self._check_settings(task)
         args = [*self.args]
         owned = -1
         for i in self.order:
@@ -359,6 +362,18 @@ class Value(PackedTensor):
             if a is tensor:
                 return tensor, False
         return tensor, True
+
+    def _check_settings(self, task: int) -> None:
+        """Raise an error unless a product finds the settings of forward; looked at once in a backward pass."""
+        global _checked
+        if task >= 0 and _checked == (task, self.settings):
+            return
+        if changes := _torch.changed_settings(self.settings):
+            raise LeangradError(
+                f"{self.op} has to run again in backward, and would have other bits than in forward, because settings "
+                f"of torch have changed: {changes}. To mend it, change them after backward, or before forward."
+            )
+        _checked = task, self.settings
 
     def _laid_out(self, tensor: Tensor, layout: Layout) -> Tensor:
         if tensor.shape != layout[0]:
@@ -411,6 +426,7 @@ def fuses() -> bool:
     return bool(replayers)
 
 
+_checked: tuple[int, tuple[Any, ...]] = (-1, ())  # a backward pass, and the settings that it has found
 MANY = 4  # see [Note: held for recipes]
 SUMS = ("AddBackward0", "SubBackward0")  # see [Note: lineages through products]
 LONGEST_RECIPE = 200  # ops of a recipe, one inside the other: each takes a frame or two of the 1,000 that Python allows

@@ -23,7 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from leangrad._torch import output_facts
+from leangrad._torch import failed_allocations, output_facts
+from leangrad.errors import LeangradError
 from leangrad.ledger.origins.functions import NoRecipeError
 from leangrad.ledger.origins.rules import pointwise, shapes  # noqa: F401  (``FOLLOWS`` looks up what they have entered)
 from leangrad.ledger.origins.rules.rule import RULES, rule
@@ -49,8 +50,21 @@ product("AddbmmBackward0", "?self batch1 batch2", torch.addbmm, beta="beta", alp
 # One node for all of them: ATen chooses oneDNN, cuDNN or a kernel of its own below it.
 
 
+def _biased_convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *settings: Any) -> Tensor:
+    if not x.is_cuda:
+        return aten.convolution.default(x, weight, bias, *settings)  # type: ignore[no-any-return]
+    before = failed_allocations()
+    y: Tensor = aten.convolution.default(x, weight, bias, *settings)
+    if failed_allocations() != before:
+        raise LeangradError(
+            "a convolution that runs again in backward has found too little memory for its workspace, and would have "
+            "other bits than in forward. To mend it, use a smaller batch, or no recipes through products."
+        )
+    return y
+
+
 def _convolution(x: Tensor, weight: Tensor, *settings: Any) -> Tensor:
-    return aten.convolution.default(x, weight, None, *settings)  # type: ignore[no-any-return]
+    return _biased_convolution(x, weight, None, *settings)
 
 
 def _is_repeatable(node: Node) -> bool:
@@ -67,7 +81,7 @@ def _has_no_bias(node: Node) -> bool:
 
 _SETTINGS = ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
 product("ConvolutionBackward0", "input weight", _convolution, *_SETTINGS, when=_has_no_bias)
-product("ConvolutionBackward0", "input weight ?bias", aten.convolution.default, *_SETTINGS, when=_has_bias)
+product("ConvolutionBackward0", "input weight ?bias", _biased_convolution, *_SETTINGS, when=_has_bias)
 
 # ------------------------------------------------------------------------------------------------------------ attention
 
