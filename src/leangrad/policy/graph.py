@@ -32,10 +32,10 @@ class Value:
     scratch: int = 0  # bytes that are taken while it is being made, beside itself
     may_end_chain: bool = True  # keeping it may be of use where a chain of values that are made again is too long
     is_repeatable: bool = False  # one cheap pass in the memory of its input: may be let go, and made again once more
-    is_heavy: bool = False  # made by a product: making it again is dear
-    products: int = 0  # that are run to make it again from its inputs, its own included
     work: int = 0  # of an op with a kernel of its own, in bytes moved: arithmetic counts as the bytes that take as long
     across: tuple[int, ...] = ()  # those of its inputs whose memory has its rows along another dimension than its own
+    is_heavy: bool = False  # made by a product: making it again is dear
+    products: int = 0  # how many products are run to make it again from its inputs, its own included
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,8 @@ MATRICES = {
     "Addmm0 three dimensions": lambda h, t: F.linear(batches(h), t.leaf(9, 12), t.leaf(9)),
     "Addmm0 scaled": lambda h, t: torch.addmm(t.leaf(16, 9), flat(h), t.leaf(24, 9), beta=0.5, alpha=-2),
     "Addmm0 frozen weight": lambda h, t: F.linear(flat(h).exp(), t.const(9, 24), t.leaf(9)),
+    "Addmm0 frozen bias": lambda h, t: F.linear(flat(h), t.leaf(9, 24), t.const(9)),
+    "Addmm0 frozen three dimensions": lambda h, t: F.linear(batches(h).exp(), t.const(9, 12), bias=t.const(9)),
     "Bmm0": lambda h, t: torch.bmm(batches(h), t.leaf(4, 12, 5)),
     "Bmm0 transposed": lambda h, t: batches(h) @ batches(h).transpose(1, 2),
     "Bmm0 four dimensions": lambda h, t: h @ h.transpose(-1, -2),
@@ -64,6 +66,7 @@ MATRICES = {
 CONVOLUTIONS = {
     "Convolution0": lambda h, t: F.conv2d(h, t.leaf(5, 4, 3, 3)),
     "Convolution0 bias": lambda h, t: F.conv2d(h, t.leaf(5, 4, 3, 3), t.leaf(5)),
+    "Convolution0 frozen bias": lambda h, t: F.conv2d(h, t.leaf(5, 4, 3, 3), bias=t.const(5)),
     "Convolution0 settings": lambda h, t: F.conv2d(h, t.leaf(5, 4, 3, 2), t.leaf(5), (2, 1), (1, 2), (1, 2)),
     "Convolution0 grouped": lambda h, t: F.conv2d(h, t.leaf(6, 2, 3, 3), padding=1, groups=2),
     "Convolution0 depthwise": lambda h, t: F.conv2d(h, t.leaf(8, 1, 3, 3), t.leaf(8), padding=1, groups=4),
