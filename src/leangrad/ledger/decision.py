@@ -291,7 +291,7 @@ class Decider:
                 value.layout = (tensor.shape, tensor.stride())
                 value.nbytes = nbytes
                 value.cap = cap
-                if value.blocked or self._is_too_long(value, cap):
+                if value.depth > cap or value.length > LONGEST_RECIPE or value.blocked or value.products:
                     why = self._keep_all_the_same(value, tensor, cap)
         if self._recorder is not None:
             self._recorder.decided(value, type(node).__name__, why, node._sequence_nr())
@@ -302,7 +302,7 @@ class Decider:
         return value.depth > cap or value.length > LONGEST_RECIPE or value.products > self._book.max_products
 
     def _keep_all_the_same(self, value: Value, tensor: Tensor, cap: int) -> str:
-        """A recipe was found that is too deep, or waits for what is not kept: say why ``tensor`` is kept, if it is."""
+        """A recipe was found that may be too long, or waits for what is not kept: say why ``tensor`` is kept, if so."""
         if self._is_too_long(value, cap):
             limit = f"{cap} residual sums" if value.depth > cap else f"{LONGEST_RECIPE} ops"
             if value.products > self._book.max_products:
@@ -311,7 +311,7 @@ class Decider:
             if self._recorder is None:
                 value.forget_recipe()
             return f"it lies more than {limit} after the last kept tensor"
-        if self._products.catch(value):
+        if not value.blocked or self._products.catch(value):
             return ""
         value.keep(tensor)
         wait(value)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -48,6 +49,7 @@ def test_what_a_node_forgets_has_no_recipe() -> None:
     x, w = leaf(6, 6), leaf(6, 6, seed=1)
     frozen = leaf(6, seed=2).detach()
     assert ops(lambda: torch.addmm(frozen, x, w).sin()) == ["AddmmBackward0"]
+    assert ops(lambda: torch.addmm(frozen, x, w.detach()).sin()) == ["AddmmBackward0"]
     assert ops(lambda: F.linear(x, w, frozen.repeat(2)[::2]).sin()) == ["AddmmBackward0"]  # a copy has other strides
     assert ops(lambda: F.linear(x, w, frozen).sin()) == []
     with torch.autocast("cpu", torch.bfloat16):  # the product reads a cast of the bias that nobody sees
@@ -129,3 +131,26 @@ def test_a_failed_allocation_ends_recipes_through_convolutions(monkeypatch: pyte
     monkeypatch.setattr("leangrad._torch.failed_allocations", lambda: failed)
     for fails, expected in ((0, []), (1, ["ConvolutionBackward0"])):
         assert ops(partial(program, fails)) == expected
+
+
+def test_convolutions_on_an_accelerator_that_may_have_other_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transposed ones, and all of them where each thread chooses an algorithm by measuring."""
+    image = leaf(1, 6, 4, 4)
+    plain = F.conv2d(image, leaf(6, 6, 3, 3)).grad_fn
+    transposed = F.conv_transpose2d(image, leaf(6, 6, 3, 3)).grad_fn
+    for node in (plain, transposed):
+        with torch.backends.cudnn.flags(benchmark=True):
+            assert rule_builder.product_of(node, 0) is not None
+    facts = SimpleNamespace(device=torch.device("cuda"))
+    monkeypatch.setattr("leangrad.ledger.origins.rules.products.output_facts", lambda node: facts)
+    assert rule_builder.product_of(plain, 0) is not None
+    assert rule_builder.product_of(transposed, 0) is None
+    with torch.backends.cudnn.flags(benchmark=True):
+        assert rule_builder.product_of(plain, 0) is None
+
+
+def test_attention_with_dropout_has_no_recipe() -> None:
+    node = SimpleNamespace(_saved_dropout_p=0.1, next_functions=())
+    for name, rules in PRODUCTS.items():
+        if name.startswith("ScaledDotProduct"):
+            assert not any(rule.when is None or rule.when(node) for rule in rules), name

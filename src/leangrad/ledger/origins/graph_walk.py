@@ -110,7 +110,7 @@ class Walk:
         """
         self.steps = self.operand_bytes = 0
         self.early.clear()
-        origin = self.origin(node, nr)
+        origin = self.origin(node, nr) if self.max_products else origin_of(node, nr)
         if origin is None or (metadata and LIVE in metadata):
             raise NoRecipeError(f"{type(node).__name__} is never computed twice")
         if not self.max_products:

@@ -9,9 +9,12 @@ tensor, one that nobody saved because the other operand is frozen, the strides a
 and ``addmm`` do); where it remembers none, there is no recipe. A product into a tensor of the caller's (``addmm_``) has
 no recipe either: ``mutation.py``.
 
-Attention with dropout has none, and neither has a transposed convolution on an accelerator: that is computed as the
-gradient of a convolution, which may be added with atomics. Outputs beside the first, such as the logsumexp of
-attention, are small and kept.
+Attention with dropout has none, and neither have these convolutions on an accelerator: a transposed one, which is
+computed as the gradient of a convolution and may be added with atomics; and any while ``cudnn.benchmark`` is on: each
+thread measures for itself which algorithm is fastest, and backward runs in another thread than forward. Outputs beside
+the first, such as the logsumexp of attention, are small and kept.
+
+A product runs again under the settings of torch that it ran under in forward, or not at all (``Walk.settings``).
 """
 
 from __future__ import annotations
@@ -68,7 +71,9 @@ def _convolution(x: Tensor, weight: Tensor, *settings: Any) -> Tensor:
 
 
 def _is_repeatable(node: Node) -> bool:
-    return not node._saved_transposed or output_facts(node).device.type == "cpu"
+    if output_facts(node).device.type == "cpu":
+        return True
+    return not node._saved_transposed and not torch.backends.cudnn.benchmark
 
 
 def _has_bias(node: Node) -> bool:
