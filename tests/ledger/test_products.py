@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -19,6 +21,7 @@ from leangrad.ledger import Ledger
 from leangrad.ledger.origins import rule_builder
 from leangrad.ledger.origins.rules import PRODUCTS
 from leangrad.ledger.values import rebuilt_cache
+from leangrad.ledger.values.value import Value
 from tests.support.ledger_programs import assert_same, backward, leaf, run
 
 STEPS = 3
@@ -194,6 +197,12 @@ def mixed() -> nn.Module:
     )
 
 
+def pooled() -> nn.Module:
+    """Poolings, the indices of which are rebuilt too."""
+    layers = [(nn.Conv2d(8 if i else 3, 8, 3, padding=1), nn.MaxPool2d(3, 1, 1), nn.LogSigmoid()) for i in range(3)]
+    return nn.Sequential(*[part for layer in layers for part in layer])
+
+
 def tokens() -> Tensor:
     return torch.randn(ROWS, LENGTH, WIDTH)
 
@@ -216,6 +225,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "squeeze and excite": (images(Excited), pictures),
     "no joins": (chain, pictures),
     "mixed layers": (mixed, lambda: pictures().to(memory_format=torch.channels_last)),
+    "pooled": (pooled, pictures),
     "tied": (Tied, words),
     "views": (Views, tokens),
     "checkpoint": (lambda: Checkpointed(False), tokens),
@@ -372,6 +382,25 @@ def test_a_product_with_several_readers_runs_once_in_a_backward(name: str, twice
         assert_same(a, b, step)
     assert runs == ["MmBackward0"] * len(plain) * (1 + twice)
     assert ledger.totals().kept_bytes == 0
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if "checkpoint" not in name])
+def test_recipes_that_were_given_up_count_no_more(name: str) -> None:
+    """Or what they read would be held for them: see [Note: a product runs once]."""
+    make, batch = MODELS[name]
+    torch.manual_seed(0)
+    model, ledger = make(), with_products(2)
+    for step in range(STEPS):
+        with ledger:
+            y = model(batch())
+        gc.collect()
+        values = [v for v in gc.get_objects() if type(v) is Value]
+        readers = Counter(id(v) for value in values for v in value.inputs)
+        found = [(v.op, v.parents, readers[id(v)]) for v in values if v.products and v.tensor is None]
+        assert [f for f in found if f[1] != f[2]] == [], step
+        assert found
+        backward(y)
+        del y, values
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -425,6 +425,8 @@ class Decider:
         assert origin.function is not None
         value.op = origin.op
         value.set_recipe(origin.function, origin.args, origin.kwargs)
+        if self._book.max_products:
+            origin.unread()
         value.tensor, value.part = None, origin.part
         enter(node, nr, value)
         join(node, nr, value)

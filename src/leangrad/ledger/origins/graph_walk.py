@@ -208,6 +208,8 @@ class Walk:
         if node._sequence_nr() < self._book.fence:
             return None
         value = seen.value()
+        if self.max_products:
+            self._made.append(value)
         node.metadata[VALUES[nr]] = ref(value)
         return value
 
@@ -265,7 +267,10 @@ class Walk:
         if type(found) is Value or found is None:
             return found
         if type(found) is Cast or type(found) is SavedView:
-            return found.value()
+            value = found.value()
+            if self.max_products:
+                self._made.append(value)
+            return value
         if type(found) is not Bare:
             raise NoRecipeError(f"{name} is held by other saved-tensor hooks")
         if parameter and self._book.sharded:
