@@ -234,19 +234,24 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
 
 
 def train(
-    make: Callable[[], nn.Module], batch: Callable[[], Tensor], region: Any, *, autocast: bool = False
+    make: Callable[[], nn.Module],
+    batch: Callable[[], Tensor],
+    region: Any,
+    *,
+    autocast: bool = False,
+    device: str = "cpu",
 ) -> list[list[Tensor | None]]:
     """Several steps: of each, the gradients."""
     torch.manual_seed(0)
-    model = make()
+    model = make().to(device)
     optimizer = torch.optim.SGD(model.parameters(), 1e-4)
     found = []
     for step in range(STEPS):
         torch.manual_seed(step)
-        x = batch()
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast), region:
+        x = batch().to(device)
+        with torch.autocast(device, torch.bfloat16, enabled=autocast), region:
             y = model(x)
-        backward(y)
+        backward(y.cpu())
         found.append([None if p.grad is None else p.grad.clone() for p in model.parameters()])
         optimizer.step()
         optimizer.zero_grad()
@@ -266,6 +271,22 @@ def test_models_train_as_plain_ones(name: str, autocast: bool) -> None:
             assert_same(a, b, (products, depth, step))
         assert ledger.differences == 0
         assert ledger.totals().kept_bytes < without.totals().kept_bytes
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
+@pytest.mark.parametrize(
+    "name", ["mlp", "written attention, norms after", "grouped queries, gated", "resnet", "no joins"]
+)
+def test_models_train_as_plain_ones_on_cuda(name: str, autocast: bool) -> None:
+    with torch.backends.cudnn.flags(deterministic=True), nn.attention.sdpa_kernel(nn.attention.SDPBackend.MATH):
+        plain = train(*MODELS[name], nullcontext(), autocast=autocast, device="cuda")
+        for products in (1, 8):
+            ledger = with_products(products)
+            lean = train(*MODELS[name], ledger, autocast=autocast, device="cuda")
+            for step, (a, b) in enumerate(zip(lean, plain, strict=True)):
+                assert_same(a, b, (products, step))
+            assert ledger.totals().rebuilt_bytes > 0
 
 
 # ------------------------------------------------------------------------------------------------------- what they keep

@@ -56,6 +56,13 @@ def test_what_a_node_forgets_has_no_recipe() -> None:
         assert "AddmmBackward0" in ops(lambda: F.linear(x, w, frozen).sin())
 
 
+def test_a_product_with_a_sparse_tensor_has_no_recipe() -> None:
+    """On an accelerator it may be added with atomics."""
+    x, matrix = leaf(6, 6), leaf(6, 6, seed=1).detach()
+    assert ops(lambda: (matrix @ x).sin()) == []
+    assert ops(lambda: (matrix.to_sparse() @ x).sin()) == ["MmBackward0"]
+
+
 def test_strides_that_nobody_knows() -> None:
     """An op whose replay lays its result out otherwise: a product that does not remember strides is not run again.
 

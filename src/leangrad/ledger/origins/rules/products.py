@@ -149,7 +149,8 @@ def has_exact_strides(value: Value) -> bool:
         if value.function not in FOLLOWS:
             return False
         value = value.inputs[0]
-    return True
+    tensor = value.tensor
+    return tensor is None or (tensor.layout is torch.strided and not tensor.is_nested)
 
 
 def with_exact_strides(node: Node, name: str, operand: Any) -> Value:
