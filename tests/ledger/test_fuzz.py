@@ -22,11 +22,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from leangrad.errors import ChangedError
-from leangrad.lean import saving
 from leangrad.ledger import Ledger
+from leangrad.ledger.origins.rules import PRODUCTS as PRODUCT_NODES
 from tests.support import assert_same_bits
 from tests.support.fuzz import fuzz_settings
-from tests.support.fuzz_steps import RECORDED, UNRECORDED, Run
+from tests.support.fuzz_steps import PRODUCTS, RECORDED, UNRECORDED, Run
 
 pytestmark = pytest.mark.fuzz
 
@@ -57,7 +57,7 @@ def forward(program: Program, run: Run, region: Any, turn: int, outputs: int = 4
         for n, (name, i, j, c) in steps:
             if turn == 2 and n == program.skip:
                 continue
-            make = RECORDED.get(name) or UNRECORDED[name]
+            make = RECORDED.get(name) or UNRECORDED.get(name) or PRODUCTS[name]
             made = make(run, run.pick(i), run.pick(j), c * (1 + turn / 8))
             if made is not None:
                 run.pool.append(made)
@@ -113,10 +113,10 @@ def may_refuse(program: Program, error: Exception, turn: int) -> bool:
     return program.edits or isinstance(result(program, None, turn, outputs=99), Exception)
 
 
-def check(program: Program, depth: Any) -> Counter[str]:
+def check(program: Program, depth: Any, products: int = 0) -> Counter[str]:
     """Compare plain with lean; count what happened."""
     seen: Counter[str] = Counter()
-    ledger = saving(residual_depth=depth, min_bytes=0)
+    ledger = Ledger(residual_depth=depth, min_bytes=0, products=products)
     for turn in range(3):
         plain, lean = result(program, None, turn), result(program, ledger, turn)
         if isinstance(plain, Exception):
@@ -131,6 +131,7 @@ def check(program: Program, depth: Any) -> Counter[str]:
             for n, (a, b) in enumerate(zip(plain, lean, strict=True)):
                 assert_same_bits(a, b, f"turn {turn}, tensor {n}", nans="any", strides=True)
     seen["rebuilt"] += ledger.totals().rebuilt_bytes > 0
+    seen["products"] += any(e.outcome == "rebuilt" and e.op in PRODUCT_NODES for e in ledger.entries())
     return seen
 
 
@@ -140,8 +141,10 @@ DEPTHS = (0, 1, 2, "auto")
 
 
 @st.composite
-def programs(draw: st.DrawFn, *, edits: bool) -> Program:
+def programs(draw: st.DrawFn, *, edits: bool, products: bool = False) -> Program:
     names = st.sampled_from(sorted(RECORDED))
+    if products:
+        names = st.one_of(names, st.sampled_from(sorted(PRODUCTS)))
     if edits:
         names = st.one_of(names, names, names, names, st.sampled_from(sorted(UNRECORDED)))
     number = st.integers(0, 15)
@@ -154,10 +157,10 @@ def programs(draw: st.DrawFn, *, edits: bool) -> Program:
     return Program(tuple(steps), draw(st.integers(0, 99)), enter, leave, skip, backward, autocast)
 
 
-def random_program(seed: int) -> Program:
+def random_program(seed: int, *, products: bool = False) -> Program:
     """The same kind of program from a plain seed, where nothing needs to shrink."""
     choose = random.Random(seed)
-    names = sorted(RECORDED)
+    names = sorted(RECORDED) + (sorted(PRODUCTS) * 3 if products else [])
     steps = tuple(
         (choose.choice(names), choose.randrange(16), choose.randrange(16), choose.choice(SCALARS))
         for _ in range(choose.randint(4, 16))
@@ -175,6 +178,26 @@ def test_recorded_programs_give_the_same_bits(program: Program, depth: Any) -> N
 @fuzz_settings(120, 4_000)
 def test_unrecorded_edits_are_never_silently_wrong(program: Program, depth: Any) -> None:
     check(program, depth)
+
+
+@given(program=programs(edits=False, products=True), depth=st.sampled_from(DEPTHS), products=st.sampled_from((1, 2, 8)))
+@fuzz_settings(150, 6_000)
+def test_products_that_run_again_give_the_same_bits(program: Program, depth: Any, products: int) -> None:
+    check(program, depth, products)
+
+
+@given(program=programs(edits=True, products=True), depth=st.sampled_from(DEPTHS), products=st.sampled_from((1, 8)))
+@fuzz_settings(80, 4_000)
+def test_unrecorded_edits_under_products_are_never_silently_wrong(program: Program, depth: Any, products: int) -> None:
+    check(program, depth, products)
+
+
+def test_the_fuzz_runs_products_again() -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(40):
+        seen += check(random_program(seed, products=True), DEPTHS[seed % 4], 8)
+    assert seen["same"] > 40, seen
+    assert seen["products"] > 20, seen
 
 
 def test_the_fuzz_is_not_vacuous() -> None:

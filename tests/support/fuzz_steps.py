@@ -11,11 +11,17 @@ from torch.utils.checkpoint import checkpoint
 
 Make = Callable[["Run", Tensor, Tensor, float], "Tensor | tuple[Tensor, ...] | None"]
 RECORDED: dict[str, Make] = {}  # steps that autograd records
+PRODUCTS: dict[str, Make] = {}  # steps with a product, for ledgers that run products again
 UNRECORDED: dict[str, Make] = {}  # edits that it does not
 
 
 def step(make: Make) -> Make:
     RECORDED[make.__name__] = make
+    return make
+
+
+def product(make: Make) -> Make:
+    PRODUCTS[make.__name__] = make
     return make
 
 
@@ -315,3 +321,83 @@ def buffer_edit(run, a, b, c):
 def aten_edit(run, a, b, c):
     with torch.no_grad():
         torch.ops.aten.mul_.Scalar(a, c)
+
+
+PRODUCTS |= {name: RECORDED[name] for name in ("matmul", "linear", "convolved", "attention", "autocast")}
+PRODUCTS |= {
+    "turned": lambda run, a, b, c: (table(a).t() @ table(b).to(a.dtype))[:4],
+    "rows_by_rows": lambda run, a, b, c: (table(a) @ table(b).t().to(a.dtype)) @ run.frozen.to(a.dtype),
+    "by_frozen": lambda run, a, b, c: table(a) @ (run.frozen.t() @ run.frozen).to(a.dtype),
+    "frozen_turned": lambda run, a, b, c: ((table(a) * c).t() @ run.frozen.to(a.dtype)).t(),
+    "frozen_linear": lambda run, a, b, c: F.linear(table(a), run.frozen.to(a.dtype), run.b[:4].to(a.dtype)),
+    "scaled_addmm": lambda run, a, b, c: torch.addmm(
+        table(b).to(a.dtype), table(a), run.w.to(a.dtype), alpha=c, beta=0.5
+    ),
+    "addmm_of_sum": lambda run, a, b, c: torch.addmm(
+        table(b).to(a.dtype) + 1, table(a) * c, run.w.t().to(a.dtype), alpha=c
+    ),
+    "batched": lambda run, a, b, c: torch.bmm(
+        table(a).reshape(2, 2, 6), table(b).to(a.dtype).reshape(2, 2, 6).transpose(1, 2)
+    ),
+    "batched_frozen": lambda run, a, b, c: torch.bmm(
+        (table(a) * c).t().reshape(2, 3, 4), run.frozen.to(a.dtype).reshape(2, 4, 3)
+    ),
+    "batched_sum": lambda run, a, b, c: torch.baddbmm(
+        run.b.to(a.dtype)[:2], table(a).reshape(2, 2, 6), run.w.to(a.dtype)[:, :2].expand(2, 6, 2), alpha=c, beta=0.3
+    ),
+    "summed_batches": lambda run, a, b, c: torch.addbmm(
+        run.w.to(a.dtype)[:2, :2], table(a).reshape(2, 2, 6), run.w.to(a.dtype)[:, :2].expand(2, 6, 2), alpha=c
+    ),
+    "vector": lambda run, a, b, c: (table(a) @ run.b.to(a.dtype)).unsqueeze(1) * table(a),
+    "column": lambda run, a, b, c: torch.mv(table(a).t(), table(b).to(a.dtype)[:, 1]),
+    "vector_sum": lambda run, a, b, c: torch.addmv(run.b.to(a.dtype)[:4], table(a), table(b).to(a.dtype)[0], alpha=c),
+    "einsum": lambda run, a, b, c: torch.einsum("ij,kj,kl->il", table(a), table(b).to(a.dtype), run.w.to(a.dtype)[:4]),
+    "expanded": lambda run, a, b, c: table(a)[:1].expand(4, 6) @ run.w.to(a.dtype),
+    "broadcast": lambda run, a, b, c: torch.matmul(table(a).reshape(2, 2, 6), run.w.to(a.dtype).expand(2, 6, 6)),
+    "convolved_2d": lambda run, a, b, c: F.conv2d(
+        table(a).reshape(1, 2, 3, 4),
+        run.w.to(a.dtype)[:4].reshape(4, 1, 3, 2),
+        run.b.to(a.dtype)[:4],
+        padding=1,
+        groups=2,
+    ),
+    "channels_last": lambda run, a, b, c: F.conv2d(
+        (table(a).reshape(2, 3, 2, 2) * c).contiguous(memory_format=torch.channels_last),
+        run.w.to(a.dtype)[:, :3].reshape(6, 3, 1, 1),
+    ),
+    "frozen_convolution": lambda run, a, b, c: F.conv2d(
+        (table(a).reshape(2, 3, 2, 2) * c).relu(), run.frozen.to(a.dtype).reshape(4, 3, 2, 1)
+    ),
+    "transposed_convolution": lambda run, a, b, c: F.conv_transpose1d(
+        table(a).unsqueeze(0), run.w.to(a.dtype)[:4, :4].unsqueeze(-1).expand(4, 4, 3), None, 2, 1, 1
+    ),
+    "causal": lambda run, a, b, c: F.scaled_dot_product_attention(
+        *(t.float().reshape(1, 2, 2, 6) for t in (table(a), table(b) * c, table(a) + 1)), is_causal=True
+    ),
+    "biased_attention": lambda run, a, b, c: F.scaled_dot_product_attention(
+        *(t.float().reshape(1, 2, 2, 6) for t in (table(a), table(b), table(a))),
+        attn_mask=run.b[:4].reshape(2, 2),
+        scale=c,
+    ),
+    "masked_attention": lambda run, a, b, c: F.scaled_dot_product_attention(
+        *(t.float().reshape(1, 6, 2, 2).transpose(1, 2) for t in (table(a), table(b), table(a))),
+        attn_mask=run.frozen[:1, :4].reshape(2, 2) * c,
+    ),
+    "grouped_queries": lambda run, a, b, c: F.scaled_dot_product_attention(
+        table(a).float().reshape(1, 4, 2, 3), *(table(b).float()[:2].reshape(1, 2, 2, 3) for _ in "kv"), enable_gqa=True
+    ),
+}
+
+
+@product
+def addmm_(run, a, b, c):
+    t = (table(a) * c).t().contiguous().t()
+    return t.addmm_(table(b).to(t.dtype), run.w.to(t.dtype), alpha=0.5)
+
+
+@product
+def written_over(run, a, b, c):
+    """The output of a product is changed in place, and the next product reads it."""
+    t = table(a) @ run.w.to(a.dtype)
+    t.relu_()
+    return t @ run.w.to(a.dtype)

@@ -13,7 +13,7 @@ call of Python more would be felt. `ledger/` uses these where it needs them:
 
 Their check is `ledger_names_present`: if one of them is gone no region opens, and lean models run plain.
 
-tensors, autograd, checkpoints, dispatch, modules, modes, cuda      by subject
+tensors, autograd, checkpoints, dispatch, modules, modes, settings, cuda      by subject
 compiler      torch.compile: what the compiled engine asks of AOTAutograd and Inductor; it is not imported here
 present       whether this torch has all of these names
 """
@@ -79,6 +79,7 @@ from leangrad._torch.modules import (
     remove_forward_hooks,
 )
 from leangrad._torch.present import ledger_names_present, private_names
+from leangrad._torch.settings import changed_settings, failed_allocations, product_settings
 from leangrad._torch.tensors import (
     called_through_c,
     direct,
@@ -111,6 +112,7 @@ __all__ = [
     "backward_elsewhere",
     "bare_modules",
     "called_through_c",
+    "changed_settings",
     "checkpoint_frame",
     "compile_kernel",
     "convolution_settings",
@@ -120,6 +122,7 @@ __all__ = [
     "direct",
     "dispatch_modes_active",
     "engine_reaches",
+    "failed_allocations",
     "forward_mode_active",
     "forward_pre_hooks",
     "fused_rms_norm",
@@ -163,6 +166,7 @@ __all__ = [
     "passed_no_hook",
     "peak_bytes",
     "private_names",
+    "product_settings",
     "raw_stream",
     "reentrant_checkpoint",
     "reference_counts",

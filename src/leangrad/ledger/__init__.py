@@ -20,7 +20,7 @@ Words
     anchor                          a kept tensor that recipes read
     recipe                          the ops that rebuild a tensor, from anchors and parameters
     origin                          how a tensor was made: the op, its inputs, its constants, its random state
-    product                         the output of a matmul, a convolution or an attention: never computed twice
+    product                         the output of a matmul, a convolution or an attention: computed twice on demand only
     cut                             which tensors of a chain are kept, so that the others are rebuilt from them
     step                            one forward and its backward
     plan                            which tensors of a recorded step later steps keep, for the lowest peak
@@ -69,6 +69,7 @@ origins: where tensors come from
     reductions                      rules of reductions, scans, softmax, norms and transforms
     shapes                          rules of views, and of ops that only move elements
     windows                         rules of pooling, resampling, patches and dropout
+    products                        rules of products, for ledgers that may run them again
     shorter                         replays with the same bits in less time than forward's op, on a CPU
 
 observe: what nodes forget

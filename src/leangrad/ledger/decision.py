@@ -14,7 +14,6 @@ from torch import Tensor
 from leangrad import _torch
 from leangrad.ledger.origins.functions import NoRecipeError
 from leangrad.ledger.origins.graph_walk import Walk, WalkRegion
-from leangrad.ledger.origins.rule_builder import origin_of
 from leangrad.ledger.values.cast import NODE, Anchor, Cast, Packed
 from leangrad.ledger.values.node_metadata import CAST, LIVE, OPAQUE, VALUES, AccumulateGrad, enter, join
 from leangrad.ledger.values.pending_inputs import wait
@@ -155,6 +154,8 @@ class Decider:
                         self._share(value)
                         return value
                 elif fresh and value.function is not None and not value.blocked:
+                    if value.layout is None and self._book.max_products:  # a product may read it
+                        value.layout = (tensor.shape, tensor.stride())
                     self._share(value)
                     return value
                 elif fresh and type(tensor) in PLAIN_TYPES:  # absent until now, or its recipe waits for what is absent
@@ -275,6 +276,8 @@ class Decider:
                     del value
                     value = walk.start(node, tensor.output_nr, metadata, tensor)
                 if walk.operand_bytes >= nbytes:
+                    if self._book.max_products:
+                        value.unread()
                     raise NoRecipeError("rebuilding it would take as many bytes of other inputs")
             else:
                 value = waiting
@@ -288,22 +291,27 @@ class Decider:
                 value.layout = (tensor.shape, tensor.stride())
                 value.nbytes = nbytes
                 value.cap = cap
-                if value.depth > cap or value.length > LONGEST_RECIPE or value.blocked:
+                if value.depth > cap or value.length > LONGEST_RECIPE or value.blocked or value.products:
                     why = self._keep_all_the_same(value, tensor, cap)
         if self._recorder is not None:
             self._recorder.decided(value, type(node).__name__, why, node._sequence_nr())
             self._recorder.on_accelerator |= tensor.is_cuda
         return value
 
+    def _is_too_long(self, value: Value, cap: int) -> bool:
+        return value.depth > cap or value.length > LONGEST_RECIPE or value.products > self._book.max_products
+
     def _keep_all_the_same(self, value: Value, tensor: Tensor, cap: int) -> str:
-        """A recipe was found that is too deep, or waits for what is not kept: say why ``tensor`` is kept, if it is."""
-        if value.depth > cap or value.length > LONGEST_RECIPE:
+        """A recipe was found that may be too long, or waits for what is not kept: say why ``tensor`` is kept, if so."""
+        if self._is_too_long(value, cap):
             limit = f"{cap} residual sums" if value.depth > cap else f"{LONGEST_RECIPE} ops"
+            if value.products > self._book.max_products:
+                limit = f"{self._book.max_products} products"
             value.keep(tensor)
             if self._recorder is None:
                 value.forget_recipe()
             return f"it lies more than {limit} after the last kept tensor"
-        if self._products.catch(value):
+        if not value.blocked or self._products.catch(value):
             return ""
         value.keep(tensor)
         wait(value)
@@ -395,7 +403,7 @@ class Decider:
         if claim.kind != INDEXED:
             return True
         indices = gives // tensor.itemsize * torch.int64.itemsize
-        return (is_caught or origin_of(node, owner.output_nr) is None) and gives + indices < tensor.nbytes
+        return (is_caught or self._walk.origin(node, owner.output_nr) is None) and gives + indices < tensor.nbytes
 
     # ---------------------------------------------------------------- second outputs
 
@@ -409,12 +417,16 @@ class Decider:
             origin = self._walk.start(node, nr, node.metadata)
         except NoRecipeError:
             return
-        if origin.blocked or origin.depth > self._book.cap or origin.length > LONGEST_RECIPE:
+        if origin.blocked or self._is_too_long(origin, self._book.cap):
+            if self._book.max_products:
+                origin.unread()
             return
         value.layout = (value.tensor.shape, value.tensor.stride())
         assert origin.function is not None
         value.op = origin.op
         value.set_recipe(origin.function, origin.args, origin.kwargs)
+        if self._book.max_products:
+            origin.unread()
         value.tensor, value.part = None, origin.part
         enter(node, nr, value)
         join(node, nr, value)

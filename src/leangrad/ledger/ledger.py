@@ -30,6 +30,7 @@ from leangrad.switch import NAME, disabled
 
 MIN_BYTES = 16 * 1024  # below this a tensor costs more to look into than to keep
 LONGEST_PAUSE = 10  # lessons; a model whose steps differ again and again is learned from ever more seldom
+PRODUCTS = 8  # that one recipe may run through in a row, where there is a budget
 STEADY = 64  # steps along what was learned, after which a difference is the first one again
 
 
@@ -42,12 +43,24 @@ class Ledger:
     never wrong: its first different tensor ends the use of what was learned, and the next step is recorded anew.
     """
 
-    def __init__(self, *, residual_depth: int | Literal["auto"], min_bytes: int, goal: Goal | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        residual_depth: int | Literal["auto"],
+        min_bytes: int,
+        products: int = 0,
+        goal: Goal | None = None,
+    ) -> None:
+        """``products``: how many products one recipe may run through in a row; 0: no product is computed twice."""
         if residual_depth != "auto" and not (type(residual_depth) is int and residual_depth >= 0):
             raise ValueError(f'residual_depth must be "auto" or an int >= 0, got {residual_depth!r}')
         if type(min_bytes) is not int or min_bytes < 0:
             raise ValueError(f"min_bytes must be an int >= 0, got {min_bytes!r}")
+        if type(products) is not int or products < 0:
+            raise ValueError(f"products must be an int >= 0, got {products!r}")
+        has_budget = goal is not None and goal.budget is not None
         self.residual_depth = residual_depth
+        self.products = products or (PRODUCTS if has_budget else 0)
         self.min_bytes = min_bytes
         self.sharded = False  # whether the module's parameters are
         self.goal = goal
@@ -73,7 +86,7 @@ class Ledger:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy has the same settings and has learned nothing."""
-        return _fresh, (self.residual_depth, self.min_bytes, self.goal)
+        return _fresh, (self.residual_depth, self.min_bytes, self.products, self.goal)
 
     def region(self, module: nn.Module | None = None) -> Region | None:
         """One forward region; none where hooks cannot or need not be set, or a region is open already."""
@@ -104,7 +117,7 @@ class Ledger:
         """
         segment = self._segments.get(key)
         if segment is None:
-            segment = _fresh(self.residual_depth, self.min_bytes, None)
+            segment = _fresh(self.residual_depth, self.min_bytes, 0 if self.goal is not None else self.products)
             segment = self._segments.setdefault(key, segment)
         segment.sharded = self.sharded
         return segment
@@ -179,12 +192,13 @@ class Ledger:
             self._is_planning = False
         backward = Replay(graph)
         step = recorder.step
-        kept = lowest_peak(graph, backward.play) if self.residual_depth == "auto" else None
+        kept = None
+        if self.residual_depth == "auto" and not self.products:
+            kept = lowest_peak(graph, backward.play)
         self._adopt(step, backward, kept)
         if self._tuner is not None:
             self._replay = backward
-            smallest = step.kept_items() if kept is None else kept
-            self._tuner.start(step, backward, smallest, recorder.outputs_nbytes())
+            self._tuner.start(step, backward, kept, recorder.outputs_nbytes())
         return True
 
     def _adopt(self, step: RecordedStep, backward: Replay, kept: frozenset[int] | None) -> None:
@@ -263,8 +277,9 @@ class Ledger:
 
     @property
     def cap(self) -> int:
-        """How deep a recipe may be where nothing was learned."""
-        return DEEPEST if self.residual_depth == "auto" else self.residual_depth
+        """How deep a recipe may be where nothing was learned. Where products are run again, their sums are anchors."""
+        deepest = 0 if self.products else DEEPEST
+        return deepest if self.residual_depth == "auto" else self.residual_depth
 
     @property
     def trace_status(self) -> str:
@@ -358,5 +373,7 @@ def _has_no_gradients(module: nn.Module) -> bool:
     return all(parameter.grad is None for parameter in module.parameters() if parameter.requires_grad)
 
 
-def _fresh(residual_depth: int | Literal["auto"], min_bytes: int, goal: Goal | None) -> Ledger:
-    return Ledger(residual_depth=residual_depth, min_bytes=min_bytes, goal=goal)
+def _fresh(
+    residual_depth: int | Literal["auto"], min_bytes: int, products: int = 0, goal: Goal | None = None
+) -> Ledger:
+    return Ledger(residual_depth=residual_depth, min_bytes=min_bytes, products=products, goal=goal)

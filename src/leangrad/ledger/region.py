@@ -32,6 +32,7 @@ class LedgerState(Protocol):
     """What a region asks of its ledger: settings, and what earlier steps have shown."""
 
     min_bytes: int
+    products: int  # that a recipe may run through in a row
     saved_kinds: Sequence[SavedKind]  # of each saved tensor of the recorded step
     trace: Trace | None
     sharded: bool
@@ -72,6 +73,9 @@ class Region:
         """``outer``: the pack hook of the checkpoint that is in force around the region, if one is."""
         self.min_bytes = ledger.min_bytes
         self.cap = ledger.cap
+        self.max_products = ledger.products
+        self.product_settings = _torch.product_settings() if ledger.products else ()
+        self.failed_allocations = _torch.failed_allocations() if ledger.products else 0
         self.fence = self._began = 0
         self.packing = False
         self.changing: Any = None

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import leangrad
+from leangrad.ledger import Ledger
 from leangrad.ledger.values.saved_view import SavedView
 from leangrad.ledger.values.value import Value
 from tests.support import same_bits
@@ -70,6 +70,7 @@ class Case:
     shape: tuple[int, ...] = SHAPE
     gpu: bool = False
     autocast: bool = False
+    products: int = 0  # that a recipe may run through in a row
 
     def parameters(self) -> Iterator[Any]:
         """One test for each dtype."""
@@ -99,7 +100,7 @@ def step(case: Case, dtype: torch.dtype, *, lean: bool) -> Result:
     tensors = Tensors(dtype, device)
     with (
         torch.autocast(device, torch.bfloat16, enabled=case.autocast),
-        leangrad.saving(min_bytes=0) if lean else _Plain(),
+        Ledger(residual_depth="auto", min_bytes=0, products=case.products) if lean else _Plain(),
     ):
         h = _product(case, tensors)
         anchored = h * tensors.leaf(*h.shape)

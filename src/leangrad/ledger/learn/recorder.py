@@ -311,7 +311,8 @@ class Recorder:
         if value.recorder is not self:
             is_kept = self._is_kept(value)
             can_be_rebuilt = value.function is not None and not value.blocked and id(value) not in self._dear
-            sources = tuple(sorted(self._sources(value))) if can_be_rebuilt else ()
+            found, products = self._sources(value) if can_be_rebuilt else (set[int](), 0)
+            sources = tuple(sorted(found))
             joins = len({id(v.root or v) for v in value.inputs if not v.free}) > 1 if sources else False
             is_link = joins or (value.depth > 0 and id(value) not in self._dear)
             value.ordinal, value.recorder = len(self.items), self
@@ -323,13 +324,15 @@ class Recorder:
                     is_output=value.pinned,
                     may_end_chain=is_link,
                     is_repeatable=can_be_rebuilt and value.function in WITH_OUT,
+                    is_heavy=value.is_product,
+                    products=products,
                 )
             )
         return value.ordinal
 
-    def _sources(self, value: Value) -> set[int]:
-        """The items that ``value`` is rebuilt from, through all that is no item."""
-        found: set[int] = set()
+    def _sources(self, value: Value) -> tuple[set[int], int]:
+        """The items that ``value`` is rebuilt from, through all that is no item; how many products that runs."""
+        found, products = set[int](), int(value.is_product)
         stack, seen = [value], set[int]()
         while stack:
             for v in stack.pop().inputs:
@@ -342,7 +345,8 @@ class Recorder:
                 else:
                     seen.add(id(v))
                     stack.append(v)
-        return found
+                    products += v.is_product
+        return found, products
 
     # ---------------------------------------------------------------- in backward
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Generator, Iterator
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -29,6 +30,8 @@ from leangrad.errors import BudgetError
 from leangrad.ledger.learn.meter import Meter
 from leangrad.ledger.learn.recorded_step import RecordedStep
 from leangrad.ledger.learn.timing import Stopwatch, Timing
+from leangrad.policy.choice import lowest_peak
+from leangrad.policy.graph import Graph
 from leangrad.policy.relax import Relaxation
 from leangrad.policy.replay import Replay
 from leangrad.sizes import size_text
@@ -91,16 +94,31 @@ class Tuner:
         if self._is_settled:
             del self._moments[:-2]
 
-    def start(self, step: RecordedStep, replay: Replay, kept: frozenset[int], outputs_nbytes: int) -> None:
-        """A step was recorded; ``kept``: the plan that takes the least memory.
+    def start(self, step: RecordedStep, replay: Replay, kept: frozenset[int] | None, outputs_nbytes: int) -> None:
+        """A step was recorded; ``kept``: the plan that takes the least memory; without one, what the step kept.
 
         outputs_nbytes: of what its region handed out. A loss that is computed outside keeps about as many.
         """
         self._outside = outputs_nbytes
-        self._step, self._replay, self._smallest = step, replay, kept
-        self._relaxation = Relaxation(replay, kept)
+        self._step, self._replay = step, replay
+        self._smallest = step.kept_items() if kept is None else kept
+        self._floor = self._without_products()
+        self._use(replay)
         self._note_peak(step.kept_items())
         self._course = self._towards_budget() if self.goal.budget is not None else self._towards_slowdown()
+
+    def _use(self, replay: Replay) -> None:
+        self._replay = replay
+        self._relaxation = Relaxation(replay, self._smallest)
+        self._beside = [Relaxation(replay, self._floor)] if self._floor != self._smallest else []
+
+    def _without_products(self) -> frozenset[int]:
+        """The plan that takes the least memory and runs no product twice."""
+        values = self._replay.graph.values
+        if not any(value.is_heavy for value in values):
+            return self._smallest
+        graph = Graph(tuple(replace(value, is_fixed=True) if value.is_heavy else value for value in values))
+        return lowest_peak(graph, Replay(graph).play)
 
     def restart(self) -> None:
         """A step differs from the recorded one."""
@@ -152,7 +170,11 @@ class Tuner:
         """The least work within a share of the room between the least memory and the limit."""
         least = self._foreseen(self._relaxation.play(self._smallest).peak_bytes)
         target = least + share * max(0.0, limit - least)
-        return self._relaxation.within(lambda outcome: self._foreseen(outcome.peak_bytes) <= target)
+        relaxations = (self._relaxation, *self._beside)
+        found = [one.within(lambda outcome: self._foreseen(outcome.peak_bytes) <= target) for one in relaxations]
+        play = self._relaxation.play
+        fits = [kept for kept in found if self._foreseen(play(kept).peak_bytes) <= target] or found[:1]
+        return min(fits, key=lambda kept: play(kept).work)
 
     def _limit(self) -> int:
         budget = self.goal.budget
@@ -173,7 +195,7 @@ class Tuner:
         raise BudgetError(
             f"the budget of {size_text(limit)} cannot be met: a step of this model and batch takes at least "
             f"{size_text(needs)}, of which {size_text(self._standing())} stand before it. Give it that much, make the "
-            "batch smaller, or use torch.utils.checkpoint inside the model.",
+            "batch smaller, or leave more of it to torch.utils.checkpoint.",
             smallest=int(needs),
         )
 
@@ -292,8 +314,11 @@ class Tuner:
         yield Way(self._smallest, timing)
         self._note_peak(self._smallest)
         costs = timing.costs(items, [saved.item for saved in self._step.saved], self._smallest)
-        seconds = [0.0] * len(self._replay.graph.values)
+        cheap = [n for n in costs if not items[n].is_heavy]
+        spent = sum(max(costs[n]) for n in cheap)
+        rate = spent / max(1, sum(items[n].nbytes for n in cheap))  # of what was kept in this step, and so not timed
+        seconds = [0.0 if item.is_fixed else rate * item.nbytes for item in items]
+        seconds += [0.0] * (len(self._replay.graph.values) - len(items))
         for n, cost in costs.items():
-            seconds[n] = max(cost.host, cost.device)
-        self._replay = Replay(self._replay.graph, seconds)
-        self._relaxation = Relaxation(self._replay, self._smallest)
+            seconds[n] = max(cost)
+        self._use(Replay(self._replay.graph, seconds))

@@ -18,6 +18,8 @@ class ObservedRegion(Protocol):
     """What the notes ask of their region."""
 
     min_bytes: int
+    max_products: int  # products that a recipe may run through in a row
+    product_settings: tuple[Any, ...]  # under which they run, as the region began
     fence: int
     packing: bool  # the region itself is at work
     changing: Any  # the tensor that a function is changing in place right now

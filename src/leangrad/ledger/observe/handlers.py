@@ -213,9 +213,27 @@ def _pooled(notes: FunctionMode, func: Any, args: tuple[Any, ...], kwargs: dict[
 
 def _source(notes: FunctionMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     out = func(*args, **kwargs)
-    if notes.book.catches:
+    book = notes.book
+    if book.max_products:
+        if _torch.product_settings() != book.product_settings:  # no recipe may run it again
+            book.fence = _torch.next_sequence_nr()
+        if func in BIASED:
+            _note_frozen(out, args[2] if len(args) > 2 else kwargs.get("bias"))
+    elif book.catches:
         _hold(notes, out)
     return out
+
+
+def _note_frozen(out: Any, bias: Any) -> None:
+    """A product has run with this bias, which its node forgets if it is frozen."""
+    node: Any = out.grad_fn if type(out) is Tensor else None
+    if type(node).__name__ == "ViewBackward0":  # of three dimensions
+        node = node.next_functions[0][0]
+    name = FROZEN_BIAS.get(type(node).__name__)
+    if name is None or not isinstance(bias, Tensor) or bias.requires_grad:
+        return
+    if bias.dtype == out.dtype and bias.is_contiguous():  # autocast casts it unseen; a copy has other strides
+        node.metadata[NOTE] = {name: UnsavedInput(bias)}
 
 
 def _own_source(notes: FunctionMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -236,6 +254,12 @@ def _hold(notes: FunctionMode, out: Any) -> None:
 
 # --------------------------------------------------------------------------------------------------------------- tables
 
+
+# The nodes of products that forget a frozen bias, and what their rules call it.
+FROZEN_BIAS = {"AddmmBackward0": "self", "ConvolutionBackward0": "bias"}
+CONVOLUTIONS = tuple(f"conv{kind}{d}d" for kind in ("", "_transpose") for d in "123")
+# Whose third argument it is.
+BIASED = {F.linear, *(getattr(home, name) for name in CONVOLUTIONS for home in (torch, F))}
 
 # Functions and methods of torch whose nodes forget operands that need no gradient, and the names of their arguments;
 # ``_``: one that the node never forgets.
@@ -305,7 +329,7 @@ def _fill_tables() -> None:
 
     _enter(_source, F.linear, F.bilinear, torch.matmul, T.matmul, T.__matmul__, torch.mm, T.mm, torch.bmm, T.bmm)
     _enter(_source, torch.addmm, T.addmm, torch.baddbmm, T.baddbmm, torch.einsum)
-    for name in ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"):
+    for name in CONVOLUTIONS:
         _enter(_source, getattr(torch, name), getattr(F, name))
 
     _enter(dropout, F.dropout, F.alpha_dropout, F.feature_alpha_dropout)

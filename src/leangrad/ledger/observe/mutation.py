@@ -19,6 +19,7 @@ from leangrad import _torch
 from leangrad.ledger.observe.active_region import open_region
 from leangrad.ledger.observe.call_args import Handler, argument, constants_of, leave_note
 from leangrad.ledger.observe.function_mode import FunctionMode, ObservedRegion
+from leangrad.ledger.origins.rules import PRODUCTS
 from leangrad.ledger.values.cast import Anchor
 from leangrad.ledger.values.node_metadata import NOTE, OPAQUE, VALUES
 from leangrad.ledger.values.value import Value
@@ -210,7 +211,8 @@ def mutating(names: str = "", choose: str | None = None) -> Handler:
         node = _node_of(target)
         if node is before:  # autograd did not record it
             after_change(notes, target)
-        elif overlaps:
+        elif overlaps or (notes.book.max_products and type(node).__name__ in PRODUCTS):
+            # A product that was written into a tensor may have gone by a kernel for the strides of that one.
             node.metadata[OPAQUE] = True
         elif note is not None and isinstance(target, Tensor) and not target._is_view():
             node.metadata[NOTE] = note

@@ -18,7 +18,7 @@ from torch import Tensor
 from leangrad import _torch
 from leangrad._torch import passed_no_hook
 from leangrad.ledger.origins.functions import NoRecipeError
-from leangrad.ledger.origins.rule_builder import ONLY, origin_of
+from leangrad.ledger.origins.rule_builder import ONLY, Origin, origin_of, product_of
 from leangrad.ledger.values.cast import Anchor, Cast
 from leangrad.ledger.values.node_metadata import LIVE, NOTE, VALUES, AccumulateGrad, Node
 from leangrad.ledger.values.pending_inputs import wait
@@ -29,6 +29,7 @@ from leangrad.ledger.values.value import Value, is_there, leaf_value
 
 NOTHING: dict[str, Any] = {}
 COPIED_BYTES = 64 * 1024  # operands up to this size are copied
+CONVOLUTION = "ConvolutionBackward0"
 MAX_WALK = 64  # nodes between a tensor and its anchors; beyond that the tensor is kept
 
 
@@ -68,6 +69,9 @@ class WalkRegion(Protocol):
     watched_parameters: dict[int, list[weakref.ref[Anchor]]]  # what recipes read of the caller's and must not change
     rewritten: dict[int, int]  # memory that was changed unseen, and the number of the first node after that
     sharded: bool  # parameters are gathered for each module's forward and backward only: no recipe reads them
+    max_products: int  # products that a recipe may run through in a row
+    product_settings: tuple[Any, ...]  # under which they run, as the region began
+    failed_allocations: int  # by then
 
     def watch(self, value: Value) -> None:
         """A recipe reads this tensor of the caller's: it must not change under the recipe."""
@@ -80,9 +84,10 @@ class Walk:
     operand_bytes   of the operands that were found since then
     early           outputs of products that were found since then, and that are kept although none has asked for them
     sizes           whether new values are told their bytes, for the plan
+    max_products    products that a recipe may run through in a row
     """
 
-    __slots__ = ("_book", "_leaves", "early", "operand_bytes", "sizes", "steps")
+    __slots__ = ("_book", "_leaves", "_made", "early", "max_products", "operand_bytes", "sizes", "steps")
 
     def __init__(self, book: WalkRegion) -> None:
         self._book = book
@@ -90,6 +95,13 @@ class Walk:
         self.steps = self.operand_bytes = 0
         self.early: list[Value] = []
         self.sizes = book.sizes
+        self.max_products = book.max_products
+        self._made: list[Value] = []  # the values that this walk has made, where recipes run through products
+
+    def origin(self, node: Node, nr: int) -> Origin | None:
+        """What makes the value of output ``nr`` of ``node``; None: it is not computed twice."""
+        origin = origin_of(node, nr)
+        return product_of(node, nr) if origin is None and self.max_products else origin
 
     def start(self, node: Node, nr: int, metadata: dict[Any, Any], made: Tensor | None = None) -> Value:
         """A new walk: the origin of output ``nr`` of a node behind the fence; NoRecipeError where there is none.
@@ -98,10 +110,18 @@ class Walk:
         """
         self.steps = self.operand_bytes = 0
         self.early.clear()
-        origin = origin_of(node, nr)
+        origin = self.origin(node, nr) if self.max_products else origin_of(node, nr)
         if origin is None or (metadata and LIVE in metadata):
             raise NoRecipeError(f"{type(node).__name__} is never computed twice")
-        return origin(self, node, nr, metadata, made if nr == 0 else None)
+        if not self.max_products:
+            return origin(self, node, nr, metadata, made if nr == 0 else None)
+        try:
+            return origin(self, node, nr, metadata, made if nr == 0 else None)
+        except NoRecipeError:
+            self._give_up(0)
+            raise
+        finally:
+            self._made.clear()
 
     def input(self, node: Node, nr: int) -> Value:
         """The value that flows in along an edge from output ``nr`` of ``node``: known, a parameter, rebuilt, absent."""
@@ -133,14 +153,49 @@ class Walk:
             )
         origin = ONLY[kind] if nr == 0 and kind in ONLY else origin_of(node, nr)
         if origin is None or (metadata and LIVE in metadata):
-            value = Value(kind.__name__)
-            value.live = metadata.get(LIVE)
+            if self.max_products:
+                value = self._product(node, nr, metadata)
+            else:
+                value = Value(kind.__name__)
+                value.live = metadata.get(LIVE)
         else:
             value = origin(self, node, nr, metadata)
             if value.blocked:
                 wait(value)
+            if self.max_products:
+                self._made.append(value)
         metadata[VALUES[nr]] = ref(value)
         return value
+
+    def settings(self, node: Node) -> tuple[Any, ...]:
+        """The settings under which the product of ``node`` has run: those of the region."""
+        book = self._book
+        if _torch.product_settings() != book.product_settings:
+            raise NoRecipeError("settings of torch by which products are computed have changed")
+        if type(node).__name__ == CONVOLUTION and _torch.failed_allocations() != book.failed_allocations:
+            raise NoRecipeError("there may have been too little memory for the workspace of a convolution")
+        return book.product_settings
+
+    def _product(self, node: Node, nr: int, metadata: dict[Any, Any]) -> Value:
+        """The output of a product, with a recipe; absent where there is none."""
+        origin, made = product_of(node, nr), len(self._made)
+        if origin is not None:
+            try:
+                value = origin(self, node, nr, metadata)
+                if value.blocked:
+                    wait(value)
+                self._made.append(value)
+                return value
+            except NoRecipeError:
+                self._give_up(made)
+        return Value(type(node).__name__)
+
+    def _give_up(self, first: int) -> None:
+        """No recipe comes of the values from number ``first`` of those that this walk has made."""
+        for value in self._made[first:]:
+            for v in value.inputs:
+                v.parents -= 1
+        del self._made[first:]
 
     def count_step(self) -> None:
         """One node more was visited."""
@@ -153,6 +208,8 @@ class Walk:
         if node._sequence_nr() < self._book.fence:
             return None
         value = seen.value()
+        if self.max_products:
+            self._made.append(value)
         node.metadata[VALUES[nr]] = ref(value)
         return value
 
@@ -210,7 +267,10 @@ class Walk:
         if type(found) is Value or found is None:
             return found
         if type(found) is Cast or type(found) is SavedView:
-            return found.value()
+            value = found.value()
+            if self.max_products:
+                self._made.append(value)
+            return value
         if type(found) is not Bare:
             raise NoRecipeError(f"{name} is held by other saved-tensor hooks")
         if parameter and self._book.sharded:

@@ -13,7 +13,8 @@ from typing import Any
 
 from leangrad._torch import output_facts, output_nbytes
 from leangrad.ledger.origins.functions import FUNCTIONS, NoRecipeError
-from leangrad.ledger.origins.rules import RULES, Rule
+from leangrad.ledger.origins.rules import PRODUCTS, RULES, Rule
+from leangrad.ledger.origins.rules.products import FOLLOWS, with_exact_strides
 from leangrad.ledger.values.node_metadata import OPAQUE, Node, join
 from leangrad.ledger.values.value import Value, fuses
 
@@ -37,6 +38,7 @@ class NodeRule:
 
 _NODE_RULES: dict[type, tuple[NodeRule, ...]] = {}
 ONLY: dict[type, Origin] = {}  # of output 0, for the types that have one rule for that, always
+_PRODUCT_RULES: dict[type, tuple[NodeRule, ...]] = {}
 
 
 def origin_of(node: Node, nr: int) -> Origin | None:
@@ -52,6 +54,19 @@ def origin_of(node: Node, nr: int) -> Origin | None:
         rules = _NODE_RULES[kind] = tuple([NodeRule(rule, node) for rule in RULES.get(kind.__name__, ())])
         if len(rules) == 1 and rules[0].when is None and not rules[0].output:
             ONLY[kind] = rules[0].origin
+    return _serving(rules, node, nr)
+
+
+def product_of(node: Node, nr: int) -> Origin | None:
+    """What makes the value of output ``nr`` of ``node``, if that is a product which may be computed twice."""
+    kind = type(node)
+    rules = _PRODUCT_RULES.get(kind)
+    if rules is None:
+        rules = _PRODUCT_RULES[kind] = tuple([NodeRule(rule, node) for rule in PRODUCTS.get(kind.__name__, ())])
+    return _serving(rules, node, nr)
+
+
+def _serving(rules: tuple[NodeRule, ...], node: Node, nr: int) -> Origin | None:
     for rule in rules:
         if (rule.output is None or rule.output == nr) and (rule.when is None or rule.when(node)):
             return rule.origin
@@ -61,6 +76,7 @@ def origin_of(node: Node, nr: int) -> Origin | None:
 def forget() -> None:
     """A rule has changed: build all anew."""
     _NODE_RULES.clear()
+    _PRODUCT_RULES.clear()
     ONLY.clear()
 
 
@@ -82,6 +98,7 @@ def _build(rule: Rule, node: Node) -> Origin:
     if statistics and rule.constants[-1][0] == "~" and not fuses():  # only fused kernels read those
         statistics = ()
     op, function, twins, numbered = rule.node, rule.function, rule.twins, rule.numbered
+    is_product, names = rule.product, rule.operands
 
     def origin(walk: Any, node: Node, nr: int, metadata: dict[Any, Any], made: Any = None) -> Value:
         if metadata and OPAQUE in metadata:
@@ -96,6 +113,9 @@ def _build(rule: Rule, node: Node) -> Origin:
         args = [walk.listed(edges, metadata)] if is_listed else []
         for (source, k), get in zip(edges, operands, strict=False):
             args.append(get(walk, node, metadata, made) if source is None else walk.input(source, k))
+        if is_product:
+            value.is_product, value.settings = True, walk.settings(node)
+            args = [with_exact_strides(node, name, a) for name, a in zip(names, args, strict=True)]
         if twins and is_from_elsewhere(args[0], edges[0][0], edges[0][1], made):
             raise NoRecipeError("a copy from another device")
         for get in constants:
@@ -107,6 +127,9 @@ def _build(rule: Rule, node: Node) -> Origin:
             return twin
         if keywords:
             value.kwargs = {key: get(walk, node, metadata, made) for key, get in keywords}
+        if walk.max_products:
+            value.max_products = walk.max_products
+            value.free = function in FOLLOWS and args[0].free  # a weight's cast or view: no lineage begins with it
         value.read_arguments()
         if numbered:
             value.part = nr

@@ -27,6 +27,7 @@ class ProductsRegion(Protocol):
     call: int  # the number of the call that runs, while a step is recorded
     catches: int  # along a trace, the bytes that the product had in the recorded step
     changing: Any  # the tensor that a function is changing in place right now
+    max_products: int  # products that a recipe may run through in a row: then none need be held for it
 
     @property
     def is_on_trace(self) -> bool:
@@ -55,7 +56,7 @@ class RecentProducts:
         none does after all, it is let go with the next few products.
         """
         book = self._book
-        if book.is_dropped:
+        if book.is_dropped or book.max_products:
             return
         node: Any = made.grad_fn
         held: Tensor | Value

@@ -64,6 +64,9 @@ class Value(PackedTensor):
     depth = 0  # how many joins of lineages lie between this value and the furthest anchor
     root: Value | None = None  # the one anchor it descends from; None: itself
     length = 0  # how many ops are replayed one inside the other to rebuild it, at most
+    is_product = False  # its function is a product
+    settings: tuple[Any, ...] = ()  # of torch, under which it ran in forward
+    products = 0  # how many of those ops are products, at most
     nbytes = 0
     ordinal = -1  # its place in the step of ``recorder``, while the ledger learns
     recorder: object = None
@@ -72,6 +75,7 @@ class Value(PackedTensor):
     live: tuple[weakref.ref[Tensor], int, int] | None = None
     growth = 0.0  # of a product that is kept before a recipe has asked: its bytes over those of the recorded step
     cap = 0  # the depth at which it is kept rather than rebuilt
+    max_products = 0  # the products that its recipe may run through in a row
     blocked: tuple[Value, ...] = ()  # the absent values that its recipe waits for
     waiters: list[weakref.ref[Value]] | None = None  # whose recipes wait for this one
     children: dict[Any, weakref.ref[Value]] | None = None  # what one function made of it, for functions that have twins
@@ -89,6 +93,8 @@ class Value(PackedTensor):
         if tensor.is_cuda:
             self.stream = _torch.raw_stream(tensor.device)
         self.depth, self.root, self.length = 0, None, 0
+        if self.max_products:  # what is rebuilt from a weight is free; now it takes memory
+            self.free = False
         if self.waiters is not None:
             self._notify()
 
@@ -107,7 +113,7 @@ class Value(PackedTensor):
         depth, root = self.depth, self.root
         self.settle_lineage()
         if self.tensor is not None:
-            if self.depth <= self.cap and self.length <= LONGEST_RECIPE:
+            if self.depth <= self.cap and self.length <= LONGEST_RECIPE and self.products <= self.max_products:
                 self.tensor = None
             else:
                 self.depth, self.root, self.length = depth, root, 0
@@ -150,6 +156,8 @@ class Value(PackedTensor):
         if self.tensor is not None:
             for v in self.inputs:
                 v.parents -= 1
+                if self.products:  # see [Note: a product runs once]
+                    v.unread()
             self.function, self.args, self.kwargs, self.inputs, self.order, self.blocked = None, (), {}, (), (), ()
 
     def unread(self) -> None:
@@ -160,12 +168,20 @@ class Value(PackedTensor):
                 v.unread()
 
     def settle_lineage(self) -> None:
-        """Set ``depth``, ``root``, ``length`` from the recipe: a join of two lineages is one deeper than they are."""
-        depth, joined, length = 0, False, 0
+        """Set what is known of the recipe as a whole: a join of two lineages is one deeper than they are.
+
+        [Note: lineages through products] Where recipes run through products, each product begins a lineage, so that
+        ``x + f(x)`` is a join, at which a chain of recipes may end. Only sums are: what a product itself brings
+        together, or the gate of a unit, is no deeper than its operands.
+        """
+        depth, joined, length, products = 0, False, 0, 0
         found: Value | None = None
         for v in self.inputs:
-            if v.tensor is None and v.length > length:
-                length = v.length
+            if v.tensor is None:
+                if v.length > length:
+                    length = v.length
+                if v.products > products:
+                    products = v.products
             if v.free:
                 continue
             if v.depth > depth:
@@ -175,9 +191,12 @@ class Value(PackedTensor):
                 found = root
             elif found is not root:
                 joined = True
+        self.root = None if joined or self.is_product else found
+        if self.max_products and self.op not in SUMS:
+            joined = False
         self.depth = depth + joined
-        self.root = None if joined else found
         self.length = length + 1
+        self.products = products + self.is_product
 
     def catchable(self) -> Tensor | None:
         """The tensor of an absent value, if it is still there and unchanged."""
@@ -205,7 +224,13 @@ class Value(PackedTensor):
             self.reads += 1
         else:
             self.task, self.reads = task, 1
-        if self.reads >= self.readers and self.parents < 2 and self.memo is None and self.tensor is None:
+        if (
+            self.reads >= self.readers
+            and self.parents < 2
+            and self.memo is None
+            and self.tensor is None
+            and not (self.products and self.parents)
+        ):
             return self._rebuild({}, task)[0]  # nothing to look up, and nobody else to hold it for
         tensor, _ = self._take({}, task)
         if self.memo is not None and self.reads >= self.readers and not self._is_held():
@@ -242,8 +267,14 @@ class Value(PackedTensor):
         [Note: held for recipes] A scan that is written as a loop reads slices of its inputs, one recipe a step: each
         would rebuild the whole input. A residual stream of which autograd saves only casts is a chain of sums that
         nobody reads but the next: each link would be rebuilt from the first, and the sums grow as the square.
+
+        [Note: a product runs once] What a product is run for is held until all that read it have, be they recipes or
+        backward itself, so one backward runs the product once. A recipe that is given up no longer counts among those
+        that read its inputs (``unread``): what waits for it would be held until backward ends.
         """
         parents = self.parents
+        if self.products:
+            return parents > 0
         return parents > 1 and (parents >= MANY or (self.depth > 0 and not self.readers))
 
     def _take(self, made: dict[int, Tensor], task: int) -> tuple[Tensor, bool]:
@@ -266,7 +297,7 @@ class Value(PackedTensor):
         tensor, owned = self._rebuild(made, task)
         if self.fleeting and self.task != task:  # none of its readers has come so far: it is made again for them
             return tensor, owned
-        if (self.readers and (self.reads < self.readers or self.task != task)) or (shared and self._is_held()):
+        if (self.readers and (self.reads < self.readers or self.task != task)) or (self.parents and self._is_held()):
             # [Note: a memo belongs to one stream] Backward of each op runs on the stream of its forward. What was
             # rebuilt on one stream is not ready on another, so another stream rebuilds it for itself.
             self.memo, self.memo_stream, self.takes = tensor, _stream(tensor), 1
@@ -293,6 +324,8 @@ class Value(PackedTensor):
             fused = replayers[function](self, made, task)
             if fused is not None:
                 return fused
+        if self.is_product:
+            self._check_settings(task)
         args = [*self.args]
         owned = -1
         for i in self.order:
@@ -329,6 +362,18 @@ class Value(PackedTensor):
             if a is tensor:
                 return tensor, False
         return tensor, True
+
+    def _check_settings(self, task: int) -> None:
+        """Raise an error unless a product finds the settings of forward; looked at once in a backward pass."""
+        global _checked
+        if task >= 0 and _checked == (task, self.settings):
+            return
+        if changes := _torch.changed_settings(self.settings):
+            raise LeangradError(
+                f"{self.op} has to run again in backward, and would have other bits than in forward, because settings "
+                f"of torch have changed: {changes}. To mend it, change them after backward, or before forward."
+            )
+        _checked = task, self.settings
 
     def _laid_out(self, tensor: Tensor, layout: Layout) -> Tensor:
         if tensor.shape != layout[0]:
@@ -381,7 +426,9 @@ def fuses() -> bool:
     return bool(replayers)
 
 
+_checked: tuple[int, tuple[Any, ...]] = (-1, ())  # a backward pass, and the settings that it has found
 MANY = 4  # see [Note: held for recipes]
+SUMS = ("AddBackward0", "SubBackward0")  # see [Note: lineages through products]
 LONGEST_RECIPE = 200  # ops of a recipe, one inside the other: each takes a frame or two of the 1,000 that Python allows
 
 

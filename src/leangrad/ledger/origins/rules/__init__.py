@@ -1,13 +1,15 @@
 """How each op replays: one line per op in one table.
 
 ``rule`` says what a line means; the lines stand by family in ``pointwise``, ``shapes``, ``reductions`` and ``windows``.
+Those in ``products`` serve only where a ledger was told to run products again.
 
 [Note: the same bits]
 A rule calls the function that made the tensor, on tensors with the same bits and strides, on the same device, in the
 same process: then the result has the same bits, whatever torch release is installed. So a rule exists only for ops that
 give the same bits twice:
 
-- Matrix products, convolutions, attention and recurrent layers have no rule: they are never computed twice.
+- Recurrent layers have no rule: they are never computed twice. Neither are matrix products, convolutions and attention,
+  unless the ledger was told so: [Note: the strides that a product read] says what their bits hang on.
 - Random ops have none, except dropout: its generator state was noted before it ran.
 - What CUDA adds with atomics (index_add, scatter_add, and scans, which may split differently) replays on CPU only.
 - Fourier transforms replay on CPU only: a plan on CUDA may depend on where its input lies.
@@ -22,7 +24,13 @@ Names of nodes carry a number (``ClampBackward1`` is clamp with scalars) that a 
 finds constants missing and the tensor is kept; the tests run every rule, so a shift does not go unnoticed.
 """
 
-from leangrad.ledger.origins.rules import pointwise, reductions, shapes, windows  # noqa: F401  (they fill the table)
-from leangrad.ledger.origins.rules.rule import RULES, Rule, rule
+from leangrad.ledger.origins.rules import (  # noqa: F401  (they fill the tables)
+    pointwise,
+    products,
+    reductions,
+    shapes,
+    windows,
+)
+from leangrad.ledger.origins.rules.rule import PRODUCTS, RULES, Rule, rule
 
-__all__ = ["RULES", "Rule", "rule"]
+__all__ = ["PRODUCTS", "RULES", "Rule", "rule"]

@@ -39,9 +39,11 @@ class Rule:
     # Two such nodes over one input with the same constants are the same tensor: kept or rebuilt once.
     twins: bool = False
     when: Callable[[Any], bool] | None = None  # the nodes that this rule is for
+    product: bool = False  # it is a product: run twice only where the ledger was told so
 
 
 RULES: dict[str, list[Rule]] = {}
+PRODUCTS: dict[str, list[Rule]] = {}  # those of products
 
 
 def rule(
@@ -53,12 +55,13 @@ def rule(
     numbered: bool = False,
     twins: bool = False,
     when: Callable[[Any], bool] | None = None,
+    product: bool = False,
     **keywords: str,
 ) -> None:
     """Enter one op in the table. See the head of this file."""
     names = tuple(operands.split())
-    entry = Rule(node, names, function, constants, tuple(keywords.items()), output, numbered, twins, when)
-    RULES.setdefault(node, []).append(entry)
+    entry = Rule(node, names, function, constants, tuple(keywords.items()), output, numbered, twins, when, product)
+    (PRODUCTS if product else RULES).setdefault(node, []).append(entry)
 
 
 def on_cpu(node: Any) -> bool:

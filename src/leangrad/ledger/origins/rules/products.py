@@ -1,0 +1,185 @@
+"""Products: matrix products, convolutions and attention, where a recipe may run them again.
+
+[Note: the strides that a product read]
+Which kernel computes a product is chosen by the strides of its operands, and another kernel may add in another order.
+So every operand of a product must have the strides that it had in forward, not only the same bits. What autograd saved
+has them: a kept tensor as it is, a rebuilt one by its ``layout``, a view by its strides over a base that has them. So
+have views and casts of such tensors, which take their strides from their input and from nothing else. For any other
+tensor, one that nobody saved because the other operand is frozen, the strides are those that the node remembers (``mm``
+and ``addmm`` do); where it remembers none, there is no recipe. A product into a tensor of the caller's (``addmm_``) has
+no recipe either: ``mutation.py``.
+
+Attention with dropout has none, and neither have these convolutions on an accelerator: a transposed one, which is
+computed as the gradient of a convolution and may be added with atomics; and any while ``cudnn.benchmark`` is on: each
+thread measures for itself which algorithm is fastest, and backward runs in another thread than forward. Outputs beside
+the first, such as the logsumexp of attention, are small and kept.
+
+A product runs again under the settings of torch that it ran under in forward, or not at all (``Walk.settings``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from leangrad._torch import failed_allocations, output_facts
+from leangrad.errors import LeangradError
+from leangrad.ledger.origins.functions import NoRecipeError
+from leangrad.ledger.origins.rules import pointwise, shapes  # noqa: F401  (``FOLLOWS`` looks up what they have entered)
+from leangrad.ledger.origins.rules.rule import RULES, rule
+from leangrad.ledger.values.node_metadata import Node
+from leangrad.ledger.values.saved_view import see
+from leangrad.ledger.values.value import Value
+
+aten = torch.ops.aten
+product = partial(rule, product=True)
+
+# ------------------------------------------------------------------------------------------------------------- matrices
+
+product("MmBackward0", "self mat2", torch.mm)
+product("BmmBackward0", "self mat2", torch.bmm)
+product("MvBackward0", "self vec", torch.mv)
+product("AddmmBackward0", "?self mat1 mat2", torch.addmm, beta="beta", alpha="alpha")
+product("AddmvBackward0", "?self mat vec", torch.addmv, beta="beta", alpha="alpha")
+product("BaddbmmBackward0", "?self batch1 batch2", torch.baddbmm, beta="beta", alpha="alpha")
+product("AddbmmBackward0", "?self batch1 batch2", torch.addbmm, beta="beta", alpha="alpha")
+
+# --------------------------------------------------------------------------------------------------------- convolutions
+
+# One node for all of them: ATen chooses oneDNN, cuDNN or a kernel of its own below it.
+
+
+def _biased_convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *settings: Any) -> Tensor:
+    if not x.is_cuda:
+        return aten.convolution.default(x, weight, bias, *settings)  # type: ignore[no-any-return]
+    before = failed_allocations()
+    y: Tensor = aten.convolution.default(x, weight, bias, *settings)
+    if failed_allocations() != before:
+        raise LeangradError(
+            "a convolution that runs again in backward has found too little memory for its workspace, and would have "
+            "other bits than in forward. To mend it, use a smaller batch, or no recipes through products."
+        )
+    return y
+
+
+def _convolution(x: Tensor, weight: Tensor, *settings: Any) -> Tensor:
+    return _biased_convolution(x, weight, None, *settings)
+
+
+def _is_repeatable(node: Node) -> bool:
+    if output_facts(node).device.type == "cpu":
+        return True
+    return not node._saved_transposed and not torch.backends.cudnn.benchmark
+
+
+def _has_bias(node: Node) -> bool:
+    return _is_repeatable(node) and tuple(node._saved_bias_sym_sizes_opt or (0,)) != (0,)
+
+
+def _has_no_bias(node: Node) -> bool:
+    return _is_repeatable(node) and tuple(node._saved_bias_sym_sizes_opt or (0,)) == (0,)
+
+
+_SETTINGS = ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
+product("ConvolutionBackward0", "input weight", _convolution, *_SETTINGS, when=_has_no_bias)
+product("ConvolutionBackward0", "input weight ?bias", _biased_convolution, *_SETTINGS, when=_has_bias)
+
+# ------------------------------------------------------------------------------------------------------------ attention
+
+
+def _flash_for_cpu(
+    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float | None, attn_mask: Tensor | None
+) -> Tensor:
+    attend = aten._scaled_dot_product_flash_attention_for_cpu.default
+    return attend(q, k, v, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]  # type: ignore[no-any-return]
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float | None) -> Tensor:
+    attend = aten._scaled_dot_product_flash_attention.default
+    return attend(q, k, v, 0.0, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
+
+
+def _efficient(q: Tensor, k: Tensor, v: Tensor, attn_bias: Any, is_causal: bool, scale: float | None) -> Tensor:
+    attend = aten._scaled_dot_product_efficient_attention.default
+    return attend(q, k, v, attn_bias, True, 0.0, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
+
+
+def _cudnn(q: Tensor, k: Tensor, v: Tensor, attn_bias: Any, is_causal: bool, scale: float | None) -> Tensor:
+    attend = aten._scaled_dot_product_cudnn_attention.default
+    return attend(q, k, v, attn_bias, True, 0.0, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
+
+
+def _drops_nothing(node: Node) -> bool:
+    return node._saved_dropout_p == 0  # type: ignore[no-any-return]
+
+
+def _learns_bias(node: Node) -> bool:
+    return _drops_nothing(node) and len(node.next_functions) > 3 and node.next_functions[3][0] is not None
+
+
+def _learns_no_bias(node: Node) -> bool:
+    return _drops_nothing(node) and not _learns_bias(node)
+
+
+_QKV = "query key value"
+_HOW = ("is_causal", "scale")
+_ATTENTION = "ScaledDotProduct{}AttentionBackward0".format
+product("ScaledDotProductFlashAttentionForCpuBackward0", _QKV, _flash_for_cpu, *_HOW, "attn_mask", when=_drops_nothing)
+product(_ATTENTION("Flash"), _QKV, _flash, *_HOW, when=_drops_nothing)
+for _kind, _function in (("Efficient", _efficient), ("Cudnn", _cudnn)):
+    product(_ATTENTION(_kind), f"{_QKV} attn_bias", _function, *_HOW, when=_learns_bias)
+    product(_ATTENTION(_kind), _QKV, _function, "attn_bias", *_HOW, when=_learns_no_bias)
+
+# ----------------------------------------------------------------- strides: see [Note: the strides that a product read]
+
+_VIEWS = "View UnsafeView ReshapeAlias Alias Expand T Transpose Permute Unsqueeze Squeeze Select Slice Diagonal Unfold"
+_PARTS = "Split SplitWithSizes UnsafeSplit UnsafeSplitWithSizes Unbind"
+_FOLLOWS = {f"{name}Backward{n}" for name in f"{_VIEWS} {_PARTS} ToCopy".split() for n in range(3)}
+# Their outputs have strides that follow from those of their input.
+FOLLOWS = {r.function for node in _FOLLOWS for r in RULES.get(node, ())} | {see}
+
+
+def has_exact_strides(value: Value) -> bool:
+    """Whether a recipe gives ``value`` the strides that it had in forward."""
+    while value.tensor is None and value.layout is None and not value.is_product:
+        if value.function not in FOLLOWS:
+            return False
+        value = value.inputs[0]
+    tensor = value.tensor
+    return tensor is None or (tensor.layout is torch.strided and not tensor.is_nested)
+
+
+def with_exact_strides(node: Node, name: str, operand: Any) -> Value:
+    """The operand ``name`` of a product, with the strides that the product read in forward."""
+    name = name.lstrip("?")
+    if type(operand) is not Value:
+        raise NoRecipeError(f"{type(node).__name__} does not save its {name}")
+    if has_exact_strides(operand):
+        return operand
+    sizes, strides = (getattr(node, f"_saved_{name}_sym_{what}", ()) for what in ("sizes", "strides"))
+    if not strides or not _is_dense(sizes, strides):
+        raise NoRecipeError(f"{type(node).__name__} read its {name} with strides that nobody knows")
+    value = Value("layout")
+    value.set_recipe(_lay_out, (operand, tuple(sizes), tuple(strides)), {})
+    value.nbytes = operand.nbytes
+    return value
+
+
+def _lay_out(tensor: Tensor, sizes: Sequence[int], strides: Sequence[int]) -> Tensor:
+    if tensor.stride() == tuple(strides):
+        return tensor
+    return torch.empty_strided(sizes, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+def _is_dense(sizes: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether no two elements share memory, and none is unused."""
+    expected = 1
+    for stride, size in sorted(zip(strides, sizes, strict=True)):
+        if size > 1 and stride != expected:
+            return False
+        expected *= max(size, 1)
+    return True
