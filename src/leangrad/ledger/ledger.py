@@ -20,7 +20,7 @@ from leangrad.ledger.learn.recorded_step import RecordedStep
 from leangrad.ledger.learn.recorder import Recorder
 from leangrad.ledger.learn.timing import Timing
 from leangrad.ledger.learn.trace import Trace
-from leangrad.ledger.learn.tuning import Goal, Tuner, Way
+from leangrad.ledger.learn.tuning import PRODUCTS, Goal, Tuner, Way
 from leangrad.ledger.observe.active_region import region_is_open
 from leangrad.ledger.region import Region
 from leangrad.ledger.summary import summarize
@@ -30,7 +30,6 @@ from leangrad.switch import NAME, disabled
 
 MIN_BYTES = 16 * 1024  # below this a tensor costs more to look into than to keep
 LONGEST_PAUSE = 10  # lessons; a model whose steps differ again and again is learned from ever more seldom
-PRODUCTS = 8  # that one recipe may run through in a row, where there is a budget
 STEADY = 64  # steps along what was learned, after which a difference is the first one again
 
 
@@ -60,7 +59,7 @@ class Ledger:
             raise ValueError(f"products must be an int >= 0, got {products!r}")
         has_budget = goal is not None and goal.budget is not None
         self.residual_depth = residual_depth
-        self.products = products or (PRODUCTS if has_budget else 0)
+        self.products = self._first_products = products or (PRODUCTS if has_budget else 0)
         self.min_bytes = min_bytes
         self.sharded = False  # whether the module's parameters are
         self.goal = goal
@@ -158,16 +157,11 @@ class Ledger:
         tuner = self._tuner
         if tuner is not None:
             tuner.begin(on_gpu=_is_on_gpu(module))
-        if self._decisions is not None:
-            self._steps += 1
-            if tuner is not None:
-                self._follow(tuner.next_way())
-            return None
         _fused()
-        if self._plan():
-            if tuner is not None:
-                self._follow(tuner.next_way())
-            return None
+        if self._decisions is not None or self._plan():
+            self._steps += 1
+            if tuner is None or self._follow(tuner.next_way()):
+                return None
         if self._pause > 0:
             self._pause -= 1
             return None
@@ -208,13 +202,18 @@ class Ledger:
         self._decisions = step.decisions(kept, frozenset() if kept is None else backward.held(kept))
         self._kept_items = kept
 
-    def _follow(self, way: Way) -> None:
-        """Run the step that begins as the tuner says."""
+    def _follow(self, way: Way) -> bool:
+        """Run the step that begins as the tuner says; False: it is to be recorded."""
+        if way.products is not None:
+            self.products, self._is_plain = way.products, False
+            self._forget()
+            return False
         self.timing, self._is_plain = way.timing, way.kept is None
         if way.kept is not None and way.kept != self._kept_items and self._recorder is not None:
             step = self._recorder.step
             assert step is not None
             self._adopt(step, self._replay, way.kept)
+        return True
 
     def sees_batch(self, size: int) -> None:
         """A forward is about to begin with so many elements: more than were planned for take more memory."""
@@ -247,13 +246,19 @@ class Ledger:
     def differs(self, why: str) -> None:
         """This step is not like the one that was recorded, because of ``why``."""
         self._difference, self.differences = why, self.differences + 1
-        self._decisions, self._recorder, self.trace, self.saved_kinds = None, None, None, ()
-        self.timing, self._is_plain = None, False
+        self._forget()
+        self._is_plain = False
         if self._tuner is not None:
             self._tuner.restart()
+            self.products = self._first_products
         self._lessons = self._lessons + 1 if self._steps < STEADY else 1
         self._pause = 2 ** min(self._lessons, LONGEST_PAUSE) - 2  # 0, 2, 6, 14, ...
         self._steps = 0
+
+    def _forget(self) -> None:
+        """Nothing is known of the steps to come."""
+        self._decisions, self._recorder, self.trace, self.saved_kinds = None, None, None, ()
+        self.timing = None
 
     @property
     def decisions(self) -> list[Decision | None] | None:

@@ -17,6 +17,7 @@ all else that the user does in it. Of a few steps the shortest counts.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Generator, Iterator
 from dataclasses import replace
@@ -36,8 +37,10 @@ from leangrad.policy.relax import Relaxation
 from leangrad.policy.replay import Replay
 from leangrad.sizes import size_text
 
-__all__ = ["Goal", "Tuner", "Way"]
+__all__ = ["PRODUCTS", "Goal", "Tuner", "Way"]
 
+PRODUCTS = 8  # that one recipe may run through in a row, where there is a budget
+RECORDINGS = 3  # with products, without, and with them again
 WARM = 3  # steps before one is timed: kernels are proven and caches filled in the first ones
 RUNS = 3  # of which the shortest counts
 SHARES = (0.6, 0.9, 1.0)  # of the room between the least and the budget, that is taken in one step after another
@@ -57,8 +60,9 @@ class Goal(NamedTuple):
 class Way(NamedTuple):
     """How one step runs."""
 
-    kept: frozenset[int] | None  # the items that are kept; None: all that plain keeps, with no region at all
+    kept: frozenset[int] | None = None  # the items that are kept; None: all that plain keeps, with no region at all
     timing: Timing | None = None  # times every rebuild
+    products: int | None = None  # the step is recorded anew, with recipes that run through so many products in a row
 
 
 class _Moment(NamedTuple):
@@ -78,6 +82,9 @@ class Tuner:
         self._error: BudgetError | None = None
         self._moments: list[_Moment] = []  # the beginnings of the steps of this course
         self._is_settled = False  # no step is timed any more
+        self._recordings = 0  # of this course: with products, and without
+        self._least = math.inf  # what the smaller of their plans was measured to take
+        self._with_products = math.inf  # what is foreseen of the one with products
         self._course: Iterator[Way] | None = None
         self._peak: int | None = None  # of the last step, where that was measured
         self._extra: int | None = None  # what a step took beyond what was foreseen, where that was measured
@@ -101,8 +108,11 @@ class Tuner:
         """
         self._outside = outputs_nbytes
         self._step, self._replay = step, replay
-        self._smallest = step.kept_items() if kept is None else kept
-        self._floor = self._without_products()
+        self._recordings += 1
+        plans = [step.kept_items() if kept is None else kept]
+        if any(value.products for value in replay.graph.values):
+            plans.append(self._without_products())
+        self._smallest, *self._others = plans
         self._use(replay)
         self._note_peak(step.kept_items())
         self._course = self._towards_budget() if self.goal.budget is not None else self._towards_slowdown()
@@ -110,39 +120,45 @@ class Tuner:
     def _use(self, replay: Replay) -> None:
         self._replay = replay
         self._relaxation = Relaxation(replay, self._smallest)
-        self._beside = [Relaxation(replay, self._floor)] if self._floor != self._smallest else []
+        self._beside = [Relaxation(replay, kept) for kept in self._others]
 
     def _without_products(self) -> frozenset[int]:
         """The plan that takes the least memory and runs no product twice."""
         values = self._replay.graph.values
-        if not any(value.is_heavy for value in values):
-            return self._smallest
-        graph = Graph(tuple(replace(value, is_fixed=True) if value.is_heavy else value for value in values))
+        graph = Graph(tuple(replace(value, is_fixed=True) if value.products else value for value in values))
         return lowest_peak(graph, Replay(graph).play)
 
     def restart(self) -> None:
         """A step differs from the recorded one."""
         self._course, self._moments, self._is_settled = None, [], False
+        self._recordings, self._extra = 0, None
+        self._least = self._with_products = math.inf
 
     def next_way(self) -> Way:
         """How the step that has just begun is to run."""
         assert self._course is not None
         try:
-            return next(self._course)
+            way = next(self._course)
         except BudgetError as error:
             self._error = error
             raise
+        if way.products is not None:  # another step, of which nothing is known yet
+            self._extra = None
+        return way
 
     # ------------------------------------------------------------------------------------------------------- a budget
 
     def _towards_budget(self) -> Iterator[Way]:
         limit = self._limit()
+        if self._others and self._recordings == 1 and self._foreseen(self._floor_peak()) <= limit:
+            self._with_products = self._foreseen(self._relaxation.play(self._smallest).peak_bytes)
+            yield Way(products=0)
         for _ in range(WARM):
-            self._check(limit)
+            yield from self._check(limit)
             yield Way(self._smallest)
             self._note_peak(self._smallest)
         yield from self._time_rebuilds()
-        self._check(limit)
+        yield from self._check(limit)
         best = self._smallest
         for share in SHARES:
             kept = self._within(limit, share)
@@ -152,19 +168,23 @@ class Tuner:
                 if self._peak is None or self._peak <= limit:
                     best = kept
         self._is_settled = True
-        for n in range(CORRECTIONS):
-            self._say_budget(limit, best)
-            while self._peak is None or SLACK * limit <= self._peak <= limit:
-                yield self._way(best)
-                self._note_peak(best)
-            is_above, self._peak = self._peak > limit, None
-            before, best = best, self._within(limit, 0.5**n if is_above else 1.0)
-            if best == before or (is_above and n == CORRECTIONS - 1):
-                best = self._smallest if is_above else best
-                break
-        self._say_budget(limit, best)
+        corrections = 0
         while True:
+            self._say_budget(limit, best)
             yield self._way(best)
+            self._note_peak(best)
+            if self._peak is None:
+                continue
+            if self._peak > limit:
+                if best == self._smallest:
+                    yield from self._check(limit)
+                corrections += 1
+                before, best = best, self._within(limit, 0.5**corrections)
+                if best == before or corrections >= CORRECTIONS:
+                    best = self._smallest
+            elif self._peak < SLACK * limit and corrections < CORRECTIONS:
+                corrections += 1
+                best = self._within(limit, 1.0)
 
     def _within(self, limit: int, share: float) -> frozenset[int]:
         """The least work within a share of the room between the least memory and the limit."""
@@ -187,12 +207,34 @@ class Tuner:
         assert budget is not None
         return budget
 
-    def _check(self, limit: int) -> None:
-        """Raise an error if the smallest plan was measured and does not fit."""
-        needs = self._foreseen(self._relaxation.play(self._smallest).peak_bytes)
-        if self._extra is None or needs <= limit:
+    def _needs(self) -> float:
+        """What the smallest plan takes, where that was measured; else 0."""
+        return 0 if self._extra is None else self._foreseen(self._relaxation.play(self._smallest).peak_bytes)
+
+    def _floor_peak(self) -> int:
+        """What is foreseen of the plan that runs no product twice, from a step whose recipes may do so."""
+        (floor,) = self._others
+        return self._relaxation.play(floor).peak_bytes
+
+    def _check(self, limit: int) -> Iterator[Way]:
+        """If the smallest plan was measured and does not fit, take a smaller one, or raise an error.
+
+        The plan without products is the smaller one in some models: a step of theirs has fewer sums that are kept.
+        """
+        needs = self._needs()
+        if needs <= limit:
             return
-        raise BudgetError(
+        self._least = min(needs, self._least)
+        if self._recordings < RECORDINGS:
+            least = self._relaxation.play(self._smallest).peak_bytes
+            if self._others and self._floor_peak() < least:
+                yield Way(products=0)
+            elif not self._others and self._with_products <= limit:
+                yield Way(products=PRODUCTS)
+        raise self._cannot_be_met(limit, self._least)
+
+    def _cannot_be_met(self, limit: int, needs: float) -> BudgetError:
+        return BudgetError(
             f"the budget of {size_text(limit)} cannot be met: a step of this model and batch takes at least "
             f"{size_text(needs)}, of which {size_text(self._standing())} stand before it. Give it that much, make the "
             "batch smaller, or leave more of it to torch.utils.checkpoint.",
@@ -314,7 +356,7 @@ class Tuner:
         yield Way(self._smallest, timing)
         self._note_peak(self._smallest)
         costs = timing.costs(items, [saved.item for saved in self._step.saved], self._smallest)
-        cheap = [n for n in costs if not items[n].is_heavy]
+        cheap = [n for n in costs if not items[n].products]
         spent = sum(max(costs[n]) for n in cheap)
         rate = spent / max(1, sum(items[n].nbytes for n in cheap))  # of what was kept in this step, and so not timed
         seconds = [0.0 if item.is_fixed else rate * item.nbytes for item in items]
