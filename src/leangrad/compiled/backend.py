@@ -20,6 +20,7 @@ from leangrad.errors import LeangradError
 from leangrad.measure import Measurement
 from leangrad.policy.choice import REUSED_READS
 from leangrad.policy.kernels import LARGEST
+from leangrad.sizes import parse_size
 
 __all__ = ["compile_lean", "read_options", "summary"]
 
@@ -43,6 +44,8 @@ def compile_lean(
     ``leangrad.exact``: run eager's own kernels, so that results are bit for bit those of eager PyTorch.
     ``leangrad.slowdown``: how much longer a step may take for the sake of memory, as the policy estimates it; 1.1 by
         default.
+    ``leangrad.budget``: how much memory the step of a graph may take above what stands before it, ``"8GB"`` for
+        instance: then it takes the least time that fits, as the policy estimates both.
 
     >>> import torch
     >>> model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.GELU(), torch.nn.Linear(32, 8))
@@ -99,7 +102,7 @@ def read_options(options: Mapping[str, Any]) -> tuple[Settings, dict[str, Any]]:
     """Our own settings among ``options``, and the rest, which is Inductor's.
 
     >>> read_options({"leangrad.slowdown": 1.05, "max_autotune": True})
-    (Settings(exact=False, slowdown=1.05), {'max_autotune': True})
+    (Settings(exact=False, slowdown=1.05, budget=None), {'max_autotune': True})
     """
     known = {field.name: field for field in dataclasses.fields(Settings)}
     ours: dict[str, Any] = {}
@@ -112,6 +115,10 @@ def read_options(options: Mapping[str, Any]) -> tuple[Settings, dict[str, Any]]:
         if name not in known:
             raise ValueError(f"unknown option {key!r}; leangrad's are {', '.join(PREFIX + k for k in known)}")
         ours[name] = value
+    if ours.get("budget") is not None:
+        if "slowdown" in ours:
+            raise ValueError("give leangrad.budget or leangrad.slowdown, not both: each says how far to go")
+        ours["budget"] = parse_size(ours["budget"], "leangrad.budget")
     if "custom_partitioner_fn" in rest:
         raise ValueError(
             'custom_partitioner_fn is what backend="leangrad" sets itself; for one of your own use backend="inductor"'

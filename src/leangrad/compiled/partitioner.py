@@ -17,7 +17,9 @@ from leangrad.compiled.dropout import restore_dropout, write_out_dropout
 from leangrad.compiled.first_step import FirstStep
 from leangrad.compiled.joint_graph import copy_changed_inputs, read_joint_graph
 from leangrad.compiled.layouts import handed_out, lay_out_convolutions
+from leangrad.errors import BudgetError
 from leangrad.policy.choice import REUSED_READS, Choice, choose
+from leangrad.sizes import size_text
 
 __all__ = ["Partitioner", "Settings"]
 
@@ -28,6 +30,7 @@ class Settings:
 
     exact: bool = False
     slowdown: float = 1.1
+    budget: int | None = None  # bytes of one graph's step, above what stands before it
 
 
 class Partitioner(compiler.partitioner_class()):  # type: ignore[misc]
@@ -65,7 +68,15 @@ class Partitioner(compiler.partitioner_class()):  # type: ignore[misc]
         began = time.perf_counter()
         step, nodes = read_joint_graph(graph, info, fused=not self.settings.exact)
         usual = None if self.settings.exact else self._usual(graph, info, nodes)
-        choice = choose(step, slowdown=self.settings.slowdown, limits=self.limits, usual=usual)
+        budget = self.settings.budget
+        choice = choose(step, slowdown=self.settings.slowdown, limits=self.limits, usual=usual, budget=budget)
+        if budget is not None and choice.outcome.peak_bytes > budget:
+            least = choice.outcome.peak_bytes
+            raise BudgetError(
+                f"leangrad.budget: {size_text(budget)} cannot be met; the step of this graph takes at least "
+                f"{size_text(least)} above what stands before it. Give it that much, or use torch.utils.checkpoint.",
+                smallest=least,
+            )
         self.reused_reads = choice.reused_reads
         self.chosen = Chosen(choice, time.perf_counter() - began)
         chosen.append(self.chosen)

@@ -53,7 +53,7 @@ class Choice:
     floor: Outcome  # of the cheapest cut
     lowest: Outcome  # of the cut that would be chosen if work did not matter
     is_held_back: bool  # because that would be too much work
-    step_work: int  # of the step with the usual cut
+    step_work: float  # of the step with the usual cut
     reused_reads: int  # the limit of `Fusion` for the kernels of backward
     usual: Outcome | None = None  # of the usual cut, where that is known
 
@@ -79,8 +79,12 @@ def choose(
     slowdown: float,
     limits: Sequence[int] = REUSED_READS,
     usual: AbstractSet[int] | None = None,
+    budget: int | None = None,
 ) -> Choice:
     """The cut with the lowest simulated peak whose work is at most ``slowdown`` times that of the usual one.
+
+    With a budget it is the cut with the least work whose simulated peak is within it, whatever the slowdown; where none
+    is, the one with the lowest peak.
 
     limits: the values of ``Fusion.reused_reads`` that the engine can have the kernels of backward compiled with; the
         first of them is what it compiles with anyway.
@@ -107,8 +111,12 @@ def choose(
     bound = slowdown * step
     lowest = min(outcome.peak_bytes for _, _, outcome in tried)
     best = min((one for one in tried if one[2].peak_bytes <= NEAR * lowest), key=_work)
+    if budget is not None:
+        _keep_more(graph, best, dearer, lambda outcome: outcome.peak_bytes > budget, attempt)
+        kept, limit, outcome = min([one for one in tried if one[2].peak_bytes <= budget] or [best], key=_work)
+        return Choice(kept, outcome, floor, best[2], False, step, limit, ceiling)
     if best[2].work > bound:
-        _keep_more(graph, best, dearer, bound, attempt)
+        _keep_more(graph, best, dearer, lambda outcome: outcome.work <= bound, attempt)
     below = [one for one in tried if ceiling is None or one[2].peak_bytes <= NEAR * ceiling.peak_bytes] or tried
     allowed = [one for one in below if one[2].work <= bound] or [min(below, key=_work)]  # the user may force more work
     lowest = min(outcome.peak_bytes for _, _, outcome in allowed)
@@ -117,25 +125,27 @@ def choose(
     return Choice(kept, outcome, floor, best[2], is_held_back, step, limit, ceiling)
 
 
-def _work(one: Try) -> tuple[int, int, int, list[int]]:
+def _work(one: Try) -> tuple[float, int, int, list[int]]:
     kept, limit, outcome = one
     return outcome.work, outcome.kept_bytes, limit, sorted(kept)
 
 
-def _keep_more(graph: Graph, best: Try, dearer: Sequence[frozenset[int]], bound: float, attempt: Attempt) -> None:
-    """Try cuts that keep a part of what a dearer one keeps: as small a part as the bound allows."""
+def _keep_more(
+    graph: Graph, best: Try, dearer: Sequence[frozenset[int]], is_enough: Callable[[Outcome], bool], attempt: Attempt
+) -> None:
+    """Try cuts that keep a part of what a dearer one keeps: around the smallest part with which it ``is_enough``."""
     kept, limit, _ = best
     for more in dearer:
         added = sorted(more - kept, reverse=True)  # the last layers first
-        if not added or attempt(kept.union(added), limit).work > bound:
+        if not added or not is_enough(attempt(kept.union(added), limit)):
             continue
         few, many = 0, len(added)
         for _ in range(HALVINGS):
             middle = (few + many) // 2
-            if attempt(cheapest_cut(graph, pinned=kept.union(added[:middle])), limit).work > bound:
-                few = middle
-            else:
+            if is_enough(attempt(cheapest_cut(graph, pinned=kept.union(added[:middle])), limit)):
                 many = middle
+            else:
+                few = middle
 
 
 def _end_chains(graph: Graph, cheapest: frozenset[int], limit: int, attempt: Attempt) -> None:

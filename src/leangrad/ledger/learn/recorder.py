@@ -229,9 +229,9 @@ class Recorder:
 
     def _number_undecided(self) -> None:
         """Give what no decision was made for, because it is always rebuilt, a number: the plan may keep it."""
-        for value in map(_value_of, self.saved):
-            is_rebuilt = value is not None and value.tensor is None and value.function is not None
-            if is_rebuilt and not value.blocked and value.nbytes >= self.min_bytes:
+        for value in filter(None, map(_value_of, self.saved)):
+            is_rebuilt = value.tensor is None and value.function is not None and not value.blocked
+            if is_rebuilt and value.nbytes >= self.min_bytes:
                 self._number(value)
 
     def _note_undecided(self) -> None:
