@@ -94,7 +94,7 @@ class Recorder:
         self._segments: list[tuple[int, Segment]] = []  # which read is a segment that was run again
         self.on_accelerator = False
         self.leaves_stay = False  # whether the plan counts gradients of parameters as new ones
-        self.is_tuned = False  # whether the plan may keep what is always rebuilt otherwise: random numbers, indices
+        self.is_tuned = False  # whether the plan may keep what is always rebuilt otherwise: random numbers
         self.was_read = self._is_reading = False
         self._root = root
         self._root_name = "" if root is None else type(root).__name__
@@ -176,13 +176,13 @@ class Recorder:
         if self.on_accelerator:
             self._spare()
         first_decision = len(self.entries)
+        if self.is_tuned:
+            self._number_undecided()
         for value, module, why in self._decided:
             self._number(value)
             outcome = "kept" if value.tensor is not None else "rebuilt"
             why = why if outcome == "kept" else ""
             self.entries.append(Entry(module, value.op, outcome, value.nbytes, why, self._made_by[id(value)]))
-        if self.is_tuned:
-            self._number_undecided()
         self._note_undecided()
         self.step = self._as_data(first_decision)
         self._note_readers(self.step)
@@ -228,10 +228,13 @@ class Recorder:
         return packed.nbytes if type(packed) is Value and packed.free and packed.nbytes < self.min_bytes else -1
 
     def _number_undecided(self) -> None:
-        """Give what no decision was made for, because it is always rebuilt, a number: the plan may keep it."""
+        """Give random numbers, which are always drawn again otherwise, a number: the plan may keep them.
+
+        They come before all that is decided: what is rebuilt from them is to know them.
+        """
         for value in filter(None, map(_value_of, self.saved)):
-            is_rebuilt = value.tensor is None and value.function is not None and not value.blocked
-            if is_rebuilt and value.nbytes >= self.min_bytes:
+            is_drawn = value.tensor is None and value.function is not None and not value.inputs
+            if is_drawn and value.nbytes >= self.min_bytes:
                 self._number(value)
 
     def _note_undecided(self) -> None:

@@ -288,23 +288,37 @@ class Tuner:
         else:
             (lean,) = yield from self._run(self._smallest)
             plain = lean - self._relaxation.play(self._smallest).work
-        kept, seconds = self._smallest, lean
+        tried = {self._smallest: lean / plain}  # time beside plain's, of what was kept
         for _ in range(CORRECTIONS):
-            if seconds <= plain * self.goal.slowdown or self._all_kept <= kept:
+            if min(tried.values()) <= self.goal.slowdown:
                 break
-            work = self._relaxation.play(kept).work
-            lost = (seconds - plain) / work if work > 0 else 1.0  # time, for each second of rebuilding
-            kept = self._relaxation.at_most((self.goal.slowdown - 1) * plain / lost)
+            kept = self._relaxation.at_most(self._allowed_work(tried, plain))
+            if kept in tried or self._all_kept <= kept:
+                break
             if is_measured:
                 plain, seconds = yield from self._run(None, kept)
             else:
                 (seconds,) = yield from self._run(kept)
-        if seconds > plain * self.goal.slowdown:
-            kept = self._all_kept
+            tried[kept] = seconds / plain
+        kept = next((kept for kept, ratio in tried.items() if ratio <= self.goal.slowdown), self._all_kept)
         self._say_slowdown(plain, lean, kept, is_measured=is_measured)
         self._is_settled = True
         while True:
             yield self._way(kept)
+
+    def _allowed_work(self, tried: dict[frozenset[int], float], plain: float) -> float:
+        """The seconds of rebuilding with which a step is expected to take as long as it may.
+
+        A region takes some time whatever is rebuilt in it: two plans that were tried tell it from the rest.
+        """
+        assert self.goal.slowdown is not None
+        points = [(self._relaxation.play(kept).work, (ratio - 1) * plain) for kept, ratio in tried.items()]
+        (work, lost), allowed = points[-1], (self.goal.slowdown - 1) * plain
+        fixed = 0.0
+        if len(points) > 1 and points[0][0] > work:
+            slope = max(0.0, (points[0][1] - lost) / (points[0][0] - work))
+            fixed = min(max(0.0, lost - slope * work), lost)
+        return work * max(0.0, allowed - fixed) / max(lost - fixed, 1e-9)
 
     def _way(self, kept: frozenset[int]) -> Way:
         """Keep ``kept``; where that is all that there is, run plain, if plain is allowed what it keeps beside it."""
@@ -315,16 +329,18 @@ class Tuner:
         return Way(None if fits else kept)
 
     def _run(self, *ways: frozenset[int] | None) -> Generator[Way, None, list[float]]:
-        """Steps of each way in turns, after one to warm up: what is kept, None for plain. The times of the shortest."""
+        """Some steps of each way: what is kept, None for plain. The times of the shortest.
+
+        The first step of a way does not count: what the one before it left in caches and allocators is of another kind.
+        """
+        stopwatch, shortest = Stopwatch(on_gpu=self._on_gpu), list[float]()
         for kept in ways:
             yield Way(kept)
-        first = len(self._moments) - 1
-        for _ in range(RUNS):
-            for kept in ways:
+            first = len(self._moments) - 1
+            for _ in range(RUNS):
                 yield Way(kept)
-        stopwatch = Stopwatch(on_gpu=self._on_gpu)
-        times = [stopwatch.seconds(a.time, b.time) for a, b in pairwise(self._moments[first:])]
-        return [min(times[n :: len(ways)]) for n in range(len(ways))]
+            shortest.append(min(stopwatch.seconds(a.time, b.time) for a, b in pairwise(self._moments[first:])))
+        return shortest
 
     @property
     def _all_kept(self) -> frozenset[int]:
