@@ -194,7 +194,7 @@ def rebuilt_bytes(model: nn.Module) -> int:
     return sum(entry.nbytes for entry in ledger.entries(planned=True) if entry.outcome == "rebuilt")
 
 
-@pytest.mark.parametrize(("overhead", "slowdown"), [(0.4, 1.1), (0.4, 1.2), (3.0, 1.1)])
+@pytest.mark.parametrize(("overhead", "slowdown"), [(0.4, 1.1), (0.4, 1.2), (0.8, 1.3)])
 def test_the_least_memory_within_the_time(
     net: Net, x: Tensor, overhead: float, slowdown: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
