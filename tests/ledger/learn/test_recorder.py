@@ -20,15 +20,15 @@ def items(products: int) -> list[Value]:
 
 def test_products_that_are_rebuilt_are_heavy_and_not_fixed() -> None:
     product, sine, relu, exp = items(8)
-    assert (product.is_heavy, product.products, product.is_fixed, product.inputs) == (True, 1, False, ())
-    assert (sine.is_heavy, sine.products, sine.is_fixed, sine.inputs) == (False, 0, False, (0,))
+    assert (product.products, product.is_fixed, product.inputs) == (1, False, ())
+    assert (sine.products, sine.is_fixed, sine.inputs) == (0, False, (0,))
     # The second product is no item: it is run on the way to relu.
-    assert (relu.is_heavy, relu.products, relu.is_fixed, relu.inputs) == (False, 1, False, (1,))
-    assert (exp.is_heavy, exp.products, exp.is_fixed, exp.inputs) == (False, 0, False, (2,))
+    assert (relu.products, relu.is_fixed, relu.inputs) == (1, False, (1,))
+    assert (exp.products, exp.is_fixed, exp.inputs) == (0, False, (2,))
 
 
 def test_without_products_none_is_run() -> None:
-    assert [(item.is_heavy, item.products) for item in items(0)] == [(False, 0)] * 4
+    assert [item.products for item in items(0)] == [0] * 4
     assert items(0)[0].is_fixed
 
 

@@ -327,7 +327,6 @@ class Recorder:
                     is_output=value.pinned,
                     may_end_chain=is_link,
                     is_repeatable=can_be_rebuilt and value.function in WITH_OUT,
-                    is_heavy=value.is_product,
                     products=products,
                 )
             )
