@@ -333,3 +333,42 @@ def test_beside_checkpoint_and_packed_gradients(net: Net, x: Tensor) -> None:
             step(model, x, seed)
         assert_same_gradients(plain, lean)
         assert_same_gradients(plain, packed)
+
+
+# ------------------------------------------------------------------------------------------------------------- on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("share", [-0.3, 0.0, 0.5, 1.0])
+@pytest.mark.parametrize("resets", [False, True])
+def test_on_a_gpu_the_allocators_peak_is_within(net: Net, share: float, resets: bool) -> None:
+    net, x = net.cuda(), torch.randn(64 * ROWS, WIDTH, device="cuda")
+
+    def highest(model: nn.Module, steps: int) -> list[int]:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+        peaks = []
+        for seed in range(steps):
+            torch.cuda.synchronize()
+            if resets:
+                torch.cuda.reset_peak_memory_stats()
+            step(model, x, seed)
+            optimizer.step()
+            torch.cuda.synchronize()
+            peaks.append(torch.cuda.max_memory_allocated())
+        return peaks
+
+    torch.cuda.reset_peak_memory_stats()
+    floor = max(highest(leangrad.lean(copy.deepcopy(net)), 6))
+    torch.cuda.reset_peak_memory_stats()
+    most = max(highest(copy.deepcopy(net), 3))
+    plain = copy.deepcopy(net)
+    standing = torch.cuda.memory_allocated()
+    budget = int(floor + share * ((most - floor) if share >= 0 else (floor - standing)))
+    torch.cuda.reset_peak_memory_stats()
+    lean = leangrad.lean(copy.deepcopy(net), budget=budget)
+    peaks = highest(lean, SETTLED + 8)
+    assert max(peaks) <= 1.01 * budget
+    for seed in range(3):
+        step(plain, x, seed)
+        step(lean, x, seed)
+        assert_same_gradients(plain, lean)
