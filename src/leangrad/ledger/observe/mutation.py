@@ -186,11 +186,8 @@ def _overlaps(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> boo
 
 
 # The nodes of functions whose results are contiguous, but for the form that writes into its input.
-CONTIGUOUS = frozenset(
-    f"{name}Backward{n}"
-    for name in "Cumprod Cumsum IndexAdd IndexCopy MaskedFill MaskedScatter Scatter ScatterAdd Tril Triu".split()
-    for n in (0, 1)
-)
+_CONTIGUOUS = "Cumprod Cumsum IndexAdd IndexCopy MaskedFill MaskedScatter Scatter ScatterAdd Tril Triu"
+CONTIGUOUS = frozenset(f"{name}Backward{n}" for name in _CONTIGUOUS.split() for n in (0, 1))
 
 
 def _has_own_strides(target: Any, node: Any) -> bool:
