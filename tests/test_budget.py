@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import pickle
 import re
+import sys
+import threading
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 import leangrad
 from leangrad.errors import BudgetError
 from leangrad.ledger.learn import tuning
+from leangrad.policy.relax import Relaxation
 from tests.support import assert_same_bits
 
 SETTLED = 12  # steps after which a plan for a budget stands, but for corrections
@@ -333,6 +336,82 @@ def test_beside_checkpoint_and_packed_gradients(net: Net, x: Tensor) -> None:
             step(model, x, seed)
         assert_same_gradients(plain, lean)
         assert_same_gradients(plain, packed)
+
+
+@pytest.mark.parametrize("at", [1, 7, 20])
+def test_an_interrupt_while_it_plans(net: Net, x: Tensor, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    most, least = ends(net, x)
+    plain, lean = copy.deepcopy(net), leangrad.lean(copy.deepcopy(net), budget=(most + least) // 2, min_bytes=0)
+    play, plays = Relaxation.play, [0]
+
+    def interrupted(self: Relaxation, kept: frozenset[int]) -> Any:
+        plays[0] += 1
+        if plays[0] == at:
+            raise KeyboardInterrupt
+        return play(self, kept)
+
+    monkeypatch.setattr(Relaxation, "play", interrupted)
+    interrupts = 0
+    for seed in range(2 * SETTLED):
+        try:
+            step(lean, x, seed)
+        except KeyboardInterrupt:
+            interrupts += 1
+            continue
+        step(plain, x, seed)
+        assert_same_gradients(plain, lean)
+    assert interrupts == 1
+    assert "budget" in leangrad.ledger_of(lean).summary()
+
+
+@pytest.mark.parametrize("goal", [{"budget": 1_000_000}, {"slowdown": 1.1}])
+def test_one_model_in_two_threads(net: Net, x: Tensor, goal: dict[str, Any]) -> None:
+    plain, lean = net.eval(), leangrad.lean(copy.deepcopy(net).eval(), min_bytes=0, **goal)
+
+    def gradients(model: nn.Module, scale: int) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(model(scale * x).square().mean(), list(model.parameters()))
+
+    failures: list[BaseException] = []
+
+    def train(scale: int, expected: tuple[Tensor, ...]) -> None:
+        try:
+            for _ in range(3 * SETTLED):
+                for a, b in zip(gradients(lean, scale), expected, strict=True):
+                    assert_same_bits(a, b)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=train, args=(scale, gradients(plain, scale))) for scale in (1, 2)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    if failures:
+        raise failures[0]
+
+
+def test_forwards_with_no_backward_do_not_pile_up(net: Net, x: Tensor) -> None:
+    lean = leangrad.lean(net, budget=10**9, min_bytes=0)
+    for _ in range(20):
+        lean(x)
+    tuner: Any = leangrad.ledger_of(lean)._tuner
+    assert len(tuner._moments) <= 2
+
+
+def test_after_the_error_a_smaller_batch_is_tried(net: Net, x: Tensor) -> None:
+    few = x[: ROWS // 8]
+    _, least_of_few = ends(net, few)
+    lean = leangrad.lean(copy.deepcopy(net), budget=int(1.2 * least_of_few), min_bytes=0)
+    with pytest.raises(BudgetError, match="cannot be met"):
+        measured(lean, x, 12)
+    assert measured(lean, few, SETTLED)[-1] <= 1.2 * least_of_few
+    with pytest.raises(BudgetError, match="cannot be met"):
+        measured(lean, x, 12)
 
 
 # ------------------------------------------------------------------------------------------------------------- on a GPU

@@ -6,6 +6,7 @@ import functools
 import threading
 import warnings
 from collections.abc import Collection, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType, TracebackType
 from typing import Any, Literal
 
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 from leangrad import _torch, kernels
+from leangrad.errors import BudgetError
 from leangrad.ledger.decision import DEEPEST, Decision, SavedKind
 from leangrad.ledger.gc_pause import GcPause
 from leangrad.ledger.learn.entries import Entry, Totals
@@ -82,6 +84,8 @@ class Ledger:
         self._is_planning = False
         self._segments: dict[Hashable, Ledger] = {}
         self._local = threading.local()
+        # One course for all threads. Without one, what a thread has learned is replaced as a whole.
+        self._lock: AbstractContextManager[Any] = nullcontext() if goal is None else threading.RLock()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy has the same settings and has learned nothing."""
@@ -100,8 +104,9 @@ class Ledger:
             return None
         outer = _torch.innermost_pack_hook()
         if outer is None or _is_ours(outer):
-            recorder = self._learn(module)
-            return None if self._is_plain else Region(self, recorder, module)
+            with self._lock:
+                recorder = self._learn(module) if self._tuner is None else self._learn_by(self._tuner, module)
+                return None if self._is_plain else Region(self, recorder, module)
         if _torch.is_checkpoint(outer):  # it drops all that is saved
             return Region(self, None, module, outer)
         if _torch.is_recomputation(outer):
@@ -152,11 +157,20 @@ class Ledger:
             self._local.stack = []
         return self._local.stack  # type: ignore[no-any-return]
 
+    def _learn_by(self, tuner: Tuner, module: nn.Module | None) -> Recorder | None:
+        """The same on the tuner's course, which begins anew where an interrupt has broken it off."""
+        try:
+            tuner.begin(on_gpu=_is_on_gpu(module))
+            return self._learn(module)
+        except BudgetError:
+            raise
+        except BaseException:
+            self.differs("the plan was interrupted")
+            raise
+
     def _learn(self, module: nn.Module | None) -> Recorder | None:
         """What the last recorded step showed becomes the plan; where there is none, this step is recorded."""
         tuner = self._tuner
-        if tuner is not None:
-            tuner.begin(on_gpu=_is_on_gpu(module))
         _fused()
         if self._decisions is not None or self._plan():
             self._steps += 1
@@ -217,9 +231,13 @@ class Ledger:
 
     def sees_batch(self, size: int) -> None:
         """A forward is about to begin with so many elements: more than were planned for take more memory."""
-        if size > self._batch and self._batch and (self._decisions is not None or self._recorder is not None):
-            self.differs("the batch has grown")
-        self._batch = max(size, self._batch)
+        with self._lock:
+            if size < self._batch and self._tuner is not None and self._tuner.forgive():
+                self.differs("the batch is smaller than one that the budget was too small for")
+                self._batch = self._pause = 0
+            if size > self._batch and self._batch and (self._decisions is not None or self._recorder is not None):
+                self.differs("the batch has grown")
+            self._batch = max(size, self._batch)
 
     def runs_again(self, segment: Ledger) -> None:
         """Backward runs a segment again: the plans that are to be made have to know.
@@ -245,15 +263,16 @@ class Ledger:
 
     def differs(self, why: str) -> None:
         """This step is not like the one that was recorded, because of ``why``."""
-        self._difference, self.differences = why, self.differences + 1
-        self._forget()
-        self._is_plain = False
-        if self._tuner is not None:
-            self._tuner.restart()
-            self.products = self._first_products
-        self._lessons = self._lessons + 1 if self._steps < STEADY else 1
-        self._pause = 2 ** min(self._lessons, LONGEST_PAUSE) - 2  # 0, 2, 6, 14, ...
-        self._steps = 0
+        with self._lock:
+            self._difference, self.differences = why, self.differences + 1
+            self._forget()
+            self._is_plain = False
+            if self._tuner is not None:
+                self._tuner.restart()
+                self.products = self._first_products
+            self._lessons = self._lessons + 1 if self._steps < STEADY else 1
+            self._pause = 2 ** min(self._lessons, LONGEST_PAUSE) - 2  # 0, 2, 6, 14, ...
+            self._steps = 0
 
     def _forget(self) -> None:
         """Nothing is known of the steps to come."""

@@ -98,8 +98,13 @@ class Tuner:
         meter = None if on_gpu else Meter()
         time = None if self._is_settled else Stopwatch(on_gpu=on_gpu).now()
         self._moments.append(_Moment(time, counters, meter))
-        if self._is_settled:
+        if self._is_settled or self._course is None:
             del self._moments[:-2]
+
+    def forgive(self) -> bool:
+        """A batch is smaller than those before: whether the budget could not be met, and is tried again."""
+        had_failed, self._error = self._error is not None, None
+        return had_failed
 
     def start(self, step: RecordedStep, replay: Replay, kept: frozenset[int] | None, outputs_nbytes: int) -> None:
         """A step was recorded; ``kept``: the plan that takes the least memory; without one, what the step kept.

@@ -63,6 +63,8 @@ def _move(anchors: Iterable[weakref.ref[Anchor]]) -> None:
     for ref in anchors:
         value = ref()
         if value is not None and value.tensor is not None:
+            if value.tensor._version != value.version:  # too late: a recorded change came first, and reading it raises
+                continue
             tensor = _copy(value.tensor.detach())
             if type(value) is Value:
                 if value.before is not None:
@@ -183,6 +185,16 @@ def _overlaps(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> boo
     return bool(others) and _memory_of(target) in map(_memory_of, others)
 
 
+# The nodes of functions whose results are contiguous, but for the form that writes into its input.
+_CONTIGUOUS = "Cumprod Cumsum IndexAdd IndexCopy MaskedFill MaskedScatter Scatter ScatterAdd Tril Triu"
+CONTIGUOUS = frozenset(f"{name}Backward{n}" for name in _CONTIGUOUS.split() for n in (0, 1))
+
+
+def _has_own_strides(target: Any, node: Any) -> bool:
+    """Whether ``target``, changed by ``node``, has other strides than a recipe would give it: a sum may differ."""
+    return type(node).__name__ in CONTIGUOUS and isinstance(target, Tensor) and not target.is_contiguous()
+
+
 def mutating(names: str = "", choose: str | None = None) -> Handler:
     """A function that changes its first argument; always, or where its argument ``choose`` says so.
 
@@ -211,7 +223,9 @@ def mutating(names: str = "", choose: str | None = None) -> Handler:
         node = _node_of(target)
         if node is before:  # autograd did not record it
             after_change(notes, target)
-        elif overlaps or (notes.book.max_products and type(node).__name__ in PRODUCTS):
+        elif (
+            overlaps or _has_own_strides(target, node) or (notes.book.max_products and type(node).__name__ in PRODUCTS)
+        ):
             # A product that was written into a tensor may have gone by a kernel for the strides of that one.
             node.metadata[OPAQUE] = True
         elif note is not None and isinstance(target, Tensor) and not target._is_view():
