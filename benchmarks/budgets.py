@@ -19,6 +19,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -73,7 +74,7 @@ def _slowdown_on_cpu(found: Case, model: nn.Module, batch: tuple[Any, ...]) -> d
             step(way)
             taken.append(time.perf_counter() - began)
     ratios = {way: statistics.median(a / b for a, b in zip(times[way], times["plain"], strict=True)) for way in models}
-    peaks = {way: leangrad.measure(lambda way=way: step(way), timed_runs=0).peak_bytes for way in models}
+    peaks = {way: leangrad.measure(partial(step, way), timed_runs=0).peak_bytes for way in models}
     saved = (peaks["plain"] - peaks["slowdown"]) / max(1, peaks["plain"] - peaks["lean"])
     return {
         "ratio": ratios["slowdown"],
@@ -110,9 +111,7 @@ def on_gpu(name: str, shares: tuple[float, ...]) -> Iterator[dict[str, Any]]:
     budgets = {f"{share:g}": int(floor["peak"] + share * (plain["peak"] - floor["peak"])) for share in shares}
     budgets["checkpoint's peak"] = checkpointed["peak"]
     for share, budget in budgets.items():
-        yield measure(
-            "budget", lambda model, budget=budget: leangrad.lean(model, budget=budget), at=share, budget=budget
-        )
+        yield measure("budget", partial(leangrad.lean, budget=budget), at=share, budget=budget)
     slow = measure("slowdown", lambda model: leangrad.lean(model, slowdown=SLOWDOWN))
     if "peak" in slow:
         slow["share_of_the_saving"] = (plain["peak"] - slow["peak"]) / max(1, plain["peak"] - floor["peak"])
