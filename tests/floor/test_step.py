@@ -202,6 +202,20 @@ def test_of_a_compiled_model_it_is_that_of_the_eager_one() -> None:
     assert floor(model, x, squares).bytes == MLP_BYTES
 
 
+def test_code_that_it_has_run_is_still_compiled_afterwards() -> None:
+    """Dynamo skips code for good that it has met under a dispatch mode."""
+    torch._dynamo.reset()
+    floor(torch.compile(mlp(), backend="aot_eager"), torch.randn(8, 16), squares)
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    torch.compile(mlp(), backend=backend, fullgraph=True)(torch.randn(8, 16))
+    assert len(graphs) == 1
+
+
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 def test_of_a_scripted_part() -> None:
     part = torch.jit.script(nn.Sequential(nn.Linear(16, 64), nn.GELU()))

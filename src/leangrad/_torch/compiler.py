@@ -408,6 +408,20 @@ def while_tracing(function: Callable[[], bool]) -> Callable[[], bool]:
     return function
 
 
+@contextmanager
+def nothing_compiled() -> Iterator[None]:
+    """Run what is compiled as if it were not.
+
+    Under a dispatch mode it would be run eagerly in any case, but Dynamo would then skip that code (of
+    ``nn.Sequential.forward``, say) for the rest of the process, in every other model too.
+    """
+    if "_dynamo" not in vars(torch):  # nobody has compiled anything yet, and importing it takes seconds
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
 def tracing_backend() -> str | None:
     """The name of the torch.compile backend that Dynamo is tracing for. None: this cannot be told."""
     try:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from leangrad import _torch
+from leangrad._torch.compiler import nothing_compiled
 from leangrad.errors import LeangradError
 from leangrad.floor.recorded_step import Recorder, Value
 from leangrad.floor.result import Floor, Kept
@@ -78,7 +79,7 @@ def floor(
     memory = Memory(model, batch, loss)
     recorder = Recorder()
     try:
-        with plain_for_now(), _naming_modules(model, recorder), torch.enable_grad():
+        with plain_for_now(), nothing_compiled(), _naming_modules(model, recorder), torch.enable_grad():
             _run(subject, recorder)
     finally:
         memory.restore()
