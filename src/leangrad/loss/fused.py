@@ -240,7 +240,7 @@ class _Reduction:
         return self.z_loss * self.weights / self.tokens.clamp_min(1)
 
     def factor(self, g: Tensor) -> Tensor:
-        """What the gradients of all tokens are multiplied by. They are 0 if no target is valid, though the loss is NaN."""
+        """What all gradients are multiplied by. They are 0 where no target is valid, although the loss is NaN."""
         return g.to(self.wide) / torch.where(self.tokens == 0, 1, self.weights)
 
 
@@ -340,16 +340,16 @@ def _finish(ctx: Any, held: _Held, g: Tensor | None, takes: bool) -> list[Tensor
         gradient = held.get(place, takes)
         if gradient is None:
             continue
-        like = ctx.like[place]
+        shape, dtype = ctx.like[place]
         parameter = ctx.parameters[place - 1] if place in (1, 2) else None
         if parameter is None or (g is not None and not _torch.has_memory(g)):
-            found[place] = _scaled(gradient, factor, takes, *like)
+            found[place] = _scaled(gradient, factor, takes, shape, dtype)
             continue
+        wide = _scaled(gradient, factor, takes, shape, gradient.dtype)  # once, however often `deliver` calls
 
-        def compute(out: Tensor | None, add: bool, gradient: Tensor = gradient, like: Any = like) -> Tensor:
+        def compute(out: Tensor | None, add: bool, wide: Tensor = wide, dtype: torch.dtype = dtype) -> Tensor:
             if out is None:
-                return _scaled(gradient, by_scale, takes, *like)
-            wide = _scaled(gradient, by_scale, takes, gradient.shape, gradient.dtype)
+                return wide.to(dtype)
             return out.add_(wide) if add else out.copy_(wide)
 
         found[place] = deliver(ctx, place, parameter, compute, "the loss writes it")

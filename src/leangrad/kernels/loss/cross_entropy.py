@@ -23,7 +23,7 @@ BLOCK = 4096
 
 
 class Rows(NamedTuple):
-    """What some rows share, and where their results go. (n,): target, nll, logsumexp, dscale; (V,): bias, class_weight."""
+    """What n rows share, and where results go: target, nll, logsumexp, dscale (n,); bias, class_weight (V,)."""
 
     target: Tensor
     bias: Tensor | None
