@@ -38,7 +38,7 @@ def test_many_chunks(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> Non
     from leangrad.ops import linear_cross_entropy as ops
 
     monkeypatch.setattr(ops, "CHUNK_LOGITS", {"cpu": 40 * 16})
-    monkeypatch.setattr(ops, "WIDENED", 16 * 7)
+    monkeypatch.setattr(ops, "BLOCK", 16 * 7)
     assert ops.chunk_rows(200, 16, 40, "cpu") == 16
     assert_error_rule(lambda: triples(Case(tokens=200, dtype=dtype, options=OPTIONS["bias"])))
 

@@ -121,7 +121,11 @@ def test_no_valid_target(name: str | None, reduction: str, in_checkpoint: bool) 
 
 def test_class_weights_of_zero_are_what_they_are_to_plain() -> None:
     classes = torch.zeros(40)
-    assert_same(Case(options={"weight": classes}))  # 0/0, for the loss and its gradients alike
+    x, weight, target, options = Case(options={"weight": classes}).draw()
+    for function in (linear_cross_entropy, plain):
+        loss, _, gradient = results(function, x, weight, target, options, 1.0)
+        assert loss.isnan()  # 0/0
+        assert gradient.isnan().all()
     classes[::2] = 1
     assert_same(Case(options={"weight": classes}))
 
@@ -272,6 +276,9 @@ def test_batched_gradients(reduction: str) -> None:
             torch.testing.assert_close(all_[n], one)
 
 
+@pytest.mark.filterwarnings(
+    "ignore:`torch.jit.script` is deprecated:DeprecationWarning"
+)  # torch's own, for forward mode
 def test_transforms_run_plain() -> None:
     x, weight, target, _ = Case(ignored=0).draw()
     expected = results(plain, x, weight, target, {}, 1.0)
@@ -497,20 +504,23 @@ def peak_bytes(
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_memory_does_not_grow_with_tokens_times_classes(dtype: torch.dtype, reduction: str) -> None:
+def test_memory_does_not_grow_with_tokens_times_classes(
+    dtype: torch.dtype, reduction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Only by a few vectors for the tokens, and by the gradients: of x, and of the weight in float32 and its dtype."""
     classes, D = 1024, 32
+    monkeypatch.setattr(ops, "BLOCK", 128 * D)
     chunk = 4 * ops.chunk_rows(8192, D, classes, "cpu") * classes
     gradient = D * (4 if dtype == torch.float32 else 6)
     for tokens in (512, 2048, 8192):
         above = peak_bytes(tokens, classes, dtype=dtype, reduction=reduction) - gradient * (tokens + classes) - chunk
-        widened = 0 if dtype == torch.float32 else 4 * (chunk // (4 * classes) + classes) * D
-        assert above <= 64 * tokens + widened + 64 * 1024, tokens
+        assert above <= 64 * tokens + 128 * 1024, tokens
     assert 4 * 8192 * classes > 30 * chunk  # all logits in float32
 
 
-def test_memory_in_evaluation_and_with_a_frozen_weight() -> None:
+def test_memory_in_evaluation_and_with_a_frozen_weight(monkeypatch: pytest.MonkeyPatch) -> None:
     classes, D = 4096, 32
+    monkeypatch.setattr(ops, "BLOCK", 128 * D)
     chunk = 4 * ops.chunk_rows(8192, D, classes, "cpu") * classes
     assert peak_bytes(8192, classes, grad=False) <= chunk + 64 * 8192 + 64 * 1024
     frozen = peak_bytes(8192, classes, trains_weight=False)
