@@ -66,11 +66,12 @@ class Way(NamedTuple):
 
 
 class _Moment(NamedTuple):
-    """The beginning of a step."""
+    """The beginning of a step, which is the end of the one before it."""
 
     time: Any
     counters: _torch.Counters | None  # of a GPU
     meter: Meter | None  # of a CPU
+    is_end: bool = False  # and no beginning: the next step is of another course
 
 
 class Tuner:
@@ -80,7 +81,7 @@ class Tuner:
         self.goal = goal
         self.status = ""
         self._error: BudgetError | None = None
-        self._moments: list[_Moment] = []  # the beginnings of the steps of this course
+        self._moments: list[_Moment] = []  # of the steps of this course
         self._is_settled = False  # no step is timed any more
         self._recordings = 0  # of this course: with products, and without
         self._least = math.inf  # what the smaller of their plans was measured to take
@@ -94,17 +95,26 @@ class Tuner:
         if self._error is not None:
             raise self._error
         self._on_gpu = on_gpu
-        counters = _torch.cuda_counters(torch.device("cuda", torch.cuda.current_device())) if on_gpu else None
-        meter = None if on_gpu else Meter()
-        time = None if self._is_settled else Stopwatch(on_gpu=on_gpu).now()
-        self._moments.append(_Moment(time, counters, meter))
+        self._moments.append(self._now())
         if self._is_settled or self._course is None:
-            del self._moments[:-2]
+            del self._moments[:-3]
 
-    def forgive(self) -> bool:
-        """A batch is smaller than those before: whether the budget could not be met, and is tried again."""
-        had_failed, self._error = self._error is not None, None
-        return had_failed
+    def _now(self, *, is_end: bool = False) -> _Moment:
+        on_gpu = self._on_gpu
+        counters = _torch.cuda_counters(torch.device("cuda", torch.cuda.current_device())) if on_gpu else None
+        meter = None if on_gpu or is_end else Meter()
+        time = None if self._is_settled else Stopwatch(on_gpu=on_gpu).now()
+        return _Moment(time, counters, meter, is_end)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the budget could not be met."""
+        return self._error is not None
+
+    def end_step(self) -> None:
+        """Another step begins, which is not of this course."""
+        if self._moments and not self._moments[-1].is_end:
+            self._moments.append(self._now(is_end=True))
 
     def start(self, step: RecordedStep, replay: Replay, kept: frozenset[int] | None, outputs_nbytes: int) -> None:
         """A step was recorded; ``kept``: the plan that takes the least memory; without one, what the step kept.
@@ -259,9 +269,10 @@ class Tuner:
     def _note_peak(self, kept: frozenset[int]) -> None:
         """Compare what the last step took, in which ``kept`` was kept, with what was foreseen."""
         self._peak = None
-        if len(self._moments) < 2:
+        last = [(a, b) for a, b in pairwise(self._moments[-3:]) if not a.is_end][-1:]
+        if not last:
             return
-        before, now = self._moments[-2:]
+        before, now = last[0]
         standing = 0
         if before.counters is not None and now.counters is not None:
             if now.counters.highest > before.counters.highest:
@@ -344,7 +355,8 @@ class Tuner:
             first = len(self._moments) - 1
             for _ in range(RUNS):
                 yield Way(kept)
-            shortest.append(min(stopwatch.seconds(a.time, b.time) for a, b in pairwise(self._moments[first:])))
+            steps = [(a.time, b.time) for a, b in pairwise(self._moments[first:]) if not a.is_end]
+            shortest.append(min(stopwatch.seconds(begin, end) for begin, end in steps))
         return shortest
 
     @property
