@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, nn
 
 import leangrad
+from leangrad._torch import Counters
 from leangrad.errors import BudgetError
+from leangrad.ledger import ledger as ledger_module
 from leangrad.ledger.learn import tuning
 from leangrad.policy.relax import Relaxation
 from tests.support import assert_same_bits
@@ -454,6 +456,82 @@ def test_after_the_error_a_smaller_batch_is_tried(net: Net, x: Tensor) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------- on a GPU
+
+
+class Allocator:
+    """Counts what steps on a CPU take as the allocator of a GPU would."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, standing: int) -> None:
+        self.counters = Counters(standing, standing, 2 * standing)
+        monkeypatch.setattr(ledger_module, "_is_on_gpu", lambda _: True)
+        monkeypatch.setattr(tuning, "_counters", lambda: self.counters)
+        monkeypatch.setattr(tuning.Stopwatch, "__init__", lambda watch, *, on_gpu: setattr(watch, "_on_gpu", False))
+
+    def step(self, model: nn.Module, x: Tensor) -> int:
+        """Its peak."""
+        highest = self.counters.allocated + peak(model, x)
+        self.counters = self.counters._replace(highest=max(self.counters.highest, highest))
+        return highest
+
+
+def test_what_stands_before_a_step_counts(net: Net, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    most, least = ends(net, x)
+    budget = 10**9 + (most + least) // 2
+    lean = leangrad.lean(net, budget=budget, min_bytes=0)
+    allocator = Allocator(monkeypatch, 10**9)
+    peaks = [allocator.step(lean, x) for _ in range(SETTLED + 4)]
+    assert max(peaks) <= budget
+    assert peaks[-1] > budget - 0.05 * most
+    assert "reserved 2.00 GB" in leangrad.ledger_of(lean).summary()
+
+
+def test_a_budget_below_what_stands_before_a_step(net: Net, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    lean = leangrad.lean(net, budget=9 * 10**8, min_bytes=0)
+    allocator = Allocator(monkeypatch, 10**9)
+    with pytest.raises(BudgetError, match=r"of which 1\.00 GB stand before it") as raised:
+        for _ in range(4):
+            allocator.step(lean, x)
+    assert 10**9 < raised.value.smallest < 10**9 + ends(Net(), x)[1] * 1.1
+
+
+def test_a_budget_just_below_the_least(net: Net, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its steps are below the first one, which was recorded, so that the allocator's peak does not tell of them."""
+    lean = leangrad.lean(copy.deepcopy(net), budget=1, min_bytes=0)
+    with pytest.raises(BudgetError) as least:
+        measured(lean, x, 12)
+    lean = leangrad.lean(net, budget=10**9 + int(0.9 * least.value.smallest), min_bytes=0)
+    allocator = Allocator(monkeypatch, 10**9)
+    with pytest.raises(BudgetError, match="cannot be met"):
+        for _ in range(12):
+            allocator.step(lean, x)
+
+
+def test_memory_that_others_take_meanwhile(net: Net, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The optimizer's state is made in the first step, and a batch may be held: the plan gives way."""
+    most, least = ends(net, x)
+    budget = 10**9 + most
+    lean = leangrad.lean(net, budget=budget, min_bytes=0)
+    allocator = Allocator(monkeypatch, 10**9)
+    for _ in range(SETTLED):
+        allocator.step(lean, x)
+    allocator.counters = allocator.counters._replace(allocated=budget - int(1.1 * least))
+    above = allocator.step(lean, x)  # nobody foresaw it
+    assert above > budget
+    assert [allocator.step(lean, x) for _ in range(6)][-1] <= budget
+
+
+def test_an_allocator_that_runs_out_by_its_gaps_is_told_of(
+    net: Net, x: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lean = leangrad.lean(net, budget=2 * 10**9, min_bytes=0)
+    allocator = Allocator(monkeypatch, 10**9)
+    allocator.step(lean, x)
+    allocator.step(lean, x)
+    allocator.counters = allocator.counters._replace(retries=1)
+    with pytest.warns(UserWarning, match=r"\(2\.00 GB are reserved\).*expandable_segments"):
+        allocator.step(lean, x)
+    allocator.counters = allocator.counters._replace(retries=2)
+    allocator.step(lean, x)  # once is enough
 
 
 @pytest.mark.gpu

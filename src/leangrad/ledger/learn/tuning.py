@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from collections.abc import Generator, Iterator
 from dataclasses import replace
 from itertools import pairwise
@@ -89,6 +90,8 @@ class Tuner:
         self._course: Iterator[Way] | None = None
         self._peak: int | None = None  # of the last step, where that was measured
         self._extra: int | None = None  # what a step took beyond what was foreseen, where that was measured
+        self._extra_before: int | None = None  # the same, where the step was recorded anew
+        self._has_warned = False  # of what is reserved
 
     def begin(self, *, on_gpu: bool) -> None:
         """A step begins."""
@@ -101,7 +104,7 @@ class Tuner:
 
     def _now(self, *, is_end: bool = False) -> _Moment:
         on_gpu = self._on_gpu
-        counters = _torch.cuda_counters(torch.device("cuda", torch.cuda.current_device())) if on_gpu else None
+        counters = _counters() if on_gpu else None
         meter = None if on_gpu or is_end else Meter()
         time = None if self._is_settled else Stopwatch(on_gpu=on_gpu).now()
         return _Moment(time, counters, meter, is_end)
@@ -146,7 +149,7 @@ class Tuner:
     def restart(self) -> None:
         """A step differs from the recorded one."""
         self._course, self._moments, self._is_settled = None, [], False
-        self._recordings, self._extra = 0, None
+        self._recordings, self._extra, self._extra_before = 0, None, None
         self._least = self._with_products = math.inf
 
     def next_way(self) -> Way:
@@ -158,7 +161,7 @@ class Tuner:
             self._error = error
             raise
         if way.products is not None:  # another step, of which nothing is known yet
-            self._extra = None
+            self._extra_before, self._extra = self._extra, None
         return way
 
     # ------------------------------------------------------------------------------------------------------- a budget
@@ -172,6 +175,8 @@ class Tuner:
             yield from self._check(limit)
             yield Way(self._smallest)
             self._note_peak(self._smallest)
+        if self._highest() > limit and self._extra is None:  # what was measured of another recording has to do
+            self._extra = self._extra_before
         yield from self._time_rebuilds()
         yield from self._check(limit)
         best = self._smallest
@@ -223,8 +228,10 @@ class Tuner:
         return budget
 
     def _needs(self) -> float:
-        """What the smallest plan takes, where that was measured; else 0."""
-        return 0 if self._extra is None else self._foreseen(self._relaxation.play(self._smallest).peak_bytes)
+        """What the smallest plan takes, where that was measured; else what stands before a step, at least."""
+        if self._extra is None:
+            return self._standing()
+        return self._foreseen(self._relaxation.play(self._smallest).peak_bytes)
 
     def _floor_peak(self) -> int:
         """What is foreseen of the plan that runs no product twice, from a step whose recipes may do so."""
@@ -236,10 +243,11 @@ class Tuner:
 
         The plan without products is the smaller one in some models: a step of theirs has fewer sums that are kept.
         """
-        needs = self._needs()
-        if needs <= limit:
+        if self._needs() <= limit:
             return
-        self._least = min(needs, self._least)
+        foreseen = self._foreseen(self._relaxation.play(self._smallest).peak_bytes)
+        if self._extra is not None or math.isinf(self._least):
+            self._least = min(foreseen, self._least)
         if self._recordings < RECORDINGS:
             least = self._relaxation.play(self._smallest).peak_bytes
             if self._others and self._floor_peak() < least:
@@ -261,6 +269,11 @@ class Tuner:
         counters = self._moments[-1].counters
         return 0 if counters is None else counters.allocated
 
+    def _highest(self) -> int:
+        """The allocator's peak so far."""
+        counters = self._moments[-1].counters
+        return 0 if counters is None else counters.highest
+
     def _foreseen(self, peak_bytes: int) -> float:
         """The peak of the next step, if its saved tensors and gradients take ``peak_bytes`` at most."""
         guess = self._outside + MARGIN * peak_bytes
@@ -275,12 +288,24 @@ class Tuner:
         before, now = last[0]
         standing = 0
         if before.counters is not None and now.counters is not None:
+            self._warn_of_retries(before.counters, now.counters)
             if now.counters.highest > before.counters.highest:
                 self._peak, standing = now.counters.highest, before.counters.allocated
         elif before.meter is not None:
             self._peak = before.meter.peak_bytes
         if self._peak is not None:
             self._extra = self._peak - standing - self._relaxation.play(kept).peak_bytes
+
+    def _warn_of_retries(self, before: _torch.Counters, now: _torch.Counters) -> None:
+        """What is reserved may not fit the device where what is allocated does: the allocator's blocks have gaps."""
+        if now.retries > before.retries and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"a step of at most {size_text(now.highest)} was too much for the GPU as torch's allocator divides it "
+                f"({size_text(now.reserved)} are reserved): it gave back what it had cached and tried again, which "
+                "takes time. Set PYTORCH_ALLOC_CONF=expandable_segments:True, or give a smaller budget.",
+                stacklevel=2,
+            )
 
     def _say_budget(self, limit: int, kept: frozenset[int]) -> None:
         outcome, least = self._relaxation.play(kept), self._relaxation.play(self._smallest)
@@ -289,6 +314,9 @@ class Tuner:
             f"budget {size_text(limit)}: a peak of {size_text(self._foreseen(outcome.peak_bytes))} is foreseen, "
             f"{seconds} are left"
         )
+        counters = self._moments[-1].counters
+        if counters is not None:
+            self.status += f"; torch's allocator has reserved {size_text(counters.reserved)}"
 
     # -------------------------------------------------------------------------------------------------- a bound on time
 
@@ -397,3 +425,7 @@ class Tuner:
         for n, cost in costs.items():
             seconds[n] = max(cost)
         self._use(Replay(self._replay.graph, seconds))
+
+
+def _counters() -> _torch.Counters | None:
+    return _torch.cuda_counters(torch.device("cuda", torch.cuda.current_device()))
