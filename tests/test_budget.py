@@ -298,6 +298,7 @@ def test_shapes_that_take_turns_are_each_learned_once(net: Net, x: Tensor) -> No
     assert max(peaks) <= budget
     assert min(peaks[-2:]) > 0.8 * budget
 
+
 def test_the_time_of_a_step_is_not_that_of_another_batch_after_it(
     net: Net, x: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -45,7 +45,6 @@ RECORDINGS = 3  # with products, without, and with them again
 WARM = 3  # steps before one is timed: kernels are proven and caches filled in the first ones
 RUNS = 3  # of which the shortest counts
 SHARES = (0.6, 0.9, 1.0)  # of the room between the least and the budget, that is taken in one step after another
-SLACK = 0.97  # of the budget: a plan that was measured to take less is relaxed again
 CORRECTIONS = 3
 MARGIN = 0.05  # of what is foreseen, where nothing was measured
 ROOM = 0.95  # of a device's memory that plain may take while it is timed
@@ -188,23 +187,27 @@ class Tuner:
                 if self._peak is None or self._peak <= limit:
                     best = kept
         self._is_settled = True
-        corrections = 0
+        fitting, corrections, was_above = self._smallest, 0, False
         while True:
             self._say_budget(limit, best)
             yield self._way(best)
+            extra = self._extra
             self._note_peak(best)
-            if self._peak is None:
+            if self._peak is None or self._extra is None:
                 continue
+            if was_above and extra is not None:  # what was once not foreseen is not forgotten
+                self._extra = max(extra, self._extra)
             if self._peak > limit:
                 if best == self._smallest:
                     yield from self._check(limit)
-                corrections += 1
-                before, best = best, self._within(limit, 0.5**corrections)
-                if best == before or corrections >= CORRECTIONS:
-                    best = self._smallest
-            elif self._peak < SLACK * limit and corrections < CORRECTIONS:
-                corrections += 1
-                best = self._within(limit, 1.0)
+                was_above, corrections = True, corrections + 1
+                tried = (self._within(limit, 1.0), fitting)[min(corrections // CORRECTIONS, 1)]
+                best = tried if tried != best and corrections <= CORRECTIONS else self._smallest
+            else:
+                fitting = best
+                if not was_above and corrections < CORRECTIONS:
+                    best = self._within(limit, 1.0)
+                    corrections += best != fitting
 
     def _within(self, limit: int, share: float) -> frozenset[int]:
         """The least work within a share of the room between the least memory and the limit."""
