@@ -468,8 +468,11 @@ class Allocator:
         monkeypatch.setattr(tuning, "_counters", lambda: self.counters)
         monkeypatch.setattr(tuning.Stopwatch, "__init__", lambda watch, *, on_gpu: setattr(watch, "_on_gpu", False))
 
-    def step(self, model: nn.Module, x: Tensor) -> int:
-        """Its peak."""
+    def steps(self, model: nn.Module, x: Tensor, count: int) -> list[int]:
+        """Their peaks."""
+        return [self._step(model, x) for _ in range(count)]
+
+    def _step(self, model: nn.Module, x: Tensor) -> int:
         highest = self.counters.allocated + peak(model, x)
         self.counters = self.counters._replace(highest=max(self.counters.highest, highest))
         return highest
@@ -480,7 +483,7 @@ def test_what_stands_before_a_step_counts(net: Net, x: Tensor, monkeypatch: pyte
     budget = 10**9 + (most + least) // 2
     lean = leangrad.lean(net, budget=budget, min_bytes=0)
     allocator = Allocator(monkeypatch, 10**9)
-    peaks = [allocator.step(lean, x) for _ in range(SETTLED + 4)]
+    peaks = allocator.steps(lean, x, SETTLED + 4)
     assert max(peaks) <= budget
     assert peaks[-1] > budget - 0.05 * most
     assert "reserved 2.00 GB" in leangrad.ledger_of(lean).summary()
@@ -490,8 +493,7 @@ def test_a_budget_below_what_stands_before_a_step(net: Net, x: Tensor, monkeypat
     lean = leangrad.lean(net, budget=9 * 10**8, min_bytes=0)
     allocator = Allocator(monkeypatch, 10**9)
     with pytest.raises(BudgetError, match=r"of which 1\.00 GB stand before it") as raised:
-        for _ in range(4):
-            allocator.step(lean, x)
+        allocator.steps(lean, x, 4)
     assert 10**9 < raised.value.smallest < 10**9 + ends(Net(), x)[1] * 1.1
 
 
@@ -503,8 +505,7 @@ def test_a_budget_just_below_the_least(net: Net, x: Tensor, monkeypatch: pytest.
     lean = leangrad.lean(net, budget=10**9 + int(0.9 * least.value.smallest), min_bytes=0)
     allocator = Allocator(monkeypatch, 10**9)
     with pytest.raises(BudgetError, match="cannot be met"):
-        for _ in range(12):
-            allocator.step(lean, x)
+        allocator.steps(lean, x, 12)
 
 
 def test_memory_that_others_take_meanwhile(net: Net, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -513,12 +514,11 @@ def test_memory_that_others_take_meanwhile(net: Net, x: Tensor, monkeypatch: pyt
     budget = 10**9 + most
     lean = leangrad.lean(net, budget=budget, min_bytes=0)
     allocator = Allocator(monkeypatch, 10**9)
-    for _ in range(SETTLED):
-        allocator.step(lean, x)
+    allocator.steps(lean, x, SETTLED)
     allocator.counters = allocator.counters._replace(allocated=budget - int(1.1 * least))
-    above = allocator.step(lean, x)  # nobody foresaw it
+    (above,) = allocator.steps(lean, x, 1)  # nobody foresaw it
     assert above > budget
-    assert [allocator.step(lean, x) for _ in range(6)][-1] <= budget
+    assert allocator.steps(lean, x, 6)[-1] <= budget
 
 
 def test_an_allocator_that_runs_out_by_its_gaps_is_told_of(
@@ -526,13 +526,12 @@ def test_an_allocator_that_runs_out_by_its_gaps_is_told_of(
 ) -> None:
     lean = leangrad.lean(net, budget=2 * 10**9, min_bytes=0)
     allocator = Allocator(monkeypatch, 10**9)
-    allocator.step(lean, x)
-    allocator.step(lean, x)
+    allocator.steps(lean, x, 2)
     allocator.counters = allocator.counters._replace(retries=1)
     with pytest.warns(UserWarning, match=r"\(2\.00 GB are reserved\).*expandable_segments"):
-        allocator.step(lean, x)
+        allocator.steps(lean, x, 1)
     allocator.counters = allocator.counters._replace(retries=2)
-    allocator.step(lean, x)  # once is enough
+    allocator.steps(lean, x, 1)  # once is enough
 
 
 @pytest.mark.gpu
