@@ -43,7 +43,7 @@ __all__ = ["PRODUCTS", "Goal", "Tuner", "Way"]
 PRODUCTS = 8  # that one recipe may run through in a row, where there is a budget
 RECORDINGS = 3  # with products, without, and with them again
 WARM = 3  # steps before one is timed: kernels are proven and caches filled in the first ones
-RUNS = 3  # of which the shortest counts
+RUNS = 4  # of each way, in turns, of which the shortest counts
 SHARES = (0.6, 0.9, 1.0)  # of the room between the least and the budget, that is taken in one step after another
 CORRECTIONS = 3
 MARGIN = 0.05  # of what is foreseen, where nothing was measured
@@ -376,18 +376,19 @@ class Tuner:
         return Way(None if fits else kept)
 
     def _run(self, *ways: frozenset[int] | None) -> Generator[Way, None, list[float]]:
-        """Some steps of each way: what is kept, None for plain. The times of the shortest.
+        """Some steps of each way in turns: what is kept, None for plain. The times of the shortest.
 
-        The first step of a way does not count: what the one before it left in caches and allocators is of another kind.
+        The first step of a turn does not count: what the one before it left in caches and allocators is of another
+        kind.
         """
-        stopwatch, shortest = Stopwatch(on_gpu=self._on_gpu), list[float]()
-        for kept in ways:
-            yield Way(kept)
-            first = len(self._moments) - 1
-            for _ in range(RUNS):
+        stopwatch, shortest = Stopwatch(on_gpu=self._on_gpu), [math.inf] * len(ways)
+        for _ in range(RUNS):
+            for n, kept in enumerate(ways):
                 yield Way(kept)
-            steps = [(a.time, b.time) for a, b in pairwise(self._moments[first:]) if not a.is_end]
-            shortest.append(min(stopwatch.seconds(begin, end) for begin, end in steps))
+                first = len(self._moments) - 1
+                yield Way(kept)
+                begin, end = self._moments[first : first + 2]
+                shortest[n] = min(shortest[n], stopwatch.seconds(begin.time, end.time))
         return shortest
 
     @property
