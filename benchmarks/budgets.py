@@ -34,7 +34,7 @@ ZOO = ("resnet", "convnext", "unet", "gpt", "llama", "bert", "t5", "vit", "mamba
 GPU = ("resnet50", "vit_l", "gpt2_medium", "llama_1b")
 SHARES = (1.0, 0.75, 0.5, 0.25)
 SLOWDOWN = 1.1
-SETTLED = {"budget": 16, "slowdown": 45, "plain": 4, "lean": 6, "checkpoint": 4}  # steps before a way is measured
+SETTLED = {"budget": 16, "slowdown": 75, "plain": 4, "lean": 6, "checkpoint": 4}  # steps before a way is measured
 ROUNDS = 9
 
 

@@ -27,6 +27,7 @@ from leangrad import _torch
 from leangrad._torch import compiler
 from leangrad.inert import Watch
 from leangrad.ledger import MIN_BYTES, Goal, Ledger, Region
+from leangrad.ledger.batches import Batches
 from leangrad.ledger.gc_pause import GcPause
 from leangrad.sizes import parse_budget
 from leangrad.switch import is_plain_for_now
@@ -72,10 +73,11 @@ def lean(
     _check_module("lean", model, "; for code that is no module use `with saving():`")
     ledger = Ledger(residual_depth=residual_depth, min_bytes=min_bytes, goal=_goal(budget, slowdown))
     plain(model)
+    enter = Enter(ledger, Watch(model))
     if ledger.goal is not None:
-        model.register_forward_pre_hook(SeeBatch(ledger), with_kwargs=True)
-    model.register_forward_pre_hook(Enter(ledger, Watch(model)))
-    model.register_forward_hook(Leave(ledger), prepend=True, always_call=True)
+        model.register_forward_pre_hook(SeeBatch(enter, Batches(ledger)), with_kwargs=True)
+    model.register_forward_pre_hook(enter)
+    model.register_forward_hook(Leave(), prepend=True, always_call=True)
     return model
 
 
@@ -168,7 +170,7 @@ _has_said = False
 
 
 class Hook:
-    """What the two hooks of a lean module have in common."""
+    """What the hooks of a lean module have in common."""
 
     @property
     def __name__(self) -> str:
@@ -180,27 +182,16 @@ class Hook:
 
 
 class SeeBatch(Hook):
-    """The first forward pre-hook of a lean module that has a goal: a larger batch is another step."""
+    """The first forward pre-hook of a lean module that has a goal: a batch of new shapes has a ledger of its own."""
 
     is_leangrads = True
 
-    def __init__(self, ledger: Ledger) -> None:
-        self.ledger = ledger
+    def __init__(self, enter: Enter, batches: Batches) -> None:
+        self.enter, self.batches = enter, batches
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not _torch.is_traced() and torch.is_grad_enabled():
-            self.ledger.sees_batch(_elements((args, kwargs)))
-
-
-def _elements(inputs: Any) -> int:
-    """How many elements the tensors among ``inputs`` have."""
-    if isinstance(inputs, torch.Tensor):
-        return inputs.numel()
-    if isinstance(inputs, dict):
-        inputs = inputs.values()
-    elif not isinstance(inputs, tuple | list):
-        return 0
-    return sum(map(_elements, inputs))
+            self.enter.ledger = self.batches.sees((args, kwargs))
 
 
 class Enter(Hook):
@@ -248,9 +239,6 @@ class Leave(Hook):
     """The forward hook of a lean module, called also after an exception: its region ends."""
 
     is_leangrads = True
-
-    def __init__(self, ledger: Ledger) -> None:
-        self.ledger = ledger
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         if _torch.is_traced():

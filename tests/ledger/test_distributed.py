@@ -69,10 +69,10 @@ def local(t: Tensor) -> Tensor:
     return t.to_local() if hasattr(t, "to_local") else t
 
 
-def train(model: nn.Module, rank: int) -> list[Tensor]:
+def train(model: nn.Module, rank: int, steps: int = 4) -> list[Tensor]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     seen = []
-    for step in range(4):
+    for step in range(steps):
         torch.manual_seed(100 * step + rank)
         loss = model(torch.randn(6, 8)).log_softmax(-1)[:, 0].mean()
         loss.backward()
@@ -99,5 +99,31 @@ def work(rank: int, file: str) -> None:
         dist.destroy_process_group()
 
 
+def work_within_budgets(rank: int, file: str) -> None:
+    """Each rank plans by itself: no plan has a collective in it, so that they need not agree."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{file}", rank=rank, world_size=WORLD, timeout=timedelta(seconds=60)
+    )
+    try:
+        for kind in ("ddp", "fsdp2"):
+            expected = train(wrapped(kind, Net()), rank, STEPS)
+            for budget in (1, 9_000 + 1_000 * rank, 10**9):  # the least; some, and on rank 1 more; all
+                net = lean(Net(), budget=budget, min_bytes=0)
+                found = train(wrapped(kind, net), rank, STEPS)
+                assert ledger_of(net).differences == 0, (kind, budget, ledger_of(net).trace_status)
+                for n, (a, b) in enumerate(zip(found, expected, strict=True)):
+                    assert same_bits(a, b), (kind, budget, n)
+    finally:
+        dist.destroy_process_group()
+
+
+STEPS = 14  # until a plan for a budget stands
+
+
 def test_two_processes_train_like_plain(tmp_path: Path) -> None:
     mp.spawn(work, (str(tmp_path / "store"),), nprocs=WORLD)
+
+
+def test_two_processes_with_budgets_train_like_plain(tmp_path: Path) -> None:
+    mp.spawn(work_within_budgets, (str(tmp_path / "store"),), nprocs=WORLD)

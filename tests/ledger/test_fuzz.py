@@ -22,8 +22,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from leangrad.errors import ChangedError
-from leangrad.ledger import Ledger
+from leangrad.ledger import Goal, Ledger
+from leangrad.ledger.learn.recorded_step import RecordedStep
+from leangrad.ledger.learn.tuning import Tuner, Way
 from leangrad.ledger.origins.rules import PRODUCTS as PRODUCT_NODES
+from leangrad.policy.replay import Replay
 from tests.support import assert_same_bits
 from tests.support.fuzz import fuzz_settings
 from tests.support.fuzz_steps import PRODUCTS, RECORDED, UNRECORDED, Run
@@ -113,11 +116,32 @@ def may_refuse(program: Program, error: Exception, turn: int) -> bool:
     return program.edits or isinstance(result(program, None, turn, outputs=99), Exception)
 
 
-def check(program: Program, depth: Any, products: int = 0) -> Counter[str]:
-    """Compare plain with lean; count what happened."""
+class AnyPlan(Tuner):
+    """Instead of a course: every step keeps the least and some of the rest, by chance."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(Goal(budget=2**60))
+        self._chance = random.Random(seed)
+        self.kept_more = 0  # steps
+
+    def start(self, step: RecordedStep, replay: Replay, kept: frozenset[int] | None, outputs_nbytes: int) -> None:
+        self._least, self._all = (step.kept_items() if kept is None else kept), range(len(step.items))
+
+    def next_way(self) -> Way:
+        share = self._chance.choice((0.0, 0.2, 0.5, 0.8, 1.0))
+        more = frozenset(n for n in self._all if self._chance.random() < share) - self._least
+        self.kept_more += bool(more)
+        return Way(None if self._chance.random() < 0.1 else self._least | more)
+
+
+def check(program: Program, depth: Any, products: int = 0, *, plans: int = 0) -> Counter[str]:
+    """Compare plain with lean; count what happened. ``plans``: so many steps more, each with another plan."""
     seen: Counter[str] = Counter()
-    ledger = Ledger(residual_depth=depth, min_bytes=0, products=products)
-    for turn in range(3):
+    ledger = Ledger(residual_depth=depth, min_bytes=0, products=products, goal=Goal(budget=2**60) if plans else None)
+    tuner = AnyPlan(program.seed)
+    if plans:
+        ledger._tuner, ledger.products = tuner, products  # which a budget would choose itself
+    for turn in range(3 + plans):
         plain, lean = result(program, None, turn), result(program, ledger, turn)
         if isinstance(plain, Exception):
             # Where plain refuses, lean may refuse too, or rebuild what was changed and be right.
@@ -131,6 +155,7 @@ def check(program: Program, depth: Any, products: int = 0) -> Counter[str]:
             for n, (a, b) in enumerate(zip(plain, lean, strict=True)):
                 assert_same_bits(a, b, f"turn {turn}, tensor {n}", nans="any", strides=True)
     seen["rebuilt"] += ledger.totals().rebuilt_bytes > 0
+    seen["plans"] += tuner.kept_more
     seen["products"] += any(e.outcome == "rebuilt" and e.op in PRODUCT_NODES for e in ledger.entries())
     return seen
 
@@ -190,6 +215,20 @@ def test_products_that_run_again_give_the_same_bits(program: Program, depth: Any
 @fuzz_settings(80, 4_000)
 def test_unrecorded_edits_under_products_are_never_silently_wrong(program: Program, depth: Any, products: int) -> None:
     check(program, depth, products)
+
+
+@given(program=programs(edits=True, products=True), products=st.sampled_from((0, 8)))
+@fuzz_settings(120, 6_000)
+def test_a_plan_that_keeps_any_part_gives_the_same_bits(program: Program, products: int) -> None:
+    check(program, "auto", products, plans=4)
+
+
+def test_the_fuzz_keeps_parts() -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(30):
+        seen += check(random_program(seed, products=True), "auto", 8 * (seed % 2), plans=4)
+    assert seen["same"] > 60, seen
+    assert seen["plans"] > 30, seen
 
 
 def test_the_fuzz_runs_products_again() -> None:

@@ -1,7 +1,7 @@
 """Streams, devices and kernels of CUDA."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -51,17 +51,20 @@ is_capturing: Callable[[], bool] = getattr(
 )
 
 
-@dataclass(frozen=True)
-class Counters:
-    """How many bytes a device has allocated now, and had at most since the user last reset that."""
+class Counters(NamedTuple):
+    """What torch's caching allocator has counted on a device, in bytes."""
 
     allocated: int
-    highest: int
+    highest: int  # allocated, since the user last reset that
+    reserved: int = 0  # taken from the device, whether allocated or not
+    retries: int = 0  # how often the device had no more to give, and what was not allocated was given back to it
 
 
 def cuda_counters(device: torch.device) -> Counters | None:
     """The counters of torch's caching allocator; None where another serves, which does not count."""
     try:
-        return Counters(torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device))
-    except RuntimeError:
+        stats = torch.cuda.memory_stats_as_nested_dict(device)
+        allocated, reserved = stats["allocated_bytes"]["all"], stats["reserved_bytes"]["all"]
+        return Counters(allocated["current"], allocated["peak"], reserved["current"], stats["num_alloc_retries"])
+    except (KeyError, RuntimeError):
         return None

@@ -23,6 +23,9 @@ __all__ = ["MakeOptimizer", "Setup", "Training", "make_optimizer"]
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
+_READINGS = 6  # a plan is corrected three times, and the next step shows it
+
+
 @dataclass(frozen=True)
 class Setup:
     """What all ways have in common: the model's copies, the batch and the loss, the optimizer, and the meter."""
@@ -102,10 +105,14 @@ class Training:
         return outcome
 
     def read(self) -> None:
-        """Measure the memory of a step."""
-        self._setup.copies.clear_gradients()
-        self.reading = self._setup.meter.read(self.step)
-        self._setup.copies.clear_gradients()
+        """Measure the memory of a step; with a budget, until the plan is no longer corrected by what was measured."""
+        for _ in range(1 if self.way.budget is None else _READINGS):
+            before = self.reading
+            self._setup.copies.clear_gradients()
+            self.reading = self._setup.meter.read(self.step)
+            self._setup.copies.clear_gradients()
+            if self.reading == before:
+                break
 
     def time(self, steps: int) -> None:
         """Time some steps; one goes before them, for what another way has left in the caches."""

@@ -156,6 +156,9 @@ class Decider:
                 elif fresh and value.function is not None and not value.blocked:
                     if value.layout is None and self._book.max_products:  # a product may read it
                         value.layout = (tensor.shape, tensor.stride())
+                    if self._has_room(node) and type(tensor) in PLAIN_TYPES:
+                        value.keep(tensor)
+                        self._book.anchors.append(ref(value))
                     self._share(value)
                     return value
                 elif fresh and type(tensor) in PLAIN_TYPES:  # absent until now, or its recipe waits for what is absent
@@ -231,6 +234,11 @@ class Decider:
         value.keep(tensor)
         value.free = free
         return value
+
+    def _has_room(self, node: Any) -> bool:
+        """Whether the plan keeps what a recipe of an earlier tensor has run through."""
+        learned = self.learned if self._book.decisions is not None else None
+        return learned is not None and learned.keeps and learned.op == type(node).__name__
 
     def _share(self, value: Value) -> None:
         if self._recorder is not None:

@@ -68,7 +68,6 @@ class Ledger:
         self.timing: Timing | None = None  # times the rebuilds of the step that runs
         self._tuner = Tuner(goal) if goal is not None else None
         self._is_plain = False  # all is kept, so no region is opened
-        self._batch = 0  # elements of the largest batch so far
         self._lessons = 0  # what was learned and then was of no use
         self._pause = 0  # steps until the next one is recorded
         self._steps = 0  # along what was learned
@@ -89,7 +88,11 @@ class Ledger:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy has the same settings and has learned nothing."""
-        return _fresh, (self.residual_depth, self.min_bytes, self.products, self.goal)
+        return _fresh, (self.residual_depth, self.min_bytes, self._first_products, self.goal)
+
+    def fresh(self) -> Ledger:
+        """One with the same settings that has learned nothing."""
+        return _fresh(self.residual_depth, self.min_bytes, self._first_products, self.goal)
 
     def region(self, module: nn.Module | None = None) -> Region | None:
         """One forward region; none where hooks cannot or need not be set, or a region is open already."""
@@ -229,15 +232,15 @@ class Ledger:
             self._adopt(step, self._replay, way.kept)
         return True
 
-    def sees_batch(self, size: int) -> None:
-        """A forward is about to begin with so many elements: more than were planned for take more memory."""
-        with self._lock:
-            if size < self._batch and self._tuner is not None and self._tuner.forgive():
-                self.differs("the batch is smaller than one that the budget was too small for")
-                self._batch = self._pause = 0
-            if size > self._batch and self._batch and (self._decisions is not None or self._recorder is not None):
-                self.differs("the batch has grown")
-            self._batch = max(size, self._batch)
+    @property
+    def has_failed(self) -> bool:
+        """Whether its budget could not be met."""
+        return self._tuner is not None and self._tuner.has_failed
+
+    def end_step(self) -> None:
+        """The next step is another ledger's."""
+        if self._tuner is not None:
+            self._tuner.end_step()
 
     def runs_again(self, segment: Ledger) -> None:
         """Backward runs a segment again: the plans that are to be made have to know.

@@ -177,7 +177,7 @@ class Recorder:
             self._spare()
         first_decision = len(self.entries)
         if self.is_tuned:
-            self._number_undecided()
+            self._number_all()
         for value, module, why in self._decided:
             self._number(value)
             outcome = "kept" if value.tensor is not None else "rebuilt"
@@ -227,15 +227,23 @@ class Recorder:
         """The bytes of a saved tensor that was kept unseen for having so few; else -1."""
         return packed.nbytes if type(packed) is Value and packed.free and packed.nbytes < self.min_bytes else -1
 
-    def _number_undecided(self) -> None:
-        """Give random numbers, which are always drawn again otherwise, a number: the plan may keep them.
-
-        They come before all that is decided: what is rebuilt from them is to know them.
+    def _number_all(self) -> None:
+        """Give also that a number which is always made again otherwise: random numbers, and what a recipe runs through
+        before autograd asks for it. The plan may keep them. What a value is made from comes before it.
         """
-        for value in filter(None, map(_value_of, self.saved)):
-            is_drawn = value.tensor is None and value.function is not None and not value.inputs
-            if is_drawn and value.nbytes >= self.min_bytes:
-                self._number(value)
+        saved = [v for v in map(_value_of, self.saved) if v is not None and v.function is not None and v.tensor is None]
+        asked = {id(v): v for v in (*saved, *(v for v, _, _ in self._decided)) if v.nbytes >= self.min_bytes}
+        for value in asked.values():
+            stack, seen = [(value, False)], set[int]()
+            while stack:
+                v, has_sources = stack.pop()
+                if has_sources:
+                    self._number(v)
+                elif v.recorder is not self and id(v) not in seen:
+                    seen.add(id(v))
+                    if id(v) in asked:
+                        stack.append((v, True))
+                    stack.extend((one, False) for one in v.inputs if v.tensor is None)
 
     def _note_undecided(self) -> None:
         """Enter what no decision was made for: the noise of a dropout, which is drawn again, and what recipes start

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from collections.abc import Generator, Iterator
 from dataclasses import replace
 from itertools import pairwise
@@ -42,9 +43,8 @@ __all__ = ["PRODUCTS", "Goal", "Tuner", "Way"]
 PRODUCTS = 8  # that one recipe may run through in a row, where there is a budget
 RECORDINGS = 3  # with products, without, and with them again
 WARM = 3  # steps before one is timed: kernels are proven and caches filled in the first ones
-RUNS = 3  # of which the shortest counts
+RUNS = 4  # of each way, in turns, of which the shortest counts
 SHARES = (0.6, 0.9, 1.0)  # of the room between the least and the budget, that is taken in one step after another
-SLACK = 0.97  # of the budget: a plan that was measured to take less is relaxed again
 CORRECTIONS = 3
 MARGIN = 0.05  # of what is foreseen, where nothing was measured
 ROOM = 0.95  # of a device's memory that plain may take while it is timed
@@ -66,11 +66,12 @@ class Way(NamedTuple):
 
 
 class _Moment(NamedTuple):
-    """The beginning of a step."""
+    """The beginning of a step, which is the end of the one before it."""
 
     time: Any
     counters: _torch.Counters | None  # of a GPU
     meter: Meter | None  # of a CPU
+    is_end: bool = False  # and no beginning: the next step is of another course
 
 
 class Tuner:
@@ -80,7 +81,7 @@ class Tuner:
         self.goal = goal
         self.status = ""
         self._error: BudgetError | None = None
-        self._moments: list[_Moment] = []  # the beginnings of the steps of this course
+        self._moments: list[_Moment] = []  # of the steps of this course
         self._is_settled = False  # no step is timed any more
         self._recordings = 0  # of this course: with products, and without
         self._least = math.inf  # what the smaller of their plans was measured to take
@@ -88,23 +89,34 @@ class Tuner:
         self._course: Iterator[Way] | None = None
         self._peak: int | None = None  # of the last step, where that was measured
         self._extra: int | None = None  # what a step took beyond what was foreseen, where that was measured
+        self._extra_before: int | None = None  # the same, where the step was recorded anew
+        self._has_warned = False  # of what is reserved
 
     def begin(self, *, on_gpu: bool) -> None:
         """A step begins."""
         if self._error is not None:
             raise self._error
         self._on_gpu = on_gpu
-        counters = _torch.cuda_counters(torch.device("cuda", torch.cuda.current_device())) if on_gpu else None
-        meter = None if on_gpu else Meter()
-        time = None if self._is_settled else Stopwatch(on_gpu=on_gpu).now()
-        self._moments.append(_Moment(time, counters, meter))
+        self._moments.append(self._now())
         if self._is_settled or self._course is None:
-            del self._moments[:-2]
+            del self._moments[:-3]
 
-    def forgive(self) -> bool:
-        """A batch is smaller than those before: whether the budget could not be met, and is tried again."""
-        had_failed, self._error = self._error is not None, None
-        return had_failed
+    def _now(self, *, is_end: bool = False) -> _Moment:
+        on_gpu = self._on_gpu
+        counters = _counters() if on_gpu else None
+        meter = None if on_gpu or is_end else Meter()
+        time = None if self._is_settled else Stopwatch(on_gpu=on_gpu).now()
+        return _Moment(time, counters, meter, is_end)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the budget could not be met."""
+        return self._error is not None
+
+    def end_step(self) -> None:
+        """Another step begins, which is not of this course."""
+        if self._moments and not self._moments[-1].is_end:
+            self._moments.append(self._now(is_end=True))
 
     def start(self, step: RecordedStep, replay: Replay, kept: frozenset[int] | None, outputs_nbytes: int) -> None:
         """A step was recorded; ``kept``: the plan that takes the least memory; without one, what the step kept.
@@ -136,7 +148,7 @@ class Tuner:
     def restart(self) -> None:
         """A step differs from the recorded one."""
         self._course, self._moments, self._is_settled = None, [], False
-        self._recordings, self._extra = 0, None
+        self._recordings, self._extra, self._extra_before = 0, None, None
         self._least = self._with_products = math.inf
 
     def next_way(self) -> Way:
@@ -148,7 +160,7 @@ class Tuner:
             self._error = error
             raise
         if way.products is not None:  # another step, of which nothing is known yet
-            self._extra = None
+            self._extra_before, self._extra = self._extra, None
         return way
 
     # ------------------------------------------------------------------------------------------------------- a budget
@@ -162,6 +174,8 @@ class Tuner:
             yield from self._check(limit)
             yield Way(self._smallest)
             self._note_peak(self._smallest)
+        if self._highest() > limit and self._extra is None:  # what was measured of another recording has to do
+            self._extra = self._extra_before
         yield from self._time_rebuilds()
         yield from self._check(limit)
         best = self._smallest
@@ -173,23 +187,27 @@ class Tuner:
                 if self._peak is None or self._peak <= limit:
                     best = kept
         self._is_settled = True
-        corrections = 0
+        fitting, corrections, was_above = self._smallest, 0, False
         while True:
             self._say_budget(limit, best)
             yield self._way(best)
+            extra = self._extra
             self._note_peak(best)
-            if self._peak is None:
+            if self._peak is None or self._extra is None:
                 continue
+            if was_above and extra is not None:  # what was once not foreseen is not forgotten
+                self._extra = max(extra, self._extra)
             if self._peak > limit:
                 if best == self._smallest:
                     yield from self._check(limit)
-                corrections += 1
-                before, best = best, self._within(limit, 0.5**corrections)
-                if best == before or corrections >= CORRECTIONS:
-                    best = self._smallest
-            elif self._peak < SLACK * limit and corrections < CORRECTIONS:
-                corrections += 1
-                best = self._within(limit, 1.0)
+                was_above, corrections = True, corrections + 1
+                tried = (self._within(limit, 1.0), fitting)[min(corrections // CORRECTIONS, 1)]
+                best = tried if tried != best and corrections <= CORRECTIONS else self._smallest
+            else:
+                fitting = best
+                if not was_above and corrections < CORRECTIONS:
+                    best = self._within(limit, 1.0)
+                    corrections += best != fitting
 
     def _within(self, limit: int, share: float) -> frozenset[int]:
         """The least work within a share of the room between the least memory and the limit."""
@@ -213,8 +231,10 @@ class Tuner:
         return budget
 
     def _needs(self) -> float:
-        """What the smallest plan takes, where that was measured; else 0."""
-        return 0 if self._extra is None else self._foreseen(self._relaxation.play(self._smallest).peak_bytes)
+        """What the smallest plan takes, where that was measured; else what stands before a step, at least."""
+        if self._extra is None:
+            return self._standing()
+        return self._foreseen(self._relaxation.play(self._smallest).peak_bytes)
 
     def _floor_peak(self) -> int:
         """What is foreseen of the plan that runs no product twice, from a step whose recipes may do so."""
@@ -226,10 +246,11 @@ class Tuner:
 
         The plan without products is the smaller one in some models: a step of theirs has fewer sums that are kept.
         """
-        needs = self._needs()
-        if needs <= limit:
+        if self._needs() <= limit:
             return
-        self._least = min(needs, self._least)
+        foreseen = self._foreseen(self._relaxation.play(self._smallest).peak_bytes)
+        if self._extra is not None or math.isinf(self._least):
+            self._least = min(foreseen, self._least)
         if self._recordings < RECORDINGS:
             least = self._relaxation.play(self._smallest).peak_bytes
             if self._others and self._floor_peak() < least:
@@ -251,6 +272,11 @@ class Tuner:
         counters = self._moments[-1].counters
         return 0 if counters is None else counters.allocated
 
+    def _highest(self) -> int:
+        """The allocator's peak so far."""
+        counters = self._moments[-1].counters
+        return 0 if counters is None else counters.highest
+
     def _foreseen(self, peak_bytes: int) -> float:
         """The peak of the next step, if its saved tensors and gradients take ``peak_bytes`` at most."""
         guess = self._outside + MARGIN * peak_bytes
@@ -259,17 +285,30 @@ class Tuner:
     def _note_peak(self, kept: frozenset[int]) -> None:
         """Compare what the last step took, in which ``kept`` was kept, with what was foreseen."""
         self._peak = None
-        if len(self._moments) < 2:
+        last = [(a, b) for a, b in pairwise(self._moments[-3:]) if not a.is_end][-1:]
+        if not last:
             return
-        before, now = self._moments[-2:]
+        before, now = last[0]
         standing = 0
         if before.counters is not None and now.counters is not None:
+            self._warn_of_retries(before.counters, now.counters)
             if now.counters.highest > before.counters.highest:
                 self._peak, standing = now.counters.highest, before.counters.allocated
         elif before.meter is not None:
             self._peak = before.meter.peak_bytes
         if self._peak is not None:
             self._extra = self._peak - standing - self._relaxation.play(kept).peak_bytes
+
+    def _warn_of_retries(self, before: _torch.Counters, now: _torch.Counters) -> None:
+        """What is reserved may not fit the device where what is allocated does: the allocator's blocks have gaps."""
+        if now.retries > before.retries and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"a step of at most {size_text(now.highest)} was too much for the GPU as torch's allocator divides it "
+                f"({size_text(now.reserved)} are reserved): it gave back what it had cached and tried again, which "
+                "takes time. Set PYTORCH_ALLOC_CONF=expandable_segments:True, or give a smaller budget.",
+                stacklevel=2,
+            )
 
     def _say_budget(self, limit: int, kept: frozenset[int]) -> None:
         outcome, least = self._relaxation.play(kept), self._relaxation.play(self._smallest)
@@ -278,6 +317,9 @@ class Tuner:
             f"budget {size_text(limit)}: a peak of {size_text(self._foreseen(outcome.peak_bytes))} is foreseen, "
             f"{seconds} are left"
         )
+        counters = self._moments[-1].counters
+        if counters is not None:
+            self.status += f"; torch's allocator has reserved {size_text(counters.reserved)}"
 
     # -------------------------------------------------------------------------------------------------- a bound on time
 
@@ -334,17 +376,19 @@ class Tuner:
         return Way(None if fits else kept)
 
     def _run(self, *ways: frozenset[int] | None) -> Generator[Way, None, list[float]]:
-        """Some steps of each way: what is kept, None for plain. The times of the shortest.
+        """Some steps of each way in turns: what is kept, None for plain. The times of the shortest.
 
-        The first step of a way does not count: what the one before it left in caches and allocators is of another kind.
+        The first step of a turn does not count: what the one before it left in caches and allocators is of another
+        kind.
         """
-        stopwatch, shortest = Stopwatch(on_gpu=self._on_gpu), list[float]()
-        for kept in ways:
-            yield Way(kept)
-            first = len(self._moments) - 1
-            for _ in range(RUNS):
+        stopwatch, shortest = Stopwatch(on_gpu=self._on_gpu), [math.inf] * len(ways)
+        for _ in range(RUNS):
+            for n, kept in enumerate(ways):
                 yield Way(kept)
-            shortest.append(min(stopwatch.seconds(a.time, b.time) for a, b in pairwise(self._moments[first:])))
+                first = len(self._moments) - 1
+                yield Way(kept)
+                begin, end = self._moments[first : first + 2]
+                shortest[n] = min(shortest[n], stopwatch.seconds(begin.time, end.time))
         return shortest
 
     @property
@@ -385,3 +429,7 @@ class Tuner:
         for n, cost in costs.items():
             seconds[n] = max(cost)
         self._use(Replay(self._replay.graph, seconds))
+
+
+def _counters() -> _torch.Counters | None:
+    return _torch.cuda_counters(torch.device("cuda", torch.cuda.current_device()))
