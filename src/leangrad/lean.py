@@ -29,6 +29,7 @@ from leangrad.inert import Watch
 from leangrad.ledger import MIN_BYTES, Goal, Ledger, Region
 from leangrad.ledger.batches import Batches
 from leangrad.ledger.gc_pause import GcPause
+from leangrad.loss.heads import make_eager, make_lazy, note_sharding
 from leangrad.sizes import parse_budget
 from leangrad.switch import is_plain_for_now
 
@@ -42,6 +43,7 @@ def lean(
     *,
     budget: int | str | None = None,
     slowdown: float | None = None,
+    exact: bool = True,
     residual_depth: int | Literal["auto"] = "auto",
     min_bytes: int = MIN_BYTES,
 ) -> ModuleT:
@@ -57,6 +59,9 @@ def lean(
         forward raises ``leangrad.errors.BudgetError``, which names the least that can.
     slowdown: the least memory at no more than so many times plain's time, 1.1 for instance. It is measured in the first
         steps, of which some run plain. Without either of the two a step takes the least memory there is.
+    exact: False lets the loss of a language model be computed without its logits, which are then not plain's bit for
+        bit: a projection to a vocabulary returns a tensor that is computed only if its values are read, and
+        ``F.cross_entropy`` on it is ``leangrad.linear_cross_entropy``. All else stays as it is.
     residual_depth: how many additions of a residual stream may be rebuilt in a row. ``"auto"`` chooses, from what the
         first step shows, the cut that makes the peak lowest.
     min_bytes: smaller tensors are kept without looking into them.
@@ -73,6 +78,8 @@ def lean(
     _check_module("lean", model, "; for code that is no module use `with saving():`")
     ledger = Ledger(residual_depth=residual_depth, min_bytes=min_bytes, goal=_goal(budget, slowdown))
     plain(model)
+    if not exact:
+        make_lazy(model)
     enter = Enter(ledger, Watch(model))
     if ledger.goal is not None:
         model.register_forward_pre_hook(SeeBatch(enter, Batches(ledger)), with_kwargs=True)
@@ -104,6 +111,7 @@ def plain(model: ModuleT) -> ModuleT:
         if isinstance(hook, Enter):
             hook.end_watch()
     _torch.remove_forward_hooks(model, (SeeBatch, Enter, Leave))
+    make_eager(model)
     return model
 
 
@@ -207,6 +215,7 @@ class Enter(Hook):
     def __init__(self, ledger: Ledger, watch: Watch | None = None) -> None:
         self.ledger = ledger
         self.watch = watch  # until forward has run
+        self._has_run = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy watches nothing: the hooks of parameters are not copied with them."""
@@ -221,6 +230,9 @@ class Enter(Hook):
             return None
         if self.watch is not None and torch.is_grad_enabled() and not is_plain_for_now():
             self.end_watch()
+        if not self._has_run:
+            self._has_run = True
+            note_sharding(module)
         region = self.ledger.region(module)
         if region is not None:
             region.__enter__()

@@ -1,0 +1,146 @@
+"""The projections to a vocabulary in a model, and how they are taught to return `LazyLogits`.
+
+A head is an `nn.Linear` that has more outputs than inputs and is the only one of its kind: the projections of a
+transformer's blocks come in numbers, each under one name in a module of one class. Should the values of what it returns be read for a gradient, twice, and no loss be
+computed from it, it was none, and returns tensors from then on.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from leangrad import _torch
+from leangrad.functional import runs_plain
+from leangrad.loss.lazy_logits import project
+from leangrad.switch import disabled
+
+__all__ = ["describe", "heads_of", "make_eager", "make_lazy", "note_sharding"]
+
+RATIO = 2  # outputs for an input, at least
+CLASSES = 256  # at least
+MIN_BYTES = 16 * 1024  # of the output, at least
+TRIALS = 2  # in which values were read, and no loss was computed
+_STATE = "_leangrad_head"
+
+
+def heads_of(model: nn.Module) -> dict[str, nn.Linear]:
+    """The heads of a model by their names.
+
+    >>> list(heads_of(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1000))))
+    ['1']
+    """
+    found = {name: one for name, one in model.named_modules() if type(one).forward is nn.Linear.forward}
+    roles = {name: _role(model, name, one) for name, one in found.items()}
+    counts = Counter(roles.values())
+    return {
+        name: one
+        for name, one in found.items()
+        if one.out_features >= max(CLASSES, RATIO * one.in_features) and counts[roles[name]] == 1
+    }
+
+
+def _role(model: nn.Module, name: str, linear: nn.Linear) -> tuple[Any, ...]:
+    """What a module is to the one that it lies in, and its shape."""
+    parent, _, own = name.rpartition(".")
+    return type(model.get_submodule(parent)), own, linear.in_features, linear.out_features
+
+
+class _Head:
+    """What became of the logits of one head."""
+
+    def __init__(self) -> None:
+        self.losses = self.readings = 0
+        self.is_sharded = False  # its weight is gathered for each call and then freed
+
+    def asked(self, for_loss: bool) -> None:
+        """A loss was computed from them, or their values were."""
+        self.losses += for_loss
+        self.readings += not for_loss
+
+    @property
+    def why_eager(self) -> str:
+        """Why it returns tensors; empty: it does not."""
+        if self.is_sharded:
+            return "its weight is freed after the call"
+        if self.readings >= TRIALS and not self.losses:
+            return "its values are read, and not by a loss"
+        return ""
+
+
+def make_lazy(model: nn.Module) -> None:
+    """Let the heads of a model return `LazyLogits`."""
+    for head in heads_of(model).values():
+        if _STATE not in head.__dict__:
+            head.__dict__[_STATE] = _Head(), head.__dict__.get("forward")
+            head.forward = MethodType(_forward, head)  # type: ignore[method-assign]
+
+
+def note_sharding(model: nn.Module) -> None:
+    """The model is about to run: see whether its weights will be there when a loss is computed."""
+    if _torch.is_sharded(model):
+        for module in model.modules():
+            if _STATE in module.__dict__:
+                module.__dict__[_STATE][0].is_sharded = True
+
+
+def describe(model: nn.Module) -> str:
+    """What became of the heads of a model, in lines for a summary."""
+    lines = []
+    for name, module in model.named_modules():
+        if _STATE in module.__dict__:
+            why = module.__dict__[_STATE][0].why_eager
+            lines.append(f"{name or 'the model'}: its logits are {f'computed: {why}' if why else 'not kept'}")
+    return "\n".join(lines)
+
+
+def make_eager(model: nn.Module) -> None:
+    """Undo `make_lazy`."""
+    for module in model.modules():
+        if _STATE in module.__dict__:
+            _, before = module.__dict__.pop(_STATE)
+            del module.__dict__["forward"]
+            if before is not None:
+                module.forward = before
+
+
+def _forward(self: Any, input: Tensor) -> Tensor:
+    head, before = self.__dict__[_STATE]
+    if (
+        head.why_eager
+        or disabled()
+        or runs_plain(input, self.weight, self.bias)
+        or not _can_wait(self, input)
+    ):
+        return type(self).forward(self, input) if before is None else before(input)  # type: ignore[no-any-return]
+    return project(input, self.weight, self.bias, head.asked)
+
+
+# A bound method is pickled by its name: a saved module is to come back with the forward of its class.
+_forward.__name__ = "forward"
+
+
+def _can_wait(module: nn.Linear, x: Tensor) -> bool:
+    """Whether the weight will still be there, and the call is one that `F.linear` would take."""
+    count = x.numel() // max(1, x.shape[-1]) * module.out_features if x.dim() else 0
+    tensors = [t for t in (x, module.weight, module.bias) if t is not None]
+    return (
+        x.dim() >= 2
+        and count * x.element_size() >= MIN_BYTES
+        and x.shape[-1] == module.in_features
+        and x.is_floating_point()
+        and len({t.device for t in tensors}) == 1
+        and (len({t.dtype for t in tensors}) == 1 or torch.is_autocast_enabled(x.device.type))
+        and x.dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+        and not module._backward_hooks
+        and not module._backward_pre_hooks
+        and not _torch.transforms_active()
+        and not _torch.forward_mode_active()
+        and not hasattr(module.weight, "ds_id")  # ZeRO-3 frees it after the call
+        and type(module.weight) is nn.Parameter
+        and module.weight.untyped_storage().nbytes() == module.weight.nbytes  # no part of a flat one, which may be freed
+    )
