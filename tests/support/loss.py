@@ -38,11 +38,14 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     ignored: int = 7  # one target of so many
     loss_scale: float = 1.0
+    spread: float = 0.5  # of the logits: where it is small, plain's own error is hardly more than two roundings
 
     def draw(self) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
-        """Random input, weight and target, and all options. Logits are about as large as a model's."""
+        """Random input, weight and target, and all options."""
         x = torch.randn(self.tokens, self.hidden, device=self.device).to(self.dtype)
-        weight = (2 * torch.randn(self.classes, self.hidden, device=self.device) / self.hidden**0.5).to(self.dtype)
+        weight = (self.spread * torch.randn(self.classes, self.hidden, device=self.device) / self.hidden**0.5).to(
+            self.dtype
+        )
         target = torch.randint(self.classes, (self.tokens,), device=self.device)
         if self.ignored:
             target[self.ignored - 1 :: self.ignored] = -100

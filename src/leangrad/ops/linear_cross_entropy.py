@@ -43,8 +43,8 @@ __all__ = ["Gradients", "Problem", "chunk_rows", "gradients", "losses"]
 CHUNK_LOGITS = {"cuda": 1 << 27, "cpu": 1 << 24}
 # A chunk has as many rows as x has columns, so that its logits are as many as W's elements; but not fewer than these.
 LEAST_ROWS = 256
-# Elements of W that are widened at once.
-WIDENED = 1 << 20
+# Elements of W that are widened, or multiplied on a CPU, at once.
+BLOCK = 1 << 20
 
 
 class Problem(NamedTuple):
@@ -192,9 +192,9 @@ class _Chunks:
         return x.to(self.dtype) if self.widens else x
 
     def _blocks(self) -> list[slice]:
-        """The rows of W that are widened together."""
+        """The rows of W that are multiplied together."""
         count, hidden = self.problem.weight.shape
-        step = max(1, WIDENED // max(1, hidden))
+        step = max(1, BLOCK // max(1, hidden))
         return [slice(first, min(count, first + step)) for first in range(0, count, step)]
 
     def products(self, rows: slice) -> Tensor:
@@ -203,9 +203,9 @@ class _Chunks:
         z = self.buffer[: len(x), : len(weight)]
         if self.wider:
             write_wider(x, weight.t(), z, add=False)
-        elif not self.widens:
+        elif x.is_cuda and not self.widens:
             torch.mm(x, weight.t(), out=z)
-        else:
+        else:  # in float32 too: some CPUs' libraries copy the transposed factor
             for block in self._blocks():
                 torch.mm(x, weight[block].to(self.dtype).t(), out=z[:, block])
         return z
