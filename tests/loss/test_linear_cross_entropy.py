@@ -179,6 +179,8 @@ def test_results_are_the_same_every_time() -> None:
 
 # Refusals
 
+FLOAT8 = torch.float8_e5m2
+
 
 def call(**changed: Any) -> Tensor:
     given: dict[str, Any] = {
@@ -198,16 +200,16 @@ def call(**changed: Any) -> Tensor:
         ({"input": [1.0]}, TypeError, "input: expected a tensor, got list"),
         ({"input": torch.ones(2, 3).long()}, TypeError, r"input: expected a floating dtype, got torch\.int64"),
         ({"linear_weight": None}, TypeError, "linear_weight: expected a tensor, got NoneType"),
-        ({"linear_weight": torch.ones(5, 3).half()}, TypeError, r"expected one dtype, got torch\.float32, torch\.float16"),
-        ({"input": torch.ones(2, 3, dtype=torch.float8_e5m2), "linear_weight": torch.ones(5, 3, dtype=torch.float8_e5m2)},
-         TypeError, "expected float16, bfloat16, float32 or float64"),
+        ({"linear_weight": torch.ones(5, 3).half()}, TypeError, "expected one dtype, got torch.float32, torch.flo"),
+        ({"input": torch.ones(2, 3).to(FLOAT8), "linear_weight": torch.ones(5, 3).to(FLOAT8)}, TypeError,
+         "expected float16, bfloat16, float32 or float64"),
         ({"target": torch.ones(3).long()}, ValueError, r"target: expected \(2,\), an index for each row"),
         ({"target": torch.ones(2).int()}, TypeError, r"got torch\.int32; convert it with target\.long\(\)"),
         ({"target": torch.ones(2, 5)}, TypeError, "class probabilities are as large as the logits"),
         ({"target": None}, TypeError, "target: expected a tensor"),
         ({"target": torch.tensor([0, 5])}, IndexError, "Target 5 is out of bounds: expected 0 to 4, or -100"),
         ({"target": torch.tensor([0, -1])}, IndexError, "Target -1 is out of bounds"),
-        ({"linear_bias": torch.ones(4)}, ValueError, r"linear_bias: expected \(5,\), a number for each class, got \(4,\)"),
+        ({"linear_bias": torch.ones(4)}, ValueError, r"linear_bias: expected \(5,\), a number for each class"),
         ({"linear_bias": torch.ones(5, dtype=torch.float64)}, TypeError, "expected one dtype"),
         ({"weight": torch.ones(4)}, ValueError, r"weight: expected \(5,\)"),
         ({"weight": torch.ones(5).long()}, TypeError, "weight: expected a floating dtype"),

@@ -182,7 +182,7 @@ def cross_entropy(rows: Rows, z: Tensor, factors: Tensor | None = None, du: Tens
             *(z if given is None else given for given in (rows.bias, rows.class_weight, class_sum, rows.scale)),
             *(z if given is None else given for given in (rows.z_loss, factors)),
             rows.nll, rows.logsumexp, z if rows.dscale is None else rows.dscale,
-            rows.softcap or 1.0, float(rows.label_smoothing), rows.ignore_index, V,
+            float(rows.softcap or 1.0), float(rows.label_smoothing), rows.ignore_index, V,
             z.stride(0), z.stride(0) if du is None else du.stride(0),
             rows.bias is not None, rows.class_weight is not None, rows.scale is not None, rows.softcap is not None,
             rows.label_smoothing > 0, rows.z_loss is not None, du is not None,
