@@ -297,10 +297,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if not in_forward:
                 ctx.save_for_backward(*tensors)
                 return reduction.loss(*ops.losses(problem), target.shape)
-            *of_tokens, found = ops.gradients(problem, None, reduction.z_factor(), needs=ctx.needs_input_grad[:4])
+            nll, lse, found = ops.gradients(problem, None, reduction.z_factor(), needs=ctx.needs_input_grad[:4])
             ctx.held = _Held(found, reduction, problem.scale)
             ctx.save_for_backward(reduction.tokens)  # so that torch itself refuses a backward through a freed graph
-            return reduction.loss(*of_tokens, target.shape)
+            return reduction.loss(nll, lse, target.shape)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
