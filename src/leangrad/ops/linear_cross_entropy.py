@@ -172,8 +172,8 @@ class _Chunks:
         self.product_dtype = x.dtype if self.wider else dtype  # of `du`
         self.kernels = _kernels() if serves(x) else None
         self.step = chunk_rows(len(x), x.shape[1], len(weight), x.device.type)
-        # Rows that begin at multiples of 32 bytes: products of others are slow on a GPU.
-        self.stride = math.ceil(len(weight) / 8) * 8 if x.is_cuda else len(weight)
+        # Rows that begin at multiples of 64 bytes: products and loads of others are slow on a GPU.
+        self.stride = math.ceil(len(weight) / 16) * 16 if x.is_cuda else len(weight)
         self.buffer = torch.empty(self.step, self.stride, dtype=dtype, device=x.device)
         self.nll = torch.empty(len(x), dtype=dtype, device=x.device)
         self.logsumexp = torch.empty_like(self.nll)
