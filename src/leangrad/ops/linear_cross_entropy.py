@@ -295,7 +295,6 @@ class _Chunks:
         if epsilon > 0:
             weighted = y.sum(1) if p.class_weight is None else y.mv(p.class_weight)
         highest = y.amax(1, keepdim=True)
-        highest.masked_fill_(highest == -math.inf, 0)
         total = y.sub_(highest).exp_().sum(1, keepdim=True)
         logsumexp = (highest + total.log()).squeeze(1)
         nll = (1 - epsilon) * of_target * (logsumexp - y_target)
