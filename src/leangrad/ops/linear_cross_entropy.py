@@ -20,7 +20,7 @@ it is added, and dx before it is multiplied. Rounding twice is 1.2 times as far 
 are small.)
 
 [Note: float16] `du` of a likely model is full of p/V, far below what float16 resolves. It is multiplied by a power of
-two, `unit`, which keeps its largest possible entry below 2¹²; the caller divides by it.
+two, `unit`, which keeps its largest possible entry below 2¹⁴; the caller divides by it.
 
 Nothing here knows of autograd. On CUDA `leangrad.kernels.loss` turns logits into `du`; the code below serves all else.
 """
@@ -150,14 +150,14 @@ def gradients(
 def _unit(problem: Problem, factors: Tensor | None, z_loss: Tensor | None) -> Tensor:
     """A power of two by which `du` may be multiplied, 0-dimensional; see [Note: float16]."""
     largest = torch.ones((), device=problem.x.device)
-    if factors is not None and len(factors):
-        largest = factors.float().abs().amax()
     if problem.class_weight is not None:
-        largest = largest * problem.class_weight.abs().amax()
+        largest = problem.class_weight.abs().amax()
     if z_loss is not None:
-        largest = largest * (1 + 2048 * z_loss.abs())  # a logsumexp of 1024 is beyond any model
+        largest = largest + 2048 * z_loss.abs()  # 2·c·L: a logsumexp of 1024 is beyond any model
+    if factors is not None and len(factors):
+        largest = largest * factors.float().abs().amax()
     exponent = torch.frexp(largest.clamp(1e-30, 1e30)).exponent
-    return torch.exp2((12 - exponent).float())
+    return torch.exp2((14 - exponent).float())
 
 
 class _Chunks:
