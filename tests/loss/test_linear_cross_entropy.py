@@ -562,6 +562,24 @@ def test_memory_does_not_grow_with_tokens_times_classes(
     assert 4 * 8192 * classes > 30 * chunk  # all logits in float32
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("trains_weight", [False, True])
+def test_kept_bytes_are_those_of_the_docstring(trains_weight: bool, dtype: torch.dtype) -> None:
+    tokens, hidden, classes = 1024, 32, 512
+    x, weight, target, _ = Case(tokens, hidden, classes, dtype).draw()
+    x.requires_grad_()
+    weight.requires_grad_(trains_weight)
+
+    def step(reduction: str) -> None:
+        linear_cross_entropy(x, weight, target, reduction=reduction).sum().backward()
+        x.grad = weight.grad = None
+
+    kept = leangrad.measure(lambda: step("mean"), timed_runs=1).kept_bytes
+    assert 0 <= kept - 4 * hidden * (tokens + classes * trains_weight) <= 64
+    kept = leangrad.measure(lambda: step("none"), timed_runs=1).kept_bytes
+    assert kept <= 64  # its arguments stood before
+
+
 def test_memory_in_evaluation_and_with_a_frozen_weight(monkeypatch: pytest.MonkeyPatch) -> None:
     classes, D = 4096, 32
     monkeypatch.setattr(ops, "BLOCK", 128 * D)

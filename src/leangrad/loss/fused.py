@@ -375,7 +375,12 @@ def _plain_backward(ctx: Any, tensors: Tensors, g: Tensor) -> list[Tensor | None
     """By torch's own ops, which can be differentiated again."""
     wanted = [t for t, needed in zip(tensors, ctx.needs_input_grad, strict=False) if needed and t is not None]
     with torch.enable_grad(), _autocast_off(g):
-        projected = [None if t is None else t.to(ctx.dtype) for t in tensors[:3]]
-        loss = plain_linear_cross_entropy(Tensors(*projected, *tensors[3:]), ctx.options)
+        bias = tensors.linear_bias
+        cast = tensors._replace(
+            input=tensors.input.to(ctx.dtype),
+            linear_weight=tensors.linear_weight.to(ctx.dtype),
+            linear_bias=None if bias is None else bias.to(ctx.dtype),
+        )
+        loss = plain_linear_cross_entropy(cast, ctx.options)
     found = iter(torch.autograd.grad(loss, wanted, g, create_graph=True))
     return [next(found) if needed else None for needed in ctx.needs_input_grad[:4]]
