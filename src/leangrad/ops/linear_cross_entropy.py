@@ -16,8 +16,7 @@ x and W: the caller multiplies what is found by its factor, and rounds once.
 [Note: products] In float32 and float64 a product is the plain one. In half precision CUDA multiplies x and W as they
 are and gives float32; `du` is then rounded to their dtype, as plain PyTorch's is. A CPU has no such product: there x
 and one block of W at a time are widened. (Its own half-precision products would round each chunk's share of dW before
-it is added, and dx before it is multiplied. Rounding twice is 1.2 times as far from float64 as plain is, where logits
-are small.)
+it is added, and dx before it is multiplied by the factor: three roundings, with that of `du`, where plain has two.)
 
 [Note: float16] `du` of a likely model is full of p/V, far below what float16 resolves. It is multiplied by a power of
 two, `unit`, which keeps its largest possible entry below 2¹⁴; the caller divides by it.
