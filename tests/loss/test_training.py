@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from leangrad import linear_cross_entropy
 from tests.support.loss import plain
 
-STEPS, SEEDS = 300, 4
+STEPS, SEEDS = 300, 8
 
 
 class Model(nn.Module):
@@ -24,7 +24,8 @@ class Model(nn.Module):
 def train(model: Model, tokens: Tensor, loss: Any, low: bool) -> Tensor:
     """The parameters after all steps."""
     model = copy.deepcopy(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    # Small: at larger rates training is chaotic, and distances of single seeds say little about the loss.
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for batch in tokens:
         with torch.autocast("cpu", torch.bfloat16, enabled=low):
             hidden = model.body(model.embed(batch[:, :-1]))
