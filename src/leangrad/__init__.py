@@ -22,6 +22,7 @@ from leangrad import errors
 from leangrad.floor import floor
 from leangrad.frontier import frontier
 from leangrad.lean import is_lean, lean, ledger_of, plain, saving
+from leangrad.loss import linear_cross_entropy
 from leangrad.measure import measure
 from leangrad.packed import pack_gradients
 from leangrad.verify import verify
@@ -40,6 +41,7 @@ __all__ = [
     "is_lean",
     "lean",
     "ledger_of",
+    "linear_cross_entropy",
     "measure",
     "pack_gradients",
     "plain",

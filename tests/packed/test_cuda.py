@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from leangrad.ops.linear import writes_wider
 from leangrad.packed import pack_gradients
-from leangrad.packed.products import writes_wider
 from tests.support import same_bits
 
 pytestmark = pytest.mark.gpu

@@ -81,6 +81,7 @@ from leangrad._torch.modules import (
 from leangrad._torch.present import ledger_names_present, private_names
 from leangrad._torch.settings import changed_settings, failed_allocations, product_settings
 from leangrad._torch.tensors import (
+    assert_on_device,
     called_through_c,
     direct,
     fused_rms_norm,
@@ -108,6 +109,7 @@ __all__ = [
     "Counters",
     "DispatchMode",
     "after_backward",
+    "assert_on_device",
     "autocast_may_be_on",
     "backward_elsewhere",
     "bare_modules",

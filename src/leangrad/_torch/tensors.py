@@ -210,3 +210,13 @@ def tensor_without_memory(kind: type[Tensor], like: Tensor) -> Any:
 def versions(a: Tensor, b: Tensor) -> tuple[int, int]:
     """The versions of two tensors."""
     return a._version, b._version
+
+
+def assert_on_device(condition: Tensor, message: str) -> None:
+    """Fail with `message` if a tensor of one truth is false: at once on a CPU, by an assertion on a GPU, unwaited for.
+
+    Does nothing where torch has no such assertion.
+    """
+    check = getattr(torch, "_assert_async", None)
+    if check is not None:
+        check(condition, message)

@@ -6,11 +6,20 @@ Each result is written into the buffer that is given, whatever was in it before;
 products are the ones that autograd's own backward of `F.linear` computes, operand by operand, so the bits are the same.
 """
 
+from functools import cache
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["linear", "linear_backward_bias", "linear_backward_input", "linear_backward_weight"]
+__all__ = [
+    "linear",
+    "linear_backward_bias",
+    "linear_backward_input",
+    "linear_backward_weight",
+    "write_wider",
+    "writes_wider",
+]
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
@@ -39,3 +48,26 @@ def linear_backward_weight(g: Tensor, x: Tensor, into: Tensor | None = None) -> 
 def linear_backward_bias(g: Tensor, into: Tensor | None = None) -> Tensor:
     """Db = Σ_rows g, of the shape of b."""
     return g.sum(0) if into is None else torch.sum(g, 0, out=into)
+
+
+def write_wider(left: Tensor, right: Tensor, into: Tensor, add: bool) -> None:
+    """The product in the dtype of `into`, wider than its factors': summed and written in it, with no temporary."""
+    if add:
+        torch.addmm(into, left, right, out_dtype=into.dtype, out=into)
+    else:
+        torch.mm(left, right, out_dtype=into.dtype, out=into)
+
+
+@cache
+def writes_wider(device: torch.device, dtype: torch.dtype, wider: torch.dtype) -> bool:
+    """Whether `write_wider` works here: CUDA has such a product, not for every pair of dtypes. Tried once."""
+    if device.type != "cuda":
+        return False
+    ones = torch.ones(16, 16, dtype=dtype, device=device)
+    into = torch.full((16, 16), float("nan"), dtype=wider, device=device)
+    try:
+        write_wider(ones, ones, into, add=False)
+        write_wider(ones, ones, into, add=True)
+    except (RuntimeError, TypeError):
+        return False
+    return bool((into == 32).all())

@@ -8,7 +8,6 @@ keeps the cast for backward, as plain does. A weight that is used again while th
 whose cast is shared, so that a layer called a hundred times does not keep a hundred casts.
 """
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch.utils.weak import TensorWeakRef
 
 from leangrad import _torch
 from leangrad.ledger.observe.active_region import ledger_saves
+from leangrad.ops.linear import write_wider, writes_wider
 from leangrad.overridable import overridable
 
 from .slots import SLOTS, Compute, deliver
@@ -48,7 +48,7 @@ def write_product(x: Tensor, g: Tensor, out: Tensor | None, add: bool, like: Ten
         else:
             torch.mm(left, right, out=into)
     elif writes_wider(left.device, left.dtype, into.dtype):
-        _write_wider(left, right, into, add)
+        write_wider(left, right, into, add)
     elif add:
         _add_narrower(into, left.mm(right))
     else:
@@ -64,29 +64,6 @@ def _add_narrower(into: Tensor, product: Tensor) -> None:
     rows = max(1, _BLOCK // max(1, product.shape[1]))
     for block, addend in zip(into.split(rows), product.split(rows), strict=True):
         block.add_(addend)
-
-
-def _write_wider(left: Tensor, right: Tensor, into: Tensor, add: bool) -> None:
-    """The product in the dtype of `into`, wider than its factors': summed and written in it, with no temporary."""
-    if add:
-        torch.addmm(into, left, right, out_dtype=into.dtype, out=into)
-    else:
-        torch.mm(left, right, out_dtype=into.dtype, out=into)
-
-
-@functools.cache
-def writes_wider(device: torch.device, dtype: torch.dtype, wider: torch.dtype) -> bool:
-    """Whether `_write_wider` works here: CUDA has such a product, not for every pair of dtypes. Tried once."""
-    if device.type != "cuda":
-        return False
-    ones = torch.ones(16, 16, dtype=dtype, device=device)
-    into = torch.full((16, 16), float("nan"), dtype=wider, device=device)
-    try:
-        _write_wider(ones, ones, into, add=False)
-        _write_wider(ones, ones, into, add=True)
-    except (RuntimeError, TypeError):
-        return False
-    return bool((into == 32).all())
 
 
 def write_sum(g: Tensor, out: Tensor | None, add: bool) -> Tensor:
