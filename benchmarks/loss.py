@@ -36,8 +36,9 @@ def plain(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
 
 
 def torch_chunked() -> Loss:
-    options = torch.nn.LinearCrossEntropyOptions()  # type: ignore[attr-defined]
-    return lambda x, weight, target: F.linear_cross_entropy(x, weight, target, options=options)  # type: ignore[attr-defined]
+    """Of torch 2.13 and newer."""
+    function, options = getattr(F, "linear_cross_entropy"), getattr(torch.nn, "LinearCrossEntropyOptions")()  # noqa: B009
+    return lambda x, weight, target: function(x, weight, target, options=options)
 
 
 def liger() -> Loss:

@@ -17,6 +17,26 @@ def test_kernels_under_the_interpreter() -> None:
     run_interpreted("loss_kernel_cases.py", "all kernels agree")
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION:UserWarning")
+@pytest.mark.parametrize("on", [0b00000000, 0b00000010, 0b10101011, 0b01011110, 0b11111100, 0b11111111], ids=bin)
+def test_kernel_compiles_for_a_gpu(on: int) -> None:
+    """Without one: the interpreter does not check types."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    from leangrad.kernels.loss.cross_entropy import _rows_kernel as kernel
+
+    flags = [name for name in kernel.arg_names if name.startswith(("HAS_", "NEEDS_"))]
+    constants = {name: bool(on >> n & 1) for n, name in enumerate(reversed(flags))} | {"BLOCK": 4096}
+    types = {"target_ptr": "*i64", "du_ptr": "*bf16", "bias_ptr": "*bf16", "softcap": "fp32", "epsilon": "fp32"}
+    signature = {name: types.get(name, "*fp32" if name.endswith("_ptr") else "i32") for name in kernel.arg_names}
+    signature |= dict.fromkeys(constants, "constexpr")
+    places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    compiled = compile(ASTSource(kernel, signature, places), target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
+    assert "_rows_kernel" in compiled.asm["ptx"]
+
+
 @pytest.mark.gpu
 def test_kernels_on_a_gpu() -> None:
     from tests.support import loss_kernel_cases

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import leangrad
+from leangrad.ops import linear_cross_entropy as ops
 from tests.support.error_rule import assert_error_rule
 from tests.support.loss import OPTIONS, Case, triples
 
@@ -35,8 +36,6 @@ def test_every_pair_of_options(pair: tuple[str, str], dtype: torch.dtype) -> Non
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_many_chunks(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """A weight gradient that is the sum of a dozen chunks is as exact as that of one."""
-    from leangrad.ops import linear_cross_entropy as ops
-
     monkeypatch.setattr(ops, "CHUNK_LOGITS", {"cpu": 40 * 16})
     monkeypatch.setattr(ops, "BLOCK", 16 * 7)
     assert ops.chunk_rows(200, 16, 40, "cpu") == 16
@@ -57,6 +56,45 @@ def test_odd_sizes(tokens: int, hidden: int, classes: int, dtype: torch.dtype) -
 def test_scaled_losses(dtype: torch.dtype) -> None:
     """By GradScaler's factor, which lifts plain's gradients of logits to where float16 is exact."""
     assert_error_rule(lambda: triples(Case(dtype=dtype, loss_scale=4096.0)))
+
+
+@pytest.fixture
+def wider_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products as CUDA has them: of half precision, summed and given in float32."""
+
+    def write_wider(left: Tensor, right: Tensor, into: Tensor, add: bool) -> None:
+        assert left.dtype == right.dtype != into.dtype
+        product = left.float() @ right.float()
+        into.copy_(into + product if add else product)
+
+    monkeypatch.setattr(ops, "writes_wider", lambda *_: True)
+    monkeypatch.setattr(ops, "write_wider", write_wider)
+    monkeypatch.setattr(ops, "CHUNK_LOGITS", {"cpu": 40 * 16})
+
+
+@pytest.mark.usefixtures("wider_products")
+@pytest.mark.parametrize("loss_scale", [1.0, 65536.0])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", [*OPTIONS, "large"])
+def test_every_option_with_the_products_of_a_gpu(name: str, dtype: torch.dtype, loss_scale: float) -> None:
+    """There the gradient of the logits is rounded, as plain's is. Some class weights and z-losses are large."""
+    options = OPTIONS.get(name, {"weight": 1e4 * (torch.rand(40) + 0.5), "z_loss": 3.0})
+    if dtype == torch.float16 and loss_scale > 1 and name in ("sum", "none", "large"):
+        loss_scale = 16.0  # where plain does not overflow either
+    assert_error_rule(lambda: triples(Case(dtype=dtype, options=options, loss_scale=loss_scale)))
+
+
+@pytest.mark.usefixtures("wider_products")
+def test_float16_resolves_a_flat_distribution() -> None:
+    """Probabilities of 1/50257 are among float16's subnormal numbers, if they are not multiplied."""
+
+    def draw() -> Any:
+        case = Case(tokens=3, hidden=4, classes=50257, dtype=torch.float16, spread=0.01, loss_scale=4096.0)
+        of_weight = dict(triples(case))["weight"]
+        of_no_target = of_weight[2].abs().amax(1) < 0.01 * of_weight[2].abs().max()
+        return [("rows of no target", tuple(gradient[of_no_target] for gradient in of_weight))]
+
+    assert_error_rule(draw)
 
 
 def test_gradients_that_are_rounded_again_and_again_do_not_pass() -> None:

@@ -27,7 +27,7 @@ from leangrad.ops import linear_cross_entropy as ops
 from leangrad.overridable import overridable
 from leangrad.packed.slots import SLOTS, deliver
 
-__all__ = ["linear_cross_entropy"]
+__all__ = ["fused_linear_cross_entropy", "linear_cross_entropy"]
 
 _LOW_OR_SINGLE = frozenset((torch.float32, torch.bfloat16, torch.float16))
 
@@ -81,13 +81,17 @@ def linear_cross_entropy(
     if runs_plain(*tensors) or any(t is not None and not _is_dense(t) for t in tensors):
         return plain_linear_cross_entropy(tensors, options)
     _check_target(target, len(linear_weight), ignore_index)
-    dtype = _product_dtype(tensors)
+    return fused_linear_cross_entropy(tensors, options, _product_dtype(tensors))
+
+
+def fused_linear_cross_entropy(tensors: Tensors, options: Options, dtype: torch.dtype) -> Tensor:
+    """The loss, of arguments that have been checked, with the projection in `dtype`, whatever autocast says now."""
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-        in_forward = reduction != "none" and (ledger_saves() or not _torch.saved_tensor_hooks_active())
+        in_forward = options.reduction != "none" and (ledger_saves() or not _torch.saved_tensor_hooks_active())
         return _apply(*tensors, options, dtype, in_forward)  # type: ignore[no-any-return]
-    with torch.no_grad(), _autocast_off(input):
+    with torch.no_grad(), _autocast_off(tensors.input):
         problem = _problem(tensors, options, dtype)
-        return _Reduction(problem, options).loss(*ops.losses(problem), target.shape)
+        return _Reduction(problem, options).loss(*ops.losses(problem), tensors.target.shape)
 
 
 # Arguments
@@ -289,7 +293,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx.options, ctx.dtype, ctx.in_forward, ctx.held = options, dtype, in_forward, None
         # Packed parameters, to find their slots; their values are not read.
         ctx.parameters = [None if SLOTS.get(parameter) is None else parameter for parameter in (linear_weight, bias)]
-        ctx.is_autocast = autocast_enabled(input.device.type)
         ctx.like = [None if t is None else (t.shape, t.dtype) for t in tensors[:4]]
         with _autocast_off(input):
             problem = _problem(tensors, options, dtype)
@@ -297,10 +300,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if not in_forward:
                 ctx.save_for_backward(*tensors)
                 return reduction.loss(*ops.losses(problem), target.shape)
-            *of_tokens, found = ops.gradients(problem, None, reduction.z_factor(), needs=ctx.needs_input_grad[:4])
+            nll, lse, found = ops.gradients(problem, None, reduction.z_factor(), needs=ctx.needs_input_grad[:4])
             ctx.held = _Held(found, reduction, problem.scale)
             ctx.save_for_backward(reduction.tokens)  # so that torch itself refuses a backward through a freed graph
-            return reduction.loss(*of_tokens, target.shape)
+            return reduction.loss(nll, lse, target.shape)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
@@ -371,10 +374,13 @@ def _scaled(gradient: Tensor, factor: Tensor | None, is_ours: bool, shape: torch
 def _plain_backward(ctx: Any, tensors: Tensors, g: Tensor) -> list[Tensor | None]:
     """By torch's own ops, which can be differentiated again."""
     wanted = [t for t, needed in zip(tensors, ctx.needs_input_grad, strict=False) if needed and t is not None]
-    with (
-        torch.enable_grad(),
-        torch.autocast(g.device.type, dtype=ctx.dtype if ctx.is_autocast else None, enabled=ctx.is_autocast),
-    ):
-        loss = plain_linear_cross_entropy(tensors, ctx.options)
+    with torch.enable_grad(), _autocast_off(g):
+        bias = tensors.linear_bias
+        cast = tensors._replace(
+            input=tensors.input.to(ctx.dtype),
+            linear_weight=tensors.linear_weight.to(ctx.dtype),
+            linear_bias=None if bias is None else bias.to(ctx.dtype),
+        )
+        loss = plain_linear_cross_entropy(cast, ctx.options)
     found = iter(torch.autograd.grad(loss, wanted, g, create_graph=True))
     return [next(found) if needed else None for needed in ctx.needs_input_grad[:4]]

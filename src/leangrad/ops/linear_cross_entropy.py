@@ -16,11 +16,10 @@ x and W: the caller multiplies what is found by its factor, and rounds once.
 [Note: products] In float32 and float64 a product is the plain one. In half precision CUDA multiplies x and W as they
 are and gives float32; `du` is then rounded to their dtype, as plain PyTorch's is. A CPU has no such product: there x
 and one block of W at a time are widened. (Its own half-precision products would round each chunk's share of dW before
-it is added, and dx before it is multiplied. Rounding twice is 1.2 times as far from float64 as plain is, where logits
-are small.)
+it is added, and dx before it is multiplied by the factor: three roundings, with that of `du`, where plain has two.)
 
 [Note: float16] `du` of a likely model is full of p/V, far below what float16 resolves. It is multiplied by a power of
-two, `unit`, which keeps its largest possible entry below 2¹²; the caller divides by it.
+two, `unit`, which keeps its largest possible entry below 2¹⁴; the caller divides by it.
 
 Nothing here knows of autograd. On CUDA `leangrad.kernels.loss` turns logits into `du`; the code below serves all else.
 """
@@ -150,14 +149,14 @@ def gradients(
 def _unit(problem: Problem, factors: Tensor | None, z_loss: Tensor | None) -> Tensor:
     """A power of two by which `du` may be multiplied, 0-dimensional; see [Note: float16]."""
     largest = torch.ones((), device=problem.x.device)
-    if factors is not None and len(factors):
-        largest = factors.float().abs().amax()
     if problem.class_weight is not None:
-        largest = largest * problem.class_weight.abs().amax()
+        largest = problem.class_weight.abs().amax()
     if z_loss is not None:
-        largest = largest * (1 + 2048 * z_loss.abs())  # a logsumexp of 1024 is beyond any model
+        largest = largest + 2048 * z_loss.abs()  # 2·c·L: a logsumexp of 1024 is beyond any model
+    if factors is not None and len(factors):
+        largest = largest * factors.float().abs().amax()
     exponent = torch.frexp(largest.clamp(1e-30, 1e30)).exponent
-    return torch.exp2((12 - exponent).float())
+    return torch.exp2((14 - exponent).float())
 
 
 class _Chunks:
@@ -172,8 +171,8 @@ class _Chunks:
         self.product_dtype = x.dtype if self.wider else dtype  # of `du`
         self.kernels = _kernels() if serves(x) else None
         self.step = chunk_rows(len(x), x.shape[1], len(weight), x.device.type)
-        # Rows that begin at multiples of 32 bytes: products of others are slow on a GPU.
-        self.stride = math.ceil(len(weight) / 8) * 8 if x.is_cuda else len(weight)
+        # Rows that begin at multiples of 64 bytes: products and loads of others are slow on a GPU.
+        self.stride = math.ceil(len(weight) / 16) * 16 if x.is_cuda else len(weight)
         self.buffer = torch.empty(self.step, self.stride, dtype=dtype, device=x.device)
         self.nll = torch.empty(len(x), dtype=dtype, device=x.device)
         self.logsumexp = torch.empty_like(self.nll)
@@ -295,7 +294,6 @@ class _Chunks:
         if epsilon > 0:
             weighted = y.sum(1) if p.class_weight is None else y.mv(p.class_weight)
         highest = y.amax(1, keepdim=True)
-        highest.masked_fill_(highest == -math.inf, 0)
         total = y.sub_(highest).exp_().sum(1, keepdim=True)
         logsumexp = (highest + total.log()).squeeze(1)
         nll = (1 - epsilon) * of_target * (logsumexp - y_target)

@@ -73,7 +73,7 @@ def _transform(
 def _rows_kernel(
     z_ptr, du_ptr, target_ptr, bias_ptr, class_ptr, class_sum_ptr, scale_ptr, z_loss_ptr, factor_ptr,
     nll_ptr, logsumexp_ptr, dscale_ptr,
-    softcap, epsilon, ignore_index, V, z_stride, du_stride,
+    softcap, epsilon, ignore_index, V, width, z_stride, du_stride,
     HAS_BIAS: tl.constexpr, HAS_CLASS: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_CAP: tl.constexpr,
     HAS_SMOOTHING: tl.constexpr, HAS_Z_LOSS: tl.constexpr, NEEDS_GRAD: tl.constexpr, NEEDS_SCALE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -89,7 +89,7 @@ def _rows_kernel(
         if NEEDS_GRAD:
             for start in range(0, V, BLOCK):
                 v = start + column
-                tl.store(du_ptr + v, tl.zeros((BLOCK,), du_ptr.dtype.element_ty), mask=v < V)
+                tl.store(du_ptr + v, tl.zeros((BLOCK,), du_ptr.dtype.element_ty), mask=v < width)
         if NEEDS_SCALE:
             tl.store(dscale_ptr + row, 0.0)
     else:
@@ -104,21 +104,22 @@ def _rows_kernel(
             of_target = tl.load(class_ptr + at).to(tl.float32)
             if HAS_SMOOTHING:
                 class_sum = tl.load(class_sum_ptr).to(tl.float32)
-        bias = tl.load(z_ptr + at)
+        raw_target = tl.load(z_ptr + at)
+        bias = raw_target
         if HAS_BIAS:
             bias = tl.load(bias_ptr + at)
-        _, y_target, _ = _transform(tl.load(z_ptr + at), bias, scale, softcap, HAS_BIAS, HAS_SCALE, HAS_CAP)
+        raw_target, y_target, _tanh_target = _transform(raw_target, bias, scale, softcap, HAS_BIAS, HAS_SCALE, HAS_CAP)
 
         highest = float("-inf")
         total = 0.0
         weighted = 0.0
         for start in range(0, V, BLOCK):
             v = start + column
-            raw = tl.load(z_ptr + v, mask=v < V, other=0.0)
+            raw = tl.load(z_ptr + v, mask=v < width, other=0.0)
             b = raw
             if HAS_BIAS:
                 b = tl.load(bias_ptr + v, mask=v < V, other=0.0)
-            _, y, _ = _transform(raw, b, scale, softcap, HAS_BIAS, HAS_SCALE, HAS_CAP)
+            raw, y, tanh = _transform(raw, b, scale, softcap, HAS_BIAS, HAS_SCALE, HAS_CAP)
             if HAS_SMOOTHING:
                 if HAS_CLASS:
                     w = tl.load(class_ptr + v, mask=v < V, other=0.0).to(tl.float32)
@@ -149,7 +150,7 @@ def _rows_kernel(
             dscale = 0.0
             for start in range(0, V, BLOCK):
                 v = start + column
-                raw = tl.load(z_ptr + v, mask=v < V, other=0.0)
+                raw = tl.load(z_ptr + v, mask=v < width, other=0.0)
                 b = raw
                 if HAS_BIAS:
                     b = tl.load(bias_ptr + v, mask=v < V, other=0.0)
@@ -163,18 +164,25 @@ def _rows_kernel(
                 du = factor * tl.where(v == target, du - (1.0 - epsilon) * of_target, du)
                 if HAS_CAP:
                     du *= 1.0 - tanh * tanh
+                du = tl.where(v < V, du, 0.0)
                 if NEEDS_SCALE:
                     dscale += tl.sum(tl.where(v < V, du * raw, 0.0), 0)
                 tl.debug_barrier()  # the whole block has been read: what is written lies over parts of it
-                tl.store(du_ptr + v, du.to(du_ptr.dtype.element_ty), mask=v < V)
+                tl.store(du_ptr + v, du.to(du_ptr.dtype.element_ty), mask=v < width)
             if NEEDS_SCALE:
                 tl.store(dscale_ptr + row, dscale)
 
 
 def cross_entropy(rows: Rows, z: Tensor, factors: Tensor | None = None, du: Tensor | None = None) -> None:
-    """Write nll and logsumexp of rows of z = x Wᵀ, (n, V) in float32; and `du`, (n, V) in the memory of z, if given."""
+    """Write nll and logsumexp of rows of z = x Wᵀ, (n, V) in float32; and `du`, (n, V) in the memory of z, if given.
+
+    Rows of z may be up to 15 columns apart, which belong to z: they hold anything before and afterwards.
+    """
     n, V = z.shape
     block = min(BLOCK, max(16, triton.next_power_of_2(V)))
+    # What lies between V and the next row is read and written too: a mask at a multiple of 16 lets Triton load vectors.
+    in_place = du is None or du.data_ptr() == z.data_ptr()
+    width = z.stride(0) if in_place and z.stride(0) - V < 16 and n > 0 else V
     class_sum = rows.class_sum if isinstance(rows.class_sum, Tensor) else z
     with torch.cuda.device(z.device) if z.is_cuda else nullcontext():
         _rows_kernel[(n,)](
@@ -182,7 +190,7 @@ def cross_entropy(rows: Rows, z: Tensor, factors: Tensor | None = None, du: Tens
             *(z if given is None else given for given in (rows.bias, rows.class_weight, class_sum, rows.scale)),
             *(z if given is None else given for given in (rows.z_loss, factors)),
             rows.nll, rows.logsumexp, z if rows.dscale is None else rows.dscale,
-            float(rows.softcap or 1.0), float(rows.label_smoothing), rows.ignore_index, V,
+            float(rows.softcap or 1.0), float(rows.label_smoothing), rows.ignore_index, V, width,
             z.stride(0), z.stride(0) if du is None else du.stride(0),
             rows.bias is not None, rows.class_weight is not None, rows.scale is not None, rows.softcap is not None,
             rows.label_smoothing > 0, rows.z_loss is not None, du is not None,
