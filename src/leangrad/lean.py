@@ -29,7 +29,7 @@ from leangrad.inert import Watch
 from leangrad.ledger import MIN_BYTES, Goal, Ledger, Region
 from leangrad.ledger.batches import Batches
 from leangrad.ledger.gc_pause import GcPause
-from leangrad.loss.heads import make_eager, make_lazy, note_sharding
+from leangrad.loss.lazy import make_eager, make_lazy, note_sharding
 from leangrad.sizes import parse_budget
 from leangrad.switch import is_plain_for_now
 

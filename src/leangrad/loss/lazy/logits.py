@@ -1,16 +1,17 @@
 """Logits that are computed only when somebody needs their values.
 
-`LazyLogits` is what a projection to a vocabulary returns instead of its output: a tensor with shape, dtype, device and a
-place in the autograd graph, but no memory. `F.cross_entropy` on it runs `linear_cross_entropy`, which never has all
+`LazyLogits` is what a projection to a vocabulary returns instead of its output: a tensor with shape, dtype, device and
+a place in the autograd graph, but no memory. `F.cross_entropy` on it runs `linear_cross_entropy`, which never has all
 logits at once. Views, slices of rows, casts, multiples and a tanh give another `LazyLogits`. All else computes the
 values, once, by the ops that plain PyTorch would have run, and goes on with those.
 
 [Note: the graph] The tensor that the module returns is the output of a node, `_Project`, whose inputs are x, W and b.
 Whoever uses it gets stand-ins for these three from a second node, `_Open`, whose input is that tensor: the loss and the
-values are ordinary functions of them. In backward `_Open` wraps their three gradients into
-one `ProjectedGradient`, a tensor with the shape of the logits and no memory either, and `_Project` unwraps it. So who
-follows the graph from the loss to the logits and on to the parameters finds what he expects. A hook on the logits would
-find no values in such a gradient: where there is one, the loss is computed from values.
+values are ordinary functions of them. In backward `_Open` wraps their three gradients into one `ProjectedGradient`, a
+tensor with the shape of the logits and no memory either, and `_Project` unwraps it. So who follows the graph from the
+loss to the logits and on to the parameters finds what he expects. A hook on the logits would find no values in such a
+gradient: where there is one, the loss is computed from values, and those are the output of a node behind the logits
+(`_Values`). What is derived from logits has a node behind them too (`_Derive`), for whoever hands it to a Function.
 
 [Note: changes] Until the values are computed x, W and b have to stay as they were. Their versions are compared, and
 `ChangedError` is raised where one has changed.
@@ -24,20 +25,19 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from leangrad import _torch
 from leangrad.errors import ChangedError, LeangradError
 from leangrad.functional import autocast_enabled
-from leangrad.loss.fused import linear_cross_entropy
+from leangrad.loss.lazy.gradient import Parts, ProjectedGradient, projected, without_memory
 from leangrad.overridable import overridable
 from leangrad.packed.slots import SLOTS, deliver
 
-__all__ = ["LazyLogits", "project"]
+__all__ = ["HANDLERS", "LazyLogits", "derive", "is_hooked", "project"]
 
 Op = Callable[[Tensor], Tensor]
 
@@ -78,7 +78,9 @@ class _Source:
 
     def autocast(self) -> torch.autocast:
         """That of the module's call."""
-        return torch.autocast(self.x.device.type, dtype=self.dtype if self.is_autocast else None, enabled=self.is_autocast)
+        return torch.autocast(
+            self.x.device.type, dtype=self.dtype if self.is_autocast else None, enabled=self.is_autocast
+        )
 
     def _now(self) -> list[Any]:
         tensors = (self.x, self.weight, self.bias)
@@ -102,7 +104,7 @@ class _Source:
         if self._opened is None:
             root = self.root()
             assert root is not None  # what was derived from it holds it
-            self._opened = _Open.apply(root, self)  # type: ignore[no-untyped-call]
+            self._opened = _Open.apply(root, self)
         return self._opened
 
 
@@ -120,7 +122,7 @@ class _Rows:
 
     def empty(self, shape: Any, dtype: torch.dtype) -> LazyLogits:
         """The tensor that stands for them, which has no place in the graph yet."""
-        logits: LazyLogits = _without_memory(LazyLogits, shape, dtype, self.source.x.device)
+        logits: LazyLogits = without_memory(LazyLogits, shape, dtype, self.source.x.device)
         logits._rows = self
         return logits
 
@@ -152,66 +154,21 @@ class LazyLogits(Tensor):
             if type(first) is LazyLogits and first._rows.values is None:
                 if name in _NATIVE:
                     return func(*args, **kwargs)
-                handler = _HANDLERS.get(name)
+                handler = HANDLERS.get(name)
                 if handler is not None:
                     result = handler(*args, **kwargs)
                     if result is not NotImplemented:
                         return result
-            if _writes(name, first, kwargs):
+            if type(first) is LazyLogits and _writes(name):
                 return _write(func, first, args, kwargs)
             return func(*_with_values(args), **_with_values(kwargs))
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """A call from within torch, below autograd."""
         return func(*_with_values(args, graded=False), **_with_values(kwargs or {}, graded=False))
-
-
-class ProjectedGradient(Tensor):
-    """The gradient of logits in the form of those of x, W and b, and a dense rest; see [Note: the graph]."""
-
-    parts: _Parts
-
-    @classmethod
-    def __torch_dispatch__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is torch.ops.aten.add.Tensor and not kwargs:  # autograd adds up the gradients of several readers
-            a, b = (one.parts if type(one) is ProjectedGradient else _Parts(dense=one) for one in args)
-            shape = args[0].shape
-            return _projected(a.plus(b), shape, args[0].dtype, args[0].device)
-        if func is torch.ops.aten.detach.default:
-            return _projected(args[0].parts, args[0].shape, args[0].dtype, args[0].device)
-        raise LeangradError(
-            "the gradient of these logits has no values: the loss was computed without them. Register hooks on logits "
-            "before the loss is computed, or use leangrad.lean(model, exact=True)"
-        )
-
-
-class _Parts(NamedTuple):
-    x: Tensor | None = None
-    weight: Tensor | None = None
-    bias: Tensor | None = None
-    dense: Tensor | None = None
-
-    def plus(self, other: _Parts) -> _Parts:
-        return _Parts(*(_sum(a, b) for a, b in zip(self, other, strict=True)))
-
-
-def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    return b if a is None else a if b is None else a + b
-
-
-def _projected(parts: _Parts, shape: Any, dtype: torch.dtype, device: torch.device) -> ProjectedGradient:
-    gradient = _without_memory(ProjectedGradient, shape, dtype, device)
-    gradient.parts = parts
-    return gradient
-
-
-def _without_memory(cls: Any, shape: Any, dtype: torch.dtype, device: torch.device) -> Any:
-    return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)  # type: ignore[attr-defined]
 
 
 # ------------------------------------------------------------------------------------------------------------ the graph
@@ -230,7 +187,7 @@ class _Project(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        parts = g.parts if type(g) is ProjectedGradient else _Parts(dense=g)
+        parts = g.parts if type(g) is ProjectedGradient else Parts(dense=g)
         if parts.dense is not None:
             parts = parts.plus(_dense_parts(ctx, parts.dense))
         found: list[Tensor | None] = [None]
@@ -253,12 +210,12 @@ def _write_gradient(gradient: Tensor, dtype: torch.dtype, out: Tensor | None, ad
 _project = overridable(_Project.apply)
 
 
-def _dense_parts(ctx: Any, g: Tensor) -> _Parts:
+def _dense_parts(ctx: Any, g: Tensor) -> Parts:
     """The gradients of a plain projection, which can be differentiated again."""
     x, weight = (t.to(ctx.dtype) for t in ctx.saved_tensors)
     _, needs_x, needs_weight, needs_bias = ctx.needs_input_grad
     rows = g.reshape(-1, g.shape[-1])
-    return _Parts(
+    return Parts(
         (rows @ weight).reshape(x.shape) if needs_x else None,
         rows.t() @ x.reshape(-1, x.shape[-1]) if needs_weight else None,
         rows.sum(0) if needs_bias else None,
@@ -282,7 +239,7 @@ class _Open(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         if all(g is None for g in gradients):
             return None, None
-        return _projected(_Parts(*gradients), *ctx.like), None
+        return projected(Parts(*gradients), *ctx.like), None
 
 
 class _Values(torch.autograd.Function):
@@ -339,7 +296,7 @@ def _values(logits: LazyLogits) -> Tensor:
     if is_graded:
         rows.source.asked(False)
     with torch.set_grad_enabled(is_graded):
-        values = _Values.apply(logits) if is_graded and _is_hooked(logits) else rows.compute()  # type: ignore[no-untyped-call]
+        values = _Values.apply(logits) if is_graded and is_hooked(logits) else rows.compute()
     rows.values = values
     return values
 
@@ -357,9 +314,7 @@ def _with_values(tree: Any, *, graded: bool = True) -> Any:
     return tree
 
 
-def _writes(name: str, first: Any, kwargs: dict[str, Any]) -> bool:
-    if type(first) is not LazyLogits:
-        return False
+def _writes(name: str) -> bool:
     return (name.endswith("_") and not name.endswith("__")) or name in _WRITERS
 
 
@@ -375,14 +330,11 @@ def _write(func: Callable[..., Any], logits: LazyLogits, args: tuple[Any, ...], 
     result = func(values, *_with_values(args[1:]), **_with_values(kwargs))
     rows.values = values
     if values.requires_grad:
-        _Replace.apply(logits, values)  # type: ignore[no-untyped-call]
+        _Replace.apply(logits, values)
     return logits if result is values else result
 
 
-# ----------------------------------------------------------------------------------------------------- what stays lazy
-
-
-def _derive(
+def derive(
     logits: LazyLogits,
     op: Op,
     *,
@@ -393,6 +345,10 @@ def _derive(
     after: float | None = None,
     is_detached: bool = False,
 ) -> LazyLogits:
+    """Lazy logits that ``op`` makes of others.
+
+    pick: what it does to x, if it takes rows; else it changes values. before, after: those of what it gives.
+    """
     rows = logits._rows
     new = _Rows(rows.source)
     new.picks = rows.picks if pick is None else (*rows.picks, pick)
@@ -402,171 +358,14 @@ def _derive(
     new.parent = logits
     make = partial(new.empty, logits.shape if shape is None else shape, dtype or logits.dtype)
     if torch.is_grad_enabled() and logits.requires_grad and not is_detached:
-        made: LazyLogits = _Derive.apply(logits, op, make)  # type: ignore[no-untyped-call]
+        made: LazyLogits = _Derive.apply(logits, op, make)
     else:
         made = make()
     rows.children.add(made)
     return made
 
 
-def _reshape(logits: LazyLogits, *shape: Any, **kwargs: Any) -> Any:
-    if kwargs or not shape or isinstance(shape[0], torch.dtype):
-        return NotImplemented
-    sizes = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], tuple | list) else shape
-    if not all(type(n) is int for n in sizes):
-        return NotImplemented
-    last, new = logits.shape[-1], _resolved(sizes, logits)
-    if new is None or not new or new[-1] != last:
-        return NotImplemented
-    hidden = logits._rows.source.x.shape[-1]
-    return _derive(
-        logits, lambda t: t.reshape(new), shape=new, pick=lambda x: x.reshape((*new[:-1], hidden))
-    )
-
-
-def _resolved(sizes: tuple[int, ...], logits: LazyLogits) -> tuple[int, ...] | None:
-    """``sizes`` with its -1 filled in; None where it is no shape of these logits, which torch will say better."""
-    known, count = 1, logits.numel()
-    for n in sizes:
-        known *= 1 if n == -1 else n
-    if sizes.count(-1) == 1 and known > 0 and count % known == 0:
-        return tuple(count // known if n == -1 else n for n in sizes)
-    return sizes if -1 not in sizes and known == count else None
-
-
-def _flatten(logits: LazyLogits, start_dim: int = 0, end_dim: int = -1) -> Any:
-    dims = logits.dim()
-    first, last = start_dim % dims, end_dim % dims
-    if not first <= last < dims - 1:
-        return NotImplemented
-    shape = logits.shape
-    return _reshape(logits, (*shape[:first], shape[first : last + 1].numel(), *shape[last + 1 :]))
-
-
-def _slice(logits: LazyLogits, index: Any) -> Any:
-    """Basic indexing that leaves the vocabulary as it is."""
-    parts = index if isinstance(index, tuple) else (index,)
-    if not all(one is Ellipsis or type(one) in (int, slice) for one in parts):
-        return NotImplemented
-    dims = logits.dim()
-    explicit = sum(one is not Ellipsis for one in parts)
-    if Ellipsis not in parts:
-        parts = (*parts, Ellipsis)
-    if parts.count(Ellipsis) > 1 or explicit > dims:
-        return NotImplemented
-    at = parts.index(Ellipsis)
-    full = (*parts[:at], *[slice(None)] * (dims - explicit), *parts[at + 1 :])
-    if type(full[-1]) is not slice or full[-1].indices(logits.shape[-1]) != (0, logits.shape[-1], 1):
-        return NotImplemented
-    leading = full[:-1]
-    with torch.no_grad():
-        shape = torch.empty((), device="meta").expand(logits.shape)[full].shape
-    return _derive(logits, lambda t: t[full], shape=shape, pick=lambda x: x[leading])
-
-
-def _cast(logits: LazyLogits, dtype: torch.dtype) -> Any:
-    if not dtype.is_floating_point:
-        return NotImplemented
-    return logits if dtype == logits.dtype else _derive(logits, lambda t: t.to(dtype), dtype=dtype)
-
-
-def _to(logits: LazyLogits, *args: Any, **kwargs: Any) -> Any:
-    """A dtype, or the device that it is on."""
-    kwargs = {key: value for key, value in kwargs.items() if key != "non_blocking"}
-    wanted = [*args, *kwargs.values()]
-    if any(key not in ("dtype", "device") for key in kwargs):
-        return NotImplemented
-    made = logits
-    for one in wanted:
-        if isinstance(one, torch.dtype):
-            made = _cast(made, one)
-        elif not isinstance(one, torch.device | str) or torch.device(one) != logits.device:
-            return NotImplemented
-    return made
-
-
-def _scaled(logits: LazyLogits, factor: float) -> Any:
-    rows = logits._rows
-    if rows.after is not None:
-        return _derive(logits, lambda t: t * factor, after=rows.after * factor)
-    return _derive(logits, lambda t: t * factor, before=rows.before * factor)
-
-
-def _multiply(logits: LazyLogits, other: Any) -> Any:
-    return _scaled(logits, other) if type(other) in (int, float) else NotImplemented
-
-
-def _divide(logits: LazyLogits, other: Any, **kwargs: Any) -> Any:
-    if kwargs or type(other) not in (int, float) or other == 0:
-        return NotImplemented
-    rows, factor = logits._rows, 1 / other
-    if rows.after is not None:
-        return _derive(logits, lambda t: t / other, after=rows.after * factor)
-    return _derive(logits, lambda t: t / other, before=rows.before * factor)
-
-
-def _tanh(logits: LazyLogits) -> Any:
-    return NotImplemented if logits._rows.after is not None else _derive(logits, torch.tanh, after=1.0)
-
-
-def _detach(logits: LazyLogits) -> LazyLogits:
-    return _derive(logits, Tensor.detach, is_detached=True)
-
-
-def _contiguous(logits: LazyLogits, *, memory_format: torch.memory_format = torch.contiguous_format) -> Any:
-    return logits if memory_format in (torch.contiguous_format, torch.preserve_format) else NotImplemented
-
-
-def _cross_entropy(
-    input: LazyLogits,
-    target: Any,
-    weight: Tensor | None = None,
-    size_average: Any = None,
-    ignore_index: int = -100,
-    reduce: Any = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> Any:
-    rows, source = input._rows, input._rows.source
-    if (
-        input.dim() != 2
-        or size_average is not None
-        or reduce is not None
-        or type(target) is not Tensor
-        or target.dtype != torch.int64
-        or target.shape != input.shape[:1]
-        or target.device != input.device
-        or (rows.after is not None and not rows.after > 0)
-        or (weight is not None and (type(weight) is not Tensor or weight.requires_grad))
-        or _is_hooked(input)
-    ):
-        return NotImplemented
-    is_graded = torch.is_grad_enabled() and input.requires_grad
-    with torch.set_grad_enabled(is_graded):
-        x, table, bias = source.open()
-        for pick in rows.picks:
-            x = pick(x)
-        scale = rows.before if rows.after is None else rows.before * rows.after
-        is_autocast = autocast_enabled(x.device.type)
-        with source.autocast():
-            loss = linear_cross_entropy(
-                x,
-                table,
-                target,
-                linear_bias=bias,
-                weight=weight,
-                reduction=reduction,
-                ignore_index=ignore_index,
-                label_smoothing=label_smoothing,
-                softcap=rows.after,
-                logit_scale=None if scale == 1.0 else scale,
-            )
-    if is_graded:
-        source.asked(True)
-    return loss if is_autocast else loss.to(input.dtype)
-
-
-def _is_hooked(logits: LazyLogits | None) -> bool:
+def is_hooked(logits: LazyLogits | None) -> bool:
     """Whether somebody waits for the gradient of these logits or of those that they were derived from."""
     while logits is not None:
         if logits._backward_hooks or logits.retains_grad:
@@ -580,30 +379,23 @@ def _name(func: Any) -> str:
     return f"{func.__self__.__name__}.{name}" if name in ("__get__", "__set__") else name
 
 
-_GOTTEN = (
-    "shape ndim dtype device layout requires_grad grad_fn is_leaf is_cuda is_cpu is_meta is_sparse is_nested itemsize nbytes "
-    "retains_grad output_nr _backward_hooks is_quantized is_mkldnn is_xpu is_mps is_sparse_csr names _version grad _base _grad_fn is_ipu is_hpu is_vulkan is_xla is_mtia is_maia"
-).split()
-_CALLED = (
-    "size dim ndimension numel nelement is_floating_point is_complex is_contiguous stride element_size get_device __hash__ "
-    "register_hook retain_grad is_signed is_inference is_conj is_neg storage_offset __len__ _is_view register_post_accumulate_grad_hook"
-).split()
-# What a tensor without memory knows by itself.
-_NATIVE = frozenset([*(f"{name}.__get__" for name in _GOTTEN), *_CALLED, "grad.__set__"])
-_WRITERS = frozenset("__setitem__ __iadd__ __isub__ __imul__ __itruediv__ __idiv__ __ipow__ __imod__".split())
-_HANDLERS: dict[str, Callable[..., Any]] = {
-    "view": _reshape,
-    "reshape": _reshape,
-    "flatten": _flatten,
-    "contiguous": _contiguous,
-    "__getitem__": _slice,
-    "float": lambda logits: _cast(logits, torch.float32),
-    "half": lambda logits: _cast(logits, torch.float16),
-    "bfloat16": lambda logits: _cast(logits, torch.bfloat16),
-    "to": _to,
-    **dict.fromkeys(("mul", "__mul__", "__rmul__", "multiply"), _multiply),
-    **dict.fromkeys(("div", "__truediv__", "true_divide", "divide"), _divide),
-    "tanh": _tanh,
-    "detach": _detach,
-    "cross_entropy": _cross_entropy,
-}
+# What a tensor without memory knows by itself: attributes and methods; and methods that write.
+# fmt: off
+_ATTRIBUTES = (
+    "shape", "ndim", "dtype", "device", "layout", "requires_grad", "grad_fn", "is_leaf", "is_cuda", "is_cpu",
+    "is_meta", "is_sparse", "is_nested", "itemsize", "nbytes", "retains_grad", "output_nr", "_backward_hooks",
+    "is_quantized", "is_mkldnn", "is_xpu", "is_mps", "is_sparse_csr", "names", "_version", "grad", "_base",
+    "is_ipu", "is_hpu", "is_vulkan", "is_xla", "is_mtia", "is_maia",
+)
+_METHODS = (
+    "size", "dim", "ndimension", "numel", "nelement", "is_floating_point", "is_complex", "is_contiguous", "stride",
+    "element_size", "get_device", "__hash__", "register_hook", "retain_grad", "is_signed", "is_inference",
+    "is_conj", "is_neg", "storage_offset", "__len__", "_is_view",
+)
+_WRITERS = (
+    "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__", "__ipow__", "__imod__",
+)
+# fmt: on
+_NATIVE = frozenset((*(f"{name}.__get__" for name in _ATTRIBUTES), *_METHODS, "grad.__set__"))
+# By the name of the function: what is made of lazy logits without their values; NotImplemented: these are needed.
+HANDLERS: dict[str, Callable[..., Any]] = {}

@@ -1,8 +1,8 @@
 """The projections to a vocabulary in a model, and how they are taught to return `LazyLogits`.
 
 A head is an `nn.Linear` that has more outputs than inputs and is the only one of its kind: the projections of a
-transformer's blocks come in numbers, each under one name in a module of one class. Should the values of what it returns be read for a gradient, twice, and no loss be
-computed from it, it was none, and returns tensors from then on.
+transformer's blocks come in numbers, each under one name in a module of one class. Should the values of what it returns
+be read for a gradient, twice, and no loss be computed from it, it was none, and returns tensors from then on.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from leangrad import _torch
 from leangrad.functional import runs_plain
-from leangrad.loss.lazy_logits import project
+from leangrad.loss.lazy import ops  # noqa: F401  (registers what stays lazy)
+from leangrad.loss.lazy.logits import project
 from leangrad.switch import disabled
 
 __all__ = ["describe", "heads_of", "make_eager", "make_lazy", "note_sharding"]
@@ -110,12 +111,7 @@ def make_eager(model: nn.Module) -> None:
 
 def _forward(self: Any, input: Tensor) -> Tensor:
     head, before = self.__dict__[_STATE]
-    if (
-        head.why_eager
-        or disabled()
-        or runs_plain(input, self.weight, self.bias)
-        or not _can_wait(self, input)
-    ):
+    if head.why_eager or disabled() or runs_plain(input, self.weight, self.bias) or not _can_wait(self, input):
         return type(self).forward(self, input) if before is None else before(input)  # type: ignore[no-any-return]
     return project(input, self.weight, self.bias, head.asked)
 
@@ -142,5 +138,6 @@ def _can_wait(module: nn.Linear, x: Tensor) -> bool:
         and not _torch.forward_mode_active()
         and not hasattr(module.weight, "ds_id")  # ZeRO-3 frees it after the call
         and type(module.weight) is nn.Parameter
-        and module.weight.untyped_storage().nbytes() == module.weight.nbytes  # no part of a flat one, which may be freed
+        and module.weight.untyped_storage().nbytes()
+        == module.weight.nbytes  # no part of a flat one, which may be freed
     )

@@ -1,0 +1,11 @@
+"""Logits that are computed only when somebody needs their values.
+
+gradient      the gradient of logits, in the form of those of the projection's arguments
+logits        the tensor, its place in the autograd graph, and its values
+ops           what is done to it without its values: the loss above all
+heads         the modules of a model that return it
+"""
+
+from leangrad.loss.lazy.heads import make_eager, make_lazy, note_sharding
+
+__all__ = ["make_eager", "make_lazy", "note_sharding"]

@@ -1,0 +1,187 @@
+"""What is done to lazy logits without their values: rows, casts, multiples, a tanh, and the cross entropy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from leangrad.functional import autocast_enabled
+from leangrad.loss.fused import linear_cross_entropy
+from leangrad.loss.lazy.logits import HANDLERS, LazyLogits, derive, is_hooked
+
+
+def _reshape(logits: LazyLogits, *shape: Any, **kwargs: Any) -> Any:
+    if kwargs or not shape or isinstance(shape[0], torch.dtype):
+        return NotImplemented
+    sizes = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], tuple | list) else shape
+    if not all(type(n) is int for n in sizes):
+        return NotImplemented
+    last, new = logits.shape[-1], _resolved(sizes, logits)
+    if new is None or not new or new[-1] != last:
+        return NotImplemented
+    hidden = logits._rows.source.x.shape[-1]
+    return derive(logits, lambda t: t.reshape(new), shape=new, pick=lambda x: x.reshape((*new[:-1], hidden)))
+
+
+def _resolved(sizes: tuple[int, ...], logits: LazyLogits) -> tuple[int, ...] | None:
+    """``sizes`` with its -1 filled in; None where it is no shape of these logits, which torch will say better."""
+    known, count = 1, logits.numel()
+    for n in sizes:
+        known *= 1 if n == -1 else n
+    if sizes.count(-1) == 1 and known > 0 and count % known == 0:
+        return tuple(count // known if n == -1 else n for n in sizes)
+    return sizes if -1 not in sizes and known == count else None
+
+
+def _flatten(logits: LazyLogits, start_dim: int = 0, end_dim: int = -1) -> Any:
+    dims = logits.dim()
+    first, last = start_dim % dims, end_dim % dims
+    if not first <= last < dims - 1:
+        return NotImplemented
+    shape = logits.shape
+    return _reshape(logits, (*shape[:first], shape[first : last + 1].numel(), *shape[last + 1 :]))
+
+
+def _slice(logits: LazyLogits, index: Any) -> Any:
+    """Basic indexing that leaves the vocabulary as it is."""
+    parts = index if isinstance(index, tuple) else (index,)
+    if not all(one is Ellipsis or type(one) in (int, slice) for one in parts):
+        return NotImplemented
+    dims = logits.dim()
+    explicit = sum(one is not Ellipsis for one in parts)
+    if Ellipsis not in parts:
+        parts = (*parts, Ellipsis)
+    if parts.count(Ellipsis) > 1 or explicit > dims:
+        return NotImplemented
+    at = parts.index(Ellipsis)
+    full = (*parts[:at], *[slice(None)] * (dims - explicit), *parts[at + 1 :])
+    if type(full[-1]) is not slice or full[-1].indices(logits.shape[-1]) != (0, logits.shape[-1], 1):
+        return NotImplemented
+    leading = full[:-1]
+    with torch.no_grad():
+        shape = torch.empty((), device="meta").expand(logits.shape)[full].shape
+    return derive(logits, lambda t: t[full], shape=shape, pick=lambda x: x[leading])
+
+
+def _cast(logits: LazyLogits, dtype: torch.dtype) -> Any:
+    if not dtype.is_floating_point:
+        return NotImplemented
+    return logits if dtype == logits.dtype else derive(logits, lambda t: t.to(dtype), dtype=dtype)
+
+
+def _to(logits: LazyLogits, *args: Any, **kwargs: Any) -> Any:
+    """A dtype, or the device that it is on."""
+    kwargs = {key: value for key, value in kwargs.items() if key != "non_blocking"}
+    wanted = [*args, *kwargs.values()]
+    if any(key not in ("dtype", "device") for key in kwargs):
+        return NotImplemented
+    made = logits
+    for one in wanted:
+        if isinstance(one, torch.dtype):
+            made = _cast(made, one)
+        elif not isinstance(one, torch.device | str) or torch.device(one) != logits.device:
+            return NotImplemented
+    return made
+
+
+def _scaled(logits: LazyLogits, factor: float) -> Any:
+    rows = logits._rows
+    if rows.after is not None:
+        return derive(logits, lambda t: t * factor, after=rows.after * factor)
+    return derive(logits, lambda t: t * factor, before=rows.before * factor)
+
+
+def _multiply(logits: LazyLogits, other: Any) -> Any:
+    return _scaled(logits, other) if type(other) in (int, float) else NotImplemented
+
+
+def _divide(logits: LazyLogits, other: Any, **kwargs: Any) -> Any:
+    if kwargs or type(other) not in (int, float) or other == 0:
+        return NotImplemented
+    rows, factor = logits._rows, 1 / other
+    if rows.after is not None:
+        return derive(logits, lambda t: t / other, after=rows.after * factor)
+    return derive(logits, lambda t: t / other, before=rows.before * factor)
+
+
+def _tanh(logits: LazyLogits) -> Any:
+    return NotImplemented if logits._rows.after is not None else derive(logits, torch.tanh, after=1.0)
+
+
+def _detach(logits: LazyLogits) -> LazyLogits:
+    return derive(logits, Tensor.detach, is_detached=True)
+
+
+def _contiguous(logits: LazyLogits, *, memory_format: torch.memory_format = torch.contiguous_format) -> Any:
+    return logits if memory_format in (torch.contiguous_format, torch.preserve_format) else NotImplemented
+
+
+def _cross_entropy(
+    input: LazyLogits,
+    target: Any,
+    weight: Tensor | None = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    rows, source = input._rows, input._rows.source
+    if (
+        input.dim() != 2
+        or size_average is not None
+        or reduce is not None
+        or type(target) is not Tensor
+        or target.dtype != torch.int64
+        or target.shape != input.shape[:1]
+        or target.device != input.device
+        or (rows.after is not None and not rows.after > 0)
+        or (weight is not None and (type(weight) is not Tensor or weight.requires_grad))
+        or is_hooked(input)
+    ):
+        return NotImplemented
+    is_graded = torch.is_grad_enabled() and input.requires_grad
+    with torch.set_grad_enabled(is_graded):
+        x, table, bias = source.open()
+        for pick in rows.picks:
+            x = pick(x)
+        scale = rows.before if rows.after is None else rows.before * rows.after
+        is_autocast = autocast_enabled(x.device.type)
+        with source.autocast():
+            loss = linear_cross_entropy(
+                x,
+                table,
+                target,
+                linear_bias=bias,
+                weight=weight,
+                reduction=reduction,
+                ignore_index=ignore_index,
+                label_smoothing=label_smoothing,
+                softcap=rows.after,
+                logit_scale=None if scale == 1.0 else scale,
+            )
+    if is_graded:
+        source.asked(True)
+    return loss if is_autocast else loss.to(input.dtype)
+
+
+HANDLERS.update(
+    {
+        "view": _reshape,
+        "reshape": _reshape,
+        "flatten": _flatten,
+        "contiguous": _contiguous,
+        "__getitem__": _slice,
+        "float": lambda logits: _cast(logits, torch.float32),
+        "half": lambda logits: _cast(logits, torch.float16),
+        "bfloat16": lambda logits: _cast(logits, torch.bfloat16),
+        "to": _to,
+        **dict.fromkeys(("mul", "__mul__", "__rmul__", "multiply"), _multiply),
+        **dict.fromkeys(("div", "__truediv__", "true_divide", "divide"), _divide),
+        "tanh": _tanh,
+        "detach": _detach,
+        "cross_entropy": _cross_entropy,
+    }
+)
