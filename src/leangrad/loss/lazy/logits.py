@@ -39,7 +39,7 @@ from leangrad.packed.slots import SLOTS, deliver
 
 __all__ = ["HANDLERS", "LazyLogits", "derive", "is_hooked", "project"]
 
-Op = Callable[[Tensor], Tensor]
+Op = Callable[..., Tensor]  # of logits, and of others
 
 
 def project(
@@ -90,11 +90,7 @@ class _Source:
         """See [Note: changes]."""
         for name, before, now in zip(("input", "weight", "bias"), self._states, self._now(), strict=True):
             if before != now:
-                raise ChangedError(
-                    f"expected logits to be read before the {name} of their projection changes, as an optimizer's step "
-                    "changes it: their values were not computed until now. Take what you need of them before that, "
-                    "such as logits.argmax(-1) or logits.clone(), or use leangrad.lean(model, exact=True)"
-                )
+                raise _changed(name)
 
     def open(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """X, W and b for a loss; see [Note: the graph]."""
@@ -108,13 +104,24 @@ class _Source:
         return self._opened
 
 
+def _changed(name: str) -> ChangedError:
+    return ChangedError(
+        f"expected logits to be read before the {name} of their projection changes, as an optimizer's step changes it: "
+        "their values were not computed until now. Take what you need of them before that, such as logits.argmax(-1) "
+        "or logits.clone(), or use leangrad.lean(model, exact=True)"
+    )
+
+
 class _Rows:
     """Some of the logits: x's rows through ``picks``; of these y = before·z, or after·tanh(before·z)."""
 
     def __init__(self, source: _Source) -> None:
         self.source = source
         self.picks: tuple[Op, ...] = ()
-        self.ops: tuple[Op, ...] = ()  # what is done to the values of these rows
+        self.ops: tuple[tuple[Op, tuple[Tensor, ...]], ...] = ()  # what is done to the values of these rows
+        self.bias: Tensor | None = None  # what is added to them first, beside the projection's own
+        self.bias_version = 0
+        self.is_transposed = False  # the vocabulary is the second of three dimensions
         self.before, self.after = 1.0, None  # type: float, float | None
         self.parent: LazyLogits | None = None  # what this was derived from
         self.values: Tensor | None = None  # once they are computed
@@ -133,9 +140,15 @@ class _Rows:
             x = pick(x)
         with self.source.autocast():
             values = F.linear(x, weight, bias)
-        for op in self.ops:
-            values = op(values)
+        self.check_bias()
+        for op, others in self.ops:
+            values = op(values, *others)
         return values
+
+    def check_bias(self) -> None:
+        """See [Note: changes]."""
+        if self.bias is not None and self.bias._version != self.bias_version:
+            raise _changed("bias")
 
 
 class LazyLogits(Tensor):
@@ -259,18 +272,19 @@ class _Derive(torch.autograd.Function):
     """Lazy logits of others."""
 
     @staticmethod
-    def forward(ctx: Any, logits: LazyLogits, op: Op, make: Callable[[], LazyLogits]) -> LazyLogits:
-        ctx.rows, ctx.op = logits._rows, op
+    def forward(ctx: Any, logits: LazyLogits, op: Op, make: Callable[[], LazyLogits], *others: Tensor) -> LazyLogits:
+        ctx.rows, ctx.op, ctx.others = logits._rows, op, others
         return make()
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, None, None]:
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        is_graded = torch.is_grad_enabled()
+        with torch.no_grad():
+            values = ctx.rows.compute()
         with torch.enable_grad():
-            with torch.no_grad():
-                values = ctx.rows.compute()
-            values.requires_grad_()
-            (found,) = torch.autograd.grad(ctx.op(values), values, g, create_graph=torch.is_grad_enabled())
-        return found, None, None
+            inputs = [values.requires_grad_(), *(t.detach().requires_grad_() for t in ctx.others)]
+            found, *rest = torch.autograd.grad(ctx.op(*inputs), inputs, g, create_graph=is_graded)
+        return found, None, None, *rest
 
 
 class _Replace(torch.autograd.Function):
@@ -343,6 +357,8 @@ def derive(
     pick: Op | None = None,
     before: float | None = None,
     after: float | None = None,
+    bias: Tensor | None = None,
+    is_transposed: bool = False,
     is_detached: bool = False,
 ) -> LazyLogits:
     """Lazy logits that ``op`` makes of others.
@@ -354,11 +370,16 @@ def derive(
     new.picks = rows.picks if pick is None else (*rows.picks, pick)
     new.before = rows.before if before is None else before
     new.after = rows.after if after is None else after
-    new.ops = rows.ops if pick is not None else (*rows.ops, op)
+    others = () if bias is None else (bias,)
+    new.ops = rows.ops if pick is not None else (*rows.ops, (op, others))
+    new.bias = rows.bias if bias is None else bias
+    new.bias_version = 0 if new.bias is None else rows.bias_version if bias is None else bias._version
+    new.is_transposed = rows.is_transposed or is_transposed
     new.parent = logits
     make = partial(new.empty, logits.shape if shape is None else shape, dtype or logits.dtype)
-    if torch.is_grad_enabled() and logits.requires_grad and not is_detached:
-        made: LazyLogits = _Derive.apply(logits, op, make)
+    needs = logits.requires_grad or (bias is not None and bias.requires_grad)
+    if torch.is_grad_enabled() and needs and not is_detached:
+        made: LazyLogits = _Derive.apply(logits, op, make, *others)
     else:
         made = make()
     rows.children.add(made)
