@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import re
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -488,6 +489,22 @@ def test_plain_copies_and_pickles() -> None:
     assert "forward" not in model.head.__dict__
     assert not [name for name in model.head.__dict__ if "leangrad" in name]
     assert type(leangrad.lean(leangrad.lean(model, exact=False))(ids)) is Tensor
+
+
+def test_the_summary_says_what_became_of_logits() -> None:
+    class WithLoss(Model):
+        def forward(self, ids: Tensor) -> Tensor:
+            return shifted(super().forward(ids), ids)
+
+    torch.manual_seed(0)
+    for exact, sentence in (
+        (True, rf"exact=False\) would keep no logits, {ROWS * (LENGTH - 1) * WORDS * 4 / 1000:.2f} kB here"),
+        (False, "exact=False: the logits of head are not kept"),
+    ):
+        model, ids = leangrad.lean(WithLoss(), exact=exact), words()
+        for _ in range(2):
+            model(ids).backward()
+        assert re.search(sentence, leangrad.ledger_of(model).summary())
 
 
 def test_nothing_is_left() -> None:

@@ -8,6 +8,7 @@ be read for a gradient, twice, and no loss be computed from it, it was none, and
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from types import MethodType
 from typing import Any
 
@@ -16,8 +17,10 @@ from torch import Tensor, nn
 
 from leangrad import _torch
 from leangrad.functional import runs_plain
+from leangrad.ledger.learn.entries import Entry
 from leangrad.loss.lazy import ops  # noqa: F401  (registers what stays lazy)
 from leangrad.loss.lazy.logits import project
+from leangrad.sizes import size_text
 from leangrad.switch import disabled
 
 __all__ = ["describe", "heads_of", "make_eager", "make_lazy", "note_sharding"]
@@ -89,14 +92,19 @@ def note_sharding(model: nn.Module) -> None:
                 module.__dict__[_STATE][0].is_sharded = True
 
 
-def describe(model: nn.Module) -> str:
-    """What became of the heads of a model, in lines for a summary."""
-    lines = []
-    for name, module in model.named_modules():
-        if _STATE in module.__dict__:
-            why = module.__dict__[_STATE][0].why_eager
-            lines.append(f"{name or 'the model'}: its logits are {f'computed: {why}' if why else 'not kept'}")
-    return "\n".join(lines)
+def describe(model: nn.Module, entries: Sequence[Entry]) -> str:
+    """What became of the logits of a model, or what could: lines for a summary. ``entries``: of a recorded step."""
+    lazy = {name: one.__dict__[_STATE][0] for name, one in model.named_modules() if _STATE in one.__dict__}
+    if lazy:
+        found = {name: head.why_eager for name, head in lazy.items() if head.losses or head.is_sharded}
+        return "\n".join(
+            f"exact=False: the logits of {name} are {f'computed, for {why}' if why else 'not kept'}"
+            for name, why in found.items()
+        )
+    kept = sum(entry.nbytes for entry in entries if entry.outcome == "kept" and entry.op == "LogSoftmaxBackward0")
+    if not kept or not heads_of(model):
+        return ""
+    return f"leangrad.lean(model, exact=False) would keep no logits, {size_text(kept)} here, and round otherwise"
 
 
 def make_eager(model: nn.Module) -> None:
