@@ -553,3 +553,42 @@ def test_language_models_of_the_zoo(case: Case) -> None:
             assert (a.grad - b[1].grad).norm() <= 1e-5 * a.grad.norm() + 1e-6 * largest, name
     used = [one.__dict__[heads._STATE][0].losses for one in model.modules() if heads._STATE in one.__dict__]
     assert any(used)
+
+
+# ------------------------------------------------------------------------------------------------------------- on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_the_error_rule_on_a_gpu(dtype: torch.dtype) -> None:
+    def draw() -> Iterator[tuple[str, tuple[Tensor, ...]]]:
+        plain, ids = Model().cuda().to(dtype), words().cuda()
+        models = leangrad.lean(copy.deepcopy(plain), exact=False), plain, copy.deepcopy(plain).double()
+        found = [results(model, ids, as_transformers) for model in models]
+        for name in found[1]:
+            yield name, tuple(one[name] for one in found)
+
+    assert_error_rule(draw)  # type: ignore[arg-type]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("autocast", [False, True])
+def test_no_logits_are_allocated_on_a_gpu(autocast: bool) -> None:
+    model = leangrad.lean(Model().cuda(), exact=False)
+    ids = torch.randint(WORDS, (64, 1024), device="cuda")
+
+    def step() -> None:
+        model.zero_grad()
+        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+            loss = as_transformers(model(ids), ids)
+        loss.backward()
+
+    for _ in range(3):
+        step()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    step()
+    torch.cuda.synchronize()
+    # One chunk, at most 256 rows of it, and the body's own; all logits would be 288 MB.
+    assert torch.cuda.max_memory_allocated() - before < 100e6
