@@ -198,6 +198,21 @@ def a_second_derivative_through_hooks_and_a_softcap(model: nn.Module, logits: Te
     sum(g.square().sum() for g in gradients).backward()  # type: ignore[union-attr]
 
 
+class _Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, z: Tensor) -> Tensor:
+        return z * 2
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g * 3  # not what forward says: it has to be asked
+
+
+@step
+def functions_of_others(model: nn.Module, logits: Tensor) -> None:
+    (_loss(_Double.apply(logits)) + _Double.apply(logits / 2).tanh().square().mean() + _loss(logits)).backward()
+
+
 @step
 def anomaly_detection(model: nn.Module, logits: Tensor) -> None:
     with pytest.warns(UserWarning, match="Anomaly"), torch.autograd.detect_anomaly():

@@ -438,10 +438,16 @@ def derive(
 def is_hooked(logits: LazyLogits | None) -> bool:
     """Whether somebody waits for the gradient of these logits or of those that they were derived from."""
     while logits is not None:
+        node = logits.grad_fn
         if logits._backward_hooks or logits.retains_grad:
+            return True
+        if node is not None and node.name() not in _NODES:  # made in the forward of somebody's Function
             return True
         logits = logits._rows.parent
     return False
+
+
+_NODES = tuple(f"{function.__name__}Backward" for function in (_Project, _Derive))
 
 
 def _name(func: Any) -> str:
