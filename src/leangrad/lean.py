@@ -17,7 +17,7 @@ from __future__ import annotations
 import threading
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -29,7 +29,8 @@ from leangrad.inert import Watch
 from leangrad.ledger import MIN_BYTES, Goal, Ledger, Region
 from leangrad.ledger.batches import Batches
 from leangrad.ledger.gc_pause import GcPause
-from leangrad.loss.lazy import make_eager, make_lazy, note_sharding
+from leangrad.ledger.learn.entries import Entry
+from leangrad.loss.lazy import describe, make_eager, make_lazy, note_sharding
 from leangrad.sizes import parse_budget
 from leangrad.switch import is_plain_for_now
 
@@ -80,6 +81,7 @@ def lean(
     plain(model)
     if not exact:
         make_lazy(model)
+    ledger.remark = Remark(model)
     enter = Enter(ledger, Watch(model))
     if ledger.goal is not None:
         model.register_forward_pre_hook(SeeBatch(enter, Batches(ledger)), with_kwargs=True)
@@ -175,6 +177,17 @@ def _say_which_backend() -> bool:
 
 
 _has_said = False
+
+
+class Remark:
+    """What the summary of a model says about its logits."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+
+    def __call__(self, entries: Sequence[Entry]) -> str:
+        model = self._model()
+        return "" if model is None else describe(model, entries)
 
 
 class Hook:

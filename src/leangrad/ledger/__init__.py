@@ -27,6 +27,7 @@ Words
 
 The ledger itself
     ledger, Ledger                  decides on every saved tensor: keep, share or rebuild; learns from step to step
+    batches, Batches                the ledgers of one model that has a budget, by the shapes of a batch
     region, Region                  one forward while it runs: its hooks, its function mode, its decisions
     LedgerState                     protocol: what a region asks of its ledger
     decision, Decider               keep, share or rebuild one saved tensor; the Decider of a Region decides

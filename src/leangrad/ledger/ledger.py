@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 import warnings
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType, TracebackType
 from typing import Any, Literal
@@ -64,6 +64,7 @@ class Ledger:
         self.products = self._first_products = products or (PRODUCTS if has_budget else 0)
         self.min_bytes = min_bytes
         self.sharded = False  # whether the module's parameters are
+        self.remark: Callable[[Sequence[Entry]], str] = lambda _: ""  # what else the summary says, of a recorded step
         self.goal = goal
         self.timing: Timing | None = None  # times the rebuilds of the step that runs
         self._tuner = Tuner(goal) if goal is not None else None
@@ -92,7 +93,9 @@ class Ledger:
 
     def fresh(self) -> Ledger:
         """One with the same settings that has learned nothing."""
-        return _fresh(self.residual_depth, self.min_bytes, self._first_products, self.goal)
+        ledger = _fresh(self.residual_depth, self.min_bytes, self._first_products, self.goal)
+        ledger.remark = self.remark
+        return ledger
 
     def region(self, module: nn.Module | None = None) -> Region | None:
         """One forward region; none where hooks cannot or need not be set, or a region is open already."""
@@ -360,6 +363,8 @@ class Ledger:
         text = summarize(self.entries(planned=True), small_bytes=self.small_bytes(), status=self.trace_status)
         if self._tuner is not None and self._tuner.status:
             text = f"{text}\n{self._tuner.status}"
+        if remark := self.remark(self.entries(planned=True)):
+            text = f"{text}\n{remark}"
         fused = _fused()
         return f"{text}\n{fused.summarize()}" if fused is not None and fused.report()["programs"] else text
 

@@ -234,8 +234,11 @@ class _Reduction:
     def loss(self, nll: Tensor, logsumexp: Tensor, shape: torch.Size) -> Tensor:
         if self.reduction == "none":
             return (nll if self.z_loss == 0 else nll + self.z_loss * logsumexp.square_()).view(shape)
-        loss = nll.sum() / self.weights
-        return loss if self.z_loss == 0 else loss + self.z_loss * (logsumexp.square_().sum() / self.tokens)
+        # In float64: thousands of tokens in float32 would round the loss more than plain's own sum does.
+        loss = nll.sum(dtype=torch.float64) / self.weights
+        if self.z_loss != 0:
+            loss = loss + self.z_loss * (logsumexp.double().square_().sum() / self.tokens)
+        return loss.to(self.wide)
 
     def z_factor(self) -> Tensor | None:
         """What the z-loss of a token counts beside its nll."""

@@ -60,11 +60,11 @@ def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
 
 def projected(parts: Parts, shape: Any, dtype: torch.dtype, device: torch.device) -> ProjectedGradient:
     """A gradient of ``parts`` for logits of this shape."""
-    gradient = without_memory(ProjectedGradient, shape, dtype, device)
+    gradient: ProjectedGradient = without_memory(ProjectedGradient, shape, dtype, device)
     gradient.parts = parts
     return gradient
 
 
 def without_memory(cls: Any, shape: Any, dtype: torch.dtype, device: torch.device) -> Any:
     """A tensor of class ``cls`` that is nothing but its shape, dtype and device."""
-    return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)  # type: ignore[attr-defined]
+    return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)

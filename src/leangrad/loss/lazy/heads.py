@@ -8,6 +8,7 @@ be read for a gradient, twice, and no loss be computed from it, it was none, and
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from types import MethodType
 from typing import Any
 
@@ -16,8 +17,10 @@ from torch import Tensor, nn
 
 from leangrad import _torch
 from leangrad.functional import autocast_enabled, runs_plain
+from leangrad.ledger.learn.entries import Entry
 from leangrad.loss.lazy import ops  # noqa: F401  (registers what stays lazy)
 from leangrad.loss.lazy.logits import project
+from leangrad.sizes import size_text
 from leangrad.switch import disabled
 
 __all__ = ["describe", "heads_of", "make_eager", "make_lazy", "note_sharding"]
@@ -78,7 +81,7 @@ def make_lazy(model: nn.Module) -> None:
     """Let the heads of a model return `LazyLogits`."""
     for head in heads_of(model).values():
         if "forward" not in head.__dict__:  # else it is somebody else's, and no mere projection
-            head.__dict__[_STATE] = _Head()
+            head.__dict__[_STATE] = (_Head(),)
             head.forward = MethodType(_forward, head)  # type: ignore[method-assign]
 
 
@@ -87,17 +90,22 @@ def note_sharding(model: nn.Module) -> None:
     if _torch.is_sharded(model):
         for module in model.modules():
             if _STATE in module.__dict__:
-                module.__dict__[_STATE].is_sharded = True
+                module.__dict__[_STATE][0].is_sharded = True
 
 
-def describe(model: nn.Module) -> str:
-    """What became of the heads of a model, in lines for a summary."""
-    lines = []
-    for name, module in model.named_modules():
-        if _STATE in module.__dict__:
-            why = module.__dict__[_STATE].why_eager
-            lines.append(f"{name or 'the model'}: its logits are {f'computed: {why}' if why else 'not kept'}")
-    return "\n".join(lines)
+def describe(model: nn.Module, entries: Sequence[Entry]) -> str:
+    """What became of the logits of a model, or what could: lines for a summary. ``entries``: of a recorded step."""
+    lazy = {name: one.__dict__[_STATE][0] for name, one in model.named_modules() if _STATE in one.__dict__}
+    if lazy:
+        found = {name: head.why_eager for name, head in lazy.items() if head.losses or head.is_sharded}
+        return "\n".join(
+            f"exact=False: the logits of {name} are {f'computed, for {why}' if why else 'not kept'}"
+            for name, why in found.items()
+        )
+    kept = sum(entry.nbytes for entry in entries if entry.outcome == "kept" and entry.op == "LogSoftmaxBackward0")
+    if not kept or not heads_of(model):
+        return ""
+    return f"leangrad.lean(model, exact=False) would keep no logits, {size_text(kept)} here, and round otherwise"
 
 
 def make_eager(model: nn.Module) -> None:
@@ -110,7 +118,7 @@ def make_eager(model: nn.Module) -> None:
 
 
 def _forward(self: Any, input: Tensor) -> Tensor:
-    head = self.__dict__.get(_STATE)
+    (head,) = self.__dict__.get(_STATE, (None,))
     is_eager = head is None or head.why_eager or disabled() or runs_plain(input, self.weight, self.bias)
     if is_eager or not _can_wait(self, input):
         return type(self).forward(self, input)  # type: ignore[no-any-return]

@@ -42,7 +42,7 @@ from leangrad.packed.slots import SLOTS, deliver
 
 __all__ = ["HANDLERS", "LazyLogits", "derive", "is_hooked", "project"]
 
-Op = Callable[[Tensor], Tensor]
+Op = Callable[..., Tensor]  # of logits, and of others
 
 
 def project(
@@ -86,20 +86,13 @@ class _Source:
 
     def _now(self) -> list[Any]:
         tensors = (self.x, self.weight, self.bias)
-        return [
-            None if t is None else (None if t.is_inference() else t._version, t.untyped_storage().nbytes())
-            for t in tensors
-        ]
+        return [None if t is None else (_version(t), t.untyped_storage().nbytes()) for t in tensors]
 
     def check(self) -> None:
         """See [Note: changes]."""
         for name, before, now in zip(("input", "weight", "bias"), self._states, self._now(), strict=True):
             if before != now:
-                raise ChangedError(
-                    f"expected logits to be read before the {name} of their projection changes, as an optimizer's step "
-                    "changes it: their values were not computed until now. Take what you need of them before that, "
-                    "such as logits.argmax(-1) or logits.clone(), or use leangrad.lean(model, exact=True)"
-                )
+                raise _changed(name)
 
 
 class _Memory:
@@ -120,13 +113,24 @@ class _Memory:
         return any((by() is not rows) == by_others and probe._version != then for by, probe, then in self.probes)
 
 
+def _changed(name: str) -> ChangedError:
+    return ChangedError(
+        f"expected logits to be read before the {name} of their projection changes, as an optimizer's step changes it: "
+        "their values were not computed until now. Take what you need of them before that, such as logits.argmax(-1) "
+        "or logits.clone(), or use leangrad.lean(model, exact=True)"
+    )
+
+
 class _Rows:
     """Some of the logits: x's rows through ``picks``; of these y = before·z, or after·tanh(before·z)."""
 
     def __init__(self, source: _Source) -> None:
         self.source = source
         self.picks: tuple[Op, ...] = ()
-        self.ops: tuple[Op, ...] = ()  # what is done to the values of these rows
+        self.ops: tuple[tuple[Op, tuple[Tensor, ...]], ...] = ()  # what is done to the values of these rows
+        self.bias: Tensor | None = None  # what is added to them first, beside the projection's own
+        self.bias_version = 0
+        self.is_transposed = False  # the vocabulary is the second of three dimensions
         self.before, self.after = 1.0, None  # type: float, float | None
         self.parent: LazyLogits | None = None  # what this was derived from
         self.values: Tensor | None = None  # once they are computed; in the graph if the logits are
@@ -145,7 +149,7 @@ class _Rows:
         source = self.source
         source.check()
         self.check_writes()
-        if not torch.is_grad_enabled() or not logits.requires_grad:
+        if not torch.is_grad_enabled() or not logits.requires_grad or not any(source.needs):
             return source.x, source.weight, source.bias
         if self._opened is None:
             self._opened = _Open.apply(logits, source)
@@ -154,15 +158,21 @@ class _Rows:
     def compute(self) -> Tensor:
         """The values, in no graph."""
         self.source.check()
+        self.check_bias()
         x, weight, bias = self.source.x, self.source.weight, self.source.bias
         with torch.no_grad():
             for pick in self.picks:
                 x = pick(x)
             with self.source.autocast():
                 values = F.linear(x, weight, bias)
-            for op in self.ops:
-                values = op(values)
+            for op, others in self.ops:
+                values = op(values, *others)
         return values
+
+    def check_bias(self) -> None:
+        """See [Note: changes]."""
+        if self.bias is not None and _version(self.bias) != self.bias_version:
+            raise _changed("bias")
 
     def check_writes(self) -> None:
         """See [Note: in place]."""
@@ -181,6 +191,10 @@ _NO_WRITES = (
     "logits, or a view of them, were written to, and others of them are read too: each have values of their own here, "
     "and do not see what is written to the others; write to logits.clone(), or use leangrad.lean(model, exact=True)"
 )
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
 class LazyLogits(Tensor):
@@ -323,21 +337,23 @@ class _Derive(torch.autograd.Function):
     """Lazy logits of others."""
 
     @staticmethod
-    def forward(ctx: Any, logits: LazyLogits, op: Op, make: Callable[[], LazyLogits]) -> LazyLogits:
-        ctx.op, ctx.like = op, (logits.shape, logits.dtype, logits.device)
-        ctx.logits = logits if op is torch.tanh else None  # the others are linear
+    def forward(ctx: Any, logits: LazyLogits, op: Op, make: Callable[[], LazyLogits], *others: Tensor) -> LazyLogits:
+        ctx.op, ctx.others, ctx.like = op, others, (logits.shape, logits.dtype, logits.device)
+        ctx.logits = logits if op is torch.tanh else None  # the other ops are linear
         return make()
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, None, None]:
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         parts = g.parts if type(g) is ProjectedGradient else Parts(dense=g)
-        if parts.dense is not None:
-            parts = parts._replace(dense=_gradient_of(ctx, parts.dense))
-        return (parts.dense if parts[:3] == (None, None, None) else projected(parts, *ctx.like)), None, None
+        if parts.dense is None:
+            return projected(parts, *ctx.like), None, None, *(None for _ in ctx.others)
+        found, *rest = _gradients_of(ctx, parts.dense)
+        parts = parts._replace(dense=found)
+        return (found if parts[:3] == (None, None, None) else projected(parts, *ctx.like)), None, None, *rest
 
 
-def _gradient_of(ctx: Any, g: Tensor) -> Tensor:
-    """That of what the op was applied to; with create_graph=True it depends on its values, in the graph."""
+def _gradients_of(ctx: Any, g: Tensor) -> tuple[Tensor, ...]:
+    """Those of what the op was applied to; with create_graph=True they depend on its values, in the graph."""
     is_graded = torch.is_grad_enabled()
     shape, dtype, device = ctx.like
     with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
@@ -345,8 +361,8 @@ def _gradient_of(ctx: Any, g: Tensor) -> Tensor:
             values = torch.zeros((), dtype=dtype, device=device).expand(shape).requires_grad_()
         else:
             values = _values(ctx.logits) if is_graded else ctx.logits._rows.compute().requires_grad_()
-        (found,) = torch.autograd.grad(ctx.op(values), values, g, create_graph=is_graded)
-    return found
+        inputs = [values, *(t.detach().requires_grad_() for t in ctx.others)]
+        return torch.autograd.grad(ctx.op(*inputs), inputs, g, create_graph=is_graded)
 
 
 class _Replace(torch.autograd.Function):
@@ -413,6 +429,8 @@ def derive(
     pick: Op | None = None,
     before: float | None = None,
     after: float | None = None,
+    bias: Tensor | None = None,
+    is_transposed: bool = False,
     is_detached: bool = False,
 ) -> LazyLogits:
     """Lazy logits that ``op`` makes of others.
@@ -425,13 +443,18 @@ def derive(
     new.picks = rows.picks if pick is None else (*rows.picks, pick)
     new.before = rows.before if before is None else before
     new.after = rows.after if after is None else after
-    new.ops = rows.ops if pick is not None else (*rows.ops, op)
+    others = () if bias is None else (bias,)
+    new.ops = rows.ops if pick is not None else (*rows.ops, (op, others))
+    new.bias = rows.bias if bias is None else bias
+    new.bias_version = rows.bias_version if bias is None else _version(bias)
+    new.is_transposed = rows.is_transposed or is_transposed
     new.parent = logits
-    if pick is not None or is_detached:
+    if pick is not None or is_detached or is_transposed:
         new.memory = rows.memory
     make = partial(new.empty, logits.shape if shape is None else shape, dtype or logits.dtype)
-    if torch.is_grad_enabled() and logits.requires_grad and not is_detached:
-        return _Derive.apply(logits, op, make)  # type: ignore[no-any-return]
+    needs = logits.requires_grad or (bias is not None and bias.requires_grad)
+    if torch.is_grad_enabled() and needs and not is_detached:
+        return _Derive.apply(logits, op, make, *others)  # type: ignore[no-any-return]
     return make()
 
 

@@ -13,7 +13,7 @@ from leangrad.loss.lazy.logits import HANDLERS, LazyLogits, derive, is_hooked
 
 
 def _reshape(logits: LazyLogits, *shape: Any, **kwargs: Any) -> Any:
-    if kwargs or not shape or isinstance(shape[0], torch.dtype):
+    if kwargs or not shape or isinstance(shape[0], torch.dtype) or logits._rows.is_transposed:
         return NotImplemented
     sizes = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], tuple | list) else shape
     if not all(type(n) is int for n in sizes):
@@ -40,7 +40,7 @@ def _flatten(logits: LazyLogits, start_dim: int = 0, end_dim: int = -1) -> Any:
     if not (-dims <= start_dim < dims and -dims <= end_dim < dims):
         return NotImplemented
     first, last = start_dim % dims, end_dim % dims
-    if not first <= last < dims - 1:
+    if not first <= last < dims - 1 or logits._rows.is_transposed:
         return NotImplemented
     shape = logits.shape
     return _reshape(logits, (*shape[:first], shape[first : last + 1].numel(), *shape[last + 1 :]))
@@ -49,7 +49,7 @@ def _flatten(logits: LazyLogits, start_dim: int = 0, end_dim: int = -1) -> Any:
 def _slice(logits: LazyLogits, index: Any) -> Any:
     """Basic indexing that leaves the vocabulary as it is."""
     parts = index if isinstance(index, tuple) else (index,)
-    if not all(one is Ellipsis or type(one) in (int, slice) for one in parts):
+    if not all(one is Ellipsis or type(one) in (int, slice) for one in parts) or logits._rows.is_transposed:
         return NotImplemented
     dims = logits.dim()
     explicit = sum(one is not Ellipsis for one in parts)
@@ -65,6 +65,19 @@ def _slice(logits: LazyLogits, index: Any) -> Any:
     with torch.no_grad():
         shape = torch.empty((), device="meta").expand(logits.shape)[full].shape
     return derive(logits, lambda t: t[full], shape=shape, pick=lambda x: x[leading])
+
+
+def _transpose(logits: LazyLogits, a: Any, b: Any) -> Any:
+    """(rows, length, vocabulary) to (rows, vocabulary, length), as `F.cross_entropy` takes it."""
+    if logits.dim() != 3 or logits._rows.is_transposed or {a, b} not in ({1, 2}, {-1, -2}, {1, -1}, {2, -2}):
+        return NotImplemented
+    rows, length, words = logits.shape
+    return derive(logits, lambda t: t.transpose(1, 2), shape=(rows, words, length), is_transposed=True)
+
+
+def _permute(logits: LazyLogits, *dims: Any) -> Any:
+    order = tuple(dims[0]) if len(dims) == 1 and isinstance(dims[0], tuple | list) else dims
+    return _transpose(logits, 1, 2) if order in ((0, 2, 1), (0, -1, 1), (0, -1, -2), (0, 2, -2)) else NotImplemented
 
 
 def _cast(logits: LazyLogits, dtype: torch.dtype) -> Any:
@@ -108,6 +121,28 @@ def _divide(logits: LazyLogits, other: Any, **kwargs: Any) -> Any:
     return derive(logits, lambda t: t / other, before=rows.before * factor)
 
 
+def _add(logits: LazyLogits, other: Any, **kwargs: Any) -> Any:
+    """A bias that the head itself does not have; one, and before all else."""
+    rows, words = logits._rows, logits.shape[-1]
+    if (
+        kwargs
+        or type(other) not in (Tensor, torch.nn.Parameter)
+        or other.dim() > logits.dim()
+        or other.numel() != words
+        or other.shape[-1:] != (words,)
+        or other.dtype != logits.dtype
+        or other.dtype != rows.source.x.dtype
+        or other.device != logits.device
+        or rows.bias is not None
+        or rows.is_transposed
+        or rows.source.is_autocast
+        or rows.before != 1.0
+        or rows.after is not None
+    ):
+        return NotImplemented
+    return derive(logits, torch.add, bias=other)
+
+
 def _tanh(logits: LazyLogits) -> Any:
     return NotImplemented if logits._rows.after is not None else derive(logits, torch.tanh, after=1.0)
 
@@ -119,7 +154,7 @@ def _detach(logits: LazyLogits) -> LazyLogits:
 def _contiguous(logits: LazyLogits, *, memory_format: torch.memory_format = torch.contiguous_format) -> Any:
     if memory_format not in (torch.contiguous_format, torch.preserve_format):
         return NotImplemented
-    if not logits._rows.picks:
+    if not logits._rows.picks and not logits._rows.is_transposed:
         return logits
     return derive(logits, lambda t: t, shape=logits.shape, pick=lambda x: x)  # a copy, if these are a part of others
 
@@ -136,12 +171,12 @@ def _cross_entropy(
 ) -> Any:
     rows, source = input._rows, input._rows.source
     if (
-        input.dim() != 2
+        input.dim() != (3 if rows.is_transposed else 2)
         or size_average is not None
         or reduce is not None
         or type(target) is not Tensor
         or target.dtype != torch.int64
-        or target.shape != input.shape[:1]
+        or target.shape != (*input.shape[:1], *input.shape[2:])
         or target.device != input.device
         or (rows.after is not None and not rows.after > 0)
         or (weight is not None and (type(weight) is not Tensor or weight.requires_grad))
@@ -153,6 +188,10 @@ def _cross_entropy(
         x, table, bias = rows.open(input)
         for pick in rows.picks:
             x = pick(x)
+        if rows.bias is not None:
+            rows.check_bias()
+            own = rows.bias.reshape(-1)
+            bias = own if bias is None else bias + own
         scale = rows.before if rows.after is None else rows.before * rows.after
         is_autocast = autocast_enabled(x.device.type)
         with source.autocast():
@@ -178,6 +217,8 @@ HANDLERS.update(
         "view": _reshape,
         "reshape": _reshape,
         "flatten": _flatten,
+        "transpose": _transpose,
+        "permute": _permute,
         "contiguous": _contiguous,
         "__getitem__": _slice,
         "float": lambda logits: _cast(logits, torch.float32),
@@ -186,6 +227,7 @@ HANDLERS.update(
         "to": _to,
         **dict.fromkeys(("mul", "__mul__", "__rmul__", "multiply"), _multiply),
         **dict.fromkeys(("div", "__truediv__", "true_divide", "divide"), _divide),
+        **dict.fromkeys(("add", "__add__", "__radd__"), _add),
         "tanh": _tanh,
         "detach": _detach,
         "cross_entropy": _cross_entropy,
