@@ -168,7 +168,7 @@ def a_contiguous_copy_is_written(model: nn.Module, logits: Tensor) -> None:
 @step
 def a_hook_after_values_were_read(model: nn.Module, logits: Tensor) -> list[Tensor]:
     seen: list[Tensor] = []
-    logits.argmax(-1)
+    logits.sum()
     logits.register_hook(lambda g: seen.append(g.clone()))
     _loss(logits).backward()
     return seen
@@ -230,7 +230,7 @@ def a_hook_on_a_view_after_the_loss(model: nn.Module, logits: Tensor) -> None:
 @loud
 def a_hook_after_the_loss_and_a_reading(model: nn.Module, logits: Tensor) -> None:
     loss = _loss(logits)
-    logits.argmax(-1)
+    logits.sum()
     logits.register_hook(lambda g: g * 2)
     loss.backward()
 
@@ -247,7 +247,7 @@ def the_gradient_of_logits_of_a_fused_loss(model: nn.Module, logits: Tensor) -> 
 @step
 def read_without_grad_first(model: nn.Module, logits: Tensor) -> bool:
     with torch.no_grad():
-        logits.argmax(-1)
+        logits.sum()
         assert logits.requires_grad
     _loss(logits).backward()
     return logits.requires_grad
@@ -330,6 +330,20 @@ def test_a_forward_that_somebody_replaced() -> None:
     lazy.head.forward = lambda x: ours(x) / 2  # type: ignore[method-assign]
     torch.testing.assert_close(lazy(TOKENS).clone(), expected)
     torch.testing.assert_close(leangrad.plain(lazy)(TOKENS), expected)
+
+
+def test_a_metric_beside_the_loss() -> None:
+    """`argmax` before the loss, in each step, neither keeps values nor makes the head give up."""
+    plain, lazy = _models()
+    for _ in range(3):
+        logits = lazy(TOKENS)
+        assert type(logits) is LazyLogits
+        assert torch.equal(logits.argmax(-1), plain(TOKENS).argmax(-1))
+        assert torch.equal(
+            torch.argmax(logits.view(-1, V), dim=1, keepdim=True), plain(TOKENS).view(-1, V).argmax(1, True)
+        )
+        assert logits._rows.values is None
+        _loss(logits).backward()
 
 
 def test_nothing_stays_alive() -> None:

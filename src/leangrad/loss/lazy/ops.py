@@ -151,6 +151,12 @@ def _detach(logits: LazyLogits) -> LazyLogits:
     return derive(logits, Tensor.detach, is_detached=True)
 
 
+def _argmax(logits: LazyLogits, *args: Any, **kwargs: Any) -> Tensor:
+    """A metric, often read beside the loss: of values that nobody keeps."""
+    logits._rows.check_writes()
+    return torch.argmax(logits._rows.compute(), *args, **kwargs)
+
+
 def _contiguous(logits: LazyLogits, *, memory_format: torch.memory_format = torch.contiguous_format) -> Any:
     if memory_format not in (torch.contiguous_format, torch.preserve_format):
         return NotImplemented
@@ -230,6 +236,7 @@ HANDLERS.update(
         **dict.fromkeys(("add", "__add__", "__radd__"), _add),
         "tanh": _tanh,
         "detach": _detach,
+        "argmax": _argmax,
         "cross_entropy": _cross_entropy,
     }
 )
