@@ -6,6 +6,7 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import leangrad
-from leangrad.errors import LeangradError
+from leangrad.errors import ChangedError, LeangradError
 from leangrad.loss.lazy.logits import LazyLogits
 
 V, D, B, T = 320, 16, 4, 8
@@ -295,6 +296,36 @@ def test_never_silent(name: str) -> None:
     LOUD[name](plain, plain(TOKENS))
     with pytest.raises(LeangradError, match="exact=True"):
         LOUD[name](lazy, lazy(TOKENS))
+
+
+class _ByData(torch.optim.Optimizer):
+    """As optimizers were written once, and as extensions write still."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data.sub_(parameter.grad)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [partial(torch.optim.AdamW, fused=True), partial(torch.optim.SGD, fused=True), torch.optim.SGD, _ByData],
+    ids=["fused AdamW", "fused SGD", "SGD", "data"],
+)
+def test_values_after_a_step(make: Callable[..., torch.optim.Optimizer]) -> None:
+    """Fused optimizers do not change the version of a parameter."""
+    _, lazy = _models()
+    _, other = _models()
+    logits, others = lazy(TOKENS), other(TOKENS)
+    _loss(logits).backward()
+    make(lazy.parameters()).step()
+    for read in (Tensor.argmax, Tensor.sum, _loss):
+        with pytest.raises(ChangedError, match="optimizer's step"):
+            read(logits)
+    _loss(others)  # another model's are as they were
 
 
 def test_dimensions_that_are_none() -> None:

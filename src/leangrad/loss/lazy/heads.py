@@ -14,6 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from leangrad import _torch
 from leangrad.functional import autocast_enabled, runs_plain
@@ -79,10 +82,26 @@ class _Head:
 
 def make_lazy(model: nn.Module) -> None:
     """Let the heads of a model return `LazyLogits`."""
+    global _watches_optimizers
+    if not _watches_optimizers:
+        _watches_optimizers = True
+        register_optimizer_step_post_hook(_count_step)
     for head in heads_of(model).values():
         if "forward" not in head.__dict__:  # else it is somebody else's, and no mere projection
             head.__dict__[_STATE] = (_Head(),)
             head.forward = MethodType(_forward, head)  # type: ignore[method-assign]
+
+
+def _count_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Tell autograd that a step has changed the parameters of heads: fused kernels, and writes to `.data`, do not."""
+    heads = list(_projected.keys())
+    if heads:
+        changed = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        increment_version([one for one in heads if id(one) in changed])
+
+
+_watches_optimizers = False
+_projected = WeakTensorKeyDictionary()  # weights and biases from which lazy logits have been made
 
 
 def note_sharding(model: nn.Module) -> None:
@@ -122,6 +141,9 @@ def _forward(self: Any, input: Tensor) -> Tensor:
     is_eager = head is None or head.why_eager or disabled() or runs_plain(input, self.weight, self.bias)
     if is_eager or not _can_wait(self, input):
         return type(self).forward(self, input)  # type: ignore[no-any-return]
+    for parameter in (self.weight, self.bias):
+        if parameter is not None:
+            _projected[parameter] = None
     return project(input, self.weight, self.bias, head.asked)
 
 
