@@ -221,6 +221,14 @@ def anomaly_detection(model: nn.Module, logits: Tensor) -> None:
 
 
 @loud
+def a_softcap_is_differentiated_twice_after_a_write(model: nn.Module, logits: Tensor) -> None:
+    logits.register_hook(lambda g: None)
+    loss = logits.tanh().log_softmax(-1).square().mean()
+    logits.mul_(2)
+    torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+
+
+@loud
 def a_hook_on_a_view_after_the_loss(model: nn.Module, logits: Tensor) -> None:
     view = logits.view(-1, V)
     loss = F.cross_entropy(view, TARGETS)
@@ -375,6 +383,20 @@ def test_a_metric_beside_the_loss() -> None:
         )
         assert logits._rows.values is None
         _loss(logits).backward()
+
+
+def test_a_loss_that_is_kept_keeps_nothing() -> None:
+    """After backward; and what it let go is not asked for again."""
+    _, lazy = _models()
+    logits = lazy(TOKENS)
+    capped = (logits * 2).tanh()
+    rest, source = capped.sum(), weakref.ref(logits._rows.source)
+    loss = _loss(capped)
+    loss.backward()
+    with pytest.raises(LeangradError, match="retain_graph"):
+        rest.backward()
+    del logits, capped
+    assert source() is None
 
 
 def test_nothing_stays_alive() -> None:

@@ -33,6 +33,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from leangrad import _torch
 from leangrad._torch import compiler
 from leangrad.errors import ChangedError, LeangradError
 from leangrad.functional import autocast_enabled
@@ -339,28 +340,38 @@ class _Derive(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: LazyLogits, op: Op, make: Callable[[], LazyLogits], *others: Tensor) -> LazyLogits:
         ctx.op, ctx.others, ctx.like = op, others, (logits.shape, logits.dtype, logits.device)
-        ctx.logits = logits if op is torch.tanh else None  # the other ops are linear
+        ctx.is_linear = op is not torch.tanh
+        ctx.logits = None if ctx.is_linear else logits  # until the last backward
         return make()
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         parts = g.parts if type(g) is ProjectedGradient else Parts(dense=g)
+        logits = ctx.logits
+        if not _torch.graph_is_kept():
+            ctx.logits = None
         if parts.dense is None:
             return projected(parts, *ctx.like), None, None, *(None for _ in ctx.others)
-        found, *rest = _gradients_of(ctx, parts.dense)
+        found, *rest = _gradients_of(ctx, logits, parts.dense)
         parts = parts._replace(dense=found)
         return (found if parts[:3] == (None, None, None) else projected(parts, *ctx.like)), None, None, *rest
 
 
-def _gradients_of(ctx: Any, g: Tensor) -> tuple[Tensor, ...]:
+def _gradients_of(ctx: Any, logits: LazyLogits | None, g: Tensor) -> tuple[Tensor, ...]:
     """Those of what the op was applied to; with create_graph=True they depend on its values, in the graph."""
     is_graded = torch.is_grad_enabled()
     shape, dtype, device = ctx.like
     with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
-        if ctx.logits is None:
+        if ctx.is_linear:
             values = torch.zeros((), dtype=dtype, device=device).expand(shape).requires_grad_()
+        elif logits is None:
+            raise LeangradError("backward runs a second time through logits: the first needs retain_graph=True")
+        elif not is_graded:
+            values = logits._rows.compute().requires_grad_()
+        elif logits._rows.are_replaced():
+            raise LeangradError(_NO_WRITES)
         else:
-            values = _values(ctx.logits) if is_graded else ctx.logits._rows.compute().requires_grad_()
+            values = _values(logits)
         inputs = [values, *(t.detach().requires_grad_() for t in ctx.others)]
         return torch.autograd.grad(ctx.op(*inputs), inputs, g, create_graph=is_graded)
 
