@@ -245,6 +245,14 @@ def a_hook_after_the_loss_and_a_reading(model: nn.Module, logits: Tensor) -> Non
 
 
 @loud
+def a_hook_on_the_same_logits_by_another_name(model: nn.Module, logits: Tensor) -> None:
+    loss = _loss(logits)
+    same = logits.double()
+    same.register_hook(lambda g: g * 2)
+    loss.backward()
+
+
+@loud
 def the_gradient_of_logits_of_a_fused_loss(model: nn.Module, logits: Tensor) -> None:
     (gradient,) = torch.autograd.grad(_loss(logits), logits)
     gradient.sum()

@@ -238,7 +238,9 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
             if _writes(name):
                 return _write(func, first, args, kwargs)
         args, kwargs = _with_values(args), _with_values(kwargs)
-    return func(*args, **kwargs)
+    result = func(*args, **kwargs)
+    is_same = type(first) is LazyLogits and result is first._rows.values  # such as `.double()` of float64
+    return first if is_same else result
 
 
 def _handle(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
