@@ -408,6 +408,21 @@ def while_tracing(function: Callable[[], bool]) -> Callable[[], bool]:
     return function
 
 
+def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` as one that Dynamo does not look into.
+
+    Equals ``torch.compiler.disable(function)``, which would import Dynamo.
+    """
+    if "_dynamo" not in vars(torch):  # nobody has compiled anything yet
+        return function
+    if function not in _untraced:
+        _untraced[function] = torch.compiler.disable(function)
+    return _untraced[function]
+
+
+_untraced: dict[Callable[..., Any], Callable[..., Any]] = {}
+
+
 @contextmanager
 def nothing_compiled() -> Iterator[None]:
     """Run what is compiled as if it were not.

@@ -27,6 +27,14 @@ class ProjectedGradient(Tensor):
             return projected(a.plus(b), shape, args[0].dtype, args[0].device)
         if func is torch.ops.aten.detach.default:
             return projected(args[0].parts, args[0].shape, args[0].dtype, args[0].device)
+        if func is torch.ops.aten.isnan.default:  # anomaly detection asks this of all gradients
+            parts = [part.isnan().any() for part in args[0].parts if part is not None]
+            return torch.stack(parts).any().expand(args[0].shape)
+        if func is torch.ops.aten.record_stream.default:  # the next node runs on another stream
+            for part in args[0].parts:
+                if part is not None:
+                    part.record_stream(args[1])
+            return None
         raise LeangradError(
             "the gradient of these logits has no values: the loss was computed without them. Register hooks on logits "
             "before the loss is computed, or use leangrad.lean(model, exact=True)"

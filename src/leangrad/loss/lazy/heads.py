@@ -14,9 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from leangrad import _torch
-from leangrad.functional import runs_plain
+from leangrad.functional import autocast_enabled, runs_plain
 from leangrad.ledger.learn.entries import Entry
 from leangrad.loss.lazy import ops  # noqa: F401  (registers what stays lazy)
 from leangrad.loss.lazy.logits import project
@@ -30,6 +33,7 @@ CLASSES = 256  # at least
 MIN_BYTES = 16 * 1024  # of the output, at least
 TRIALS = 2  # in which values were read, and no loss was computed
 _STATE = "_leangrad_head"
+_CAST = {torch.float16, torch.bfloat16, torch.float32}
 
 
 def heads_of(model: nn.Module) -> dict[str, nn.Linear]:
@@ -78,10 +82,26 @@ class _Head:
 
 def make_lazy(model: nn.Module) -> None:
     """Let the heads of a model return `LazyLogits`."""
+    global _watches_optimizers
+    if not _watches_optimizers:
+        _watches_optimizers = True
+        register_optimizer_step_post_hook(_count_step)
     for head in heads_of(model).values():
-        if _STATE not in head.__dict__:
-            head.__dict__[_STATE] = _Head(), head.__dict__.get("forward")
+        if "forward" not in head.__dict__:  # else it is somebody else's, and no mere projection
+            head.__dict__[_STATE] = (_Head(),)
             head.forward = MethodType(_forward, head)  # type: ignore[method-assign]
+
+
+def _count_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Tell autograd that a step has changed the parameters of heads: fused kernels, and writes to `.data`, do not."""
+    heads = list(_projected.keys())
+    if heads:
+        changed = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        increment_version([one for one in heads if id(one) in changed])
+
+
+_watches_optimizers = False
+_projected = WeakTensorKeyDictionary()  # weights and biases from which lazy logits have been made
 
 
 def note_sharding(model: nn.Module) -> None:
@@ -111,16 +131,19 @@ def make_eager(model: nn.Module) -> None:
     """Undo `make_lazy`."""
     for module in model.modules():
         if _STATE in module.__dict__:
-            _, before = module.__dict__.pop(_STATE)
-            del module.__dict__["forward"]
-            if before is not None:
-                module.forward = before
+            del module.__dict__[_STATE]
+            if getattr(module.__dict__.get("forward"), "__func__", None) in (_forward, type(module).forward):
+                del module.__dict__["forward"]  # else somebody has wrapped it since
 
 
 def _forward(self: Any, input: Tensor) -> Tensor:
-    head, before = self.__dict__[_STATE]
-    if head.why_eager or disabled() or runs_plain(input, self.weight, self.bias) or not _can_wait(self, input):
-        return type(self).forward(self, input) if before is None else before(input)  # type: ignore[no-any-return]
+    (head,) = self.__dict__.get(_STATE, (None,))
+    is_eager = head is None or head.why_eager or disabled() or runs_plain(input, self.weight, self.bias)
+    if is_eager or not _can_wait(self, input):
+        return type(self).forward(self, input)  # type: ignore[no-any-return]
+    for parameter in (self.weight, self.bias):
+        if parameter is not None:
+            _projected[parameter] = None
     return project(input, self.weight, self.bias, head.asked)
 
 
@@ -138,8 +161,11 @@ def _can_wait(module: nn.Linear, x: Tensor) -> bool:
         and x.shape[-1] == module.in_features
         and x.is_floating_point()
         and len({t.device for t in tensors}) == 1
-        and (len({t.dtype for t in tensors}) == 1 or torch.is_autocast_enabled(x.device.type))
-        and x.dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+        and (
+            {t.dtype for t in tensors} <= _CAST  # autocast leaves float64 as it is
+            if autocast_enabled(x.device.type)
+            else len({t.dtype for t in tensors}) == 1 and x.dtype in (*_CAST, torch.float64)
+        )
         and not module._backward_hooks
         and not module._backward_pre_hooks
         and not _torch.transforms_active()

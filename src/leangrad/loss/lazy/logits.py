@@ -6,18 +6,20 @@ logits at once. Views, slices of rows, casts, multiples and a tanh give another 
 values, once, by the ops that plain PyTorch would have run, and goes on with those.
 
 [Note: the graph] The tensor that the module returns is the output of a node, `_Project`, whose inputs are x, W and b.
-Whoever uses it gets stand-ins for these three from a second node, `_Open`, whose input is that tensor: the loss and the
-values are ordinary functions of them. In backward `_Open` wraps their three gradients into one `ProjectedGradient`, a
+A loss gets stand-ins for these three from a second node, `_Open`, whose input is that tensor, and is an ordinary
+function of them. In backward `_Open` wraps their three gradients into one `ProjectedGradient`, a
 tensor with the shape of the logits and no memory either, and `_Project` unwraps it. So who follows the graph from the
 loss to the logits and on to the parameters finds what he expects. A hook on the logits would find no values in such a
-gradient: where there is one, the loss is computed from values, and those are the output of a node behind the logits
-(`_Values`). What is derived from logits has a node behind them too (`_Derive`), for whoever hands it to a Function.
+gradient: where there is one, the loss is computed from values. These are the output of a node behind the logits
+(`_Values`), whose gradient is an ordinary tensor. What is derived from logits has a node behind them (`_Derive`).
 
 [Note: changes] Until the values are computed x, W and b have to stay as they were. Their versions are compared, and
 `ChangedError` is raised where one has changed.
 
 [Note: in place] Who writes into lazy logits writes into their values, from which the tensor is a copy then, in the
-graph too (`_Replace`). Lazy views of it would not see that: it is an error where there are any.
+graph too (`_Replace`). Views of them have values of their own and do not see that. So it is an error to read one tensor
+after another was written to that plain PyTorch would have in the same memory (`_Memory`), and to write to one after
+another was read.
 """
 
 from __future__ import annotations
@@ -31,6 +33,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from leangrad import _torch
+from leangrad._torch import compiler
 from leangrad.errors import ChangedError, LeangradError
 from leangrad.functional import autocast_enabled
 from leangrad.loss.lazy.gradient import Parts, ProjectedGradient, projected, without_memory
@@ -74,7 +78,6 @@ class _Source:
         self.is_autocast = autocast_enabled(x.device.type)
         self.dtype = torch.get_autocast_dtype(x.device.type) if self.is_autocast else x.dtype
         self._states = self._now()
-        self._opened: tuple[Tensor, Tensor, Tensor | None] | None = None
 
     def autocast(self) -> torch.autocast:
         """That of the module's call."""
@@ -84,7 +87,7 @@ class _Source:
 
     def _now(self) -> list[Any]:
         tensors = (self.x, self.weight, self.bias)
-        return [None if t is None else (t._version, t.untyped_storage().nbytes()) for t in tensors]
+        return [None if t is None else (_version(t), t.untyped_storage().nbytes()) for t in tensors]
 
     def check(self) -> None:
         """See [Note: changes]."""
@@ -92,16 +95,23 @@ class _Source:
             if before != now:
                 raise _changed(name)
 
-    def open(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """X, W and b for a loss; see [Note: the graph]."""
-        self.check()
-        if not torch.is_grad_enabled() or not any(self.needs):
-            return self.x, self.weight, self.bias
-        if self._opened is None:
-            root = self.root()
-            assert root is not None  # what was derived from it holds it
-            self._opened = _Open.apply(root, self)
-        return self._opened
+
+class _Memory:
+    """What plain PyTorch would have in one memory: logits and their views. Tells who of them has been written to."""
+
+    def __init__(self) -> None:
+        self.probes: list[tuple[Any, Tensor, int]] = []
+
+    def note(self, rows: _Rows, values: Tensor) -> None:
+        """Keep the version of these values in mind, but not them."""
+        if not values.is_inference():
+            probe = values.detach()  # has its version
+            probe.data = values.new_empty(0)
+            self.probes.append((weakref.ref(rows), probe, probe._version))
+
+    def is_written(self, rows: _Rows, by_others: bool) -> bool:
+        """Whether the values of ``rows``, or those of others, were written to."""
+        return any((by() is not rows) == by_others and probe._version != then for by, probe, then in self.probes)
 
 
 def _changed(name: str) -> ChangedError:
@@ -124,8 +134,10 @@ class _Rows:
         self.is_transposed = False  # the vocabulary is the second of three dimensions
         self.before, self.after = 1.0, None  # type: float, float | None
         self.parent: LazyLogits | None = None  # what this was derived from
-        self.values: Tensor | None = None  # once they are computed
-        self.children: weakref.WeakSet[LazyLogits] = weakref.WeakSet()
+        self.values: Tensor | None = None  # once they are computed; in the graph if the logits are
+        self.memory = _Memory()
+        self.is_told = False  # that its values are read
+        self._opened: tuple[Tensor, Tensor, Tensor | None] | None = None
 
     def empty(self, shape: Any, dtype: torch.dtype) -> LazyLogits:
         """The tensor that stands for them, which has no place in the graph yet."""
@@ -133,22 +145,57 @@ class _Rows:
         logits._rows = self
         return logits
 
+    def open(self, logits: LazyLogits) -> tuple[Tensor, Tensor, Tensor | None]:
+        """X, W and b for a loss of ``logits``, whose rows these are; see [Note: the graph]."""
+        source = self.source
+        source.check()
+        self.check_writes()
+        if not torch.is_grad_enabled() or not logits.requires_grad or not any(source.needs):
+            return source.x, source.weight, source.bias
+        if self._opened is None:
+            self._opened = _Open.apply(logits, source)
+        return self._opened
+
     def compute(self) -> Tensor:
-        """The values, in the graph of x, W and b."""
-        x, weight, bias = self.source.open()
-        for pick in self.picks:
-            x = pick(x)
-        with self.source.autocast():
-            values = F.linear(x, weight, bias)
+        """The values, in no graph."""
+        self.source.check()
         self.check_bias()
-        for op, others in self.ops:
-            values = op(values, *others)
+        x, weight, bias = self.source.x, self.source.weight, self.source.bias
+        with torch.no_grad():
+            for pick in self.picks:
+                x = pick(x)
+            with self.source.autocast():
+                values = F.linear(x, weight, bias)
+            for op, others in self.ops:
+                values = op(values, *others)
         return values
 
     def check_bias(self) -> None:
         """See [Note: changes]."""
-        if self.bias is not None and self.bias._version != self.bias_version:
+        if self.bias is not None and _version(self.bias) != self.bias_version:
             raise _changed("bias")
+
+    def check_writes(self) -> None:
+        """See [Note: in place]."""
+        if self.memory.is_written(self, by_others=True):
+            raise LeangradError(_NO_WRITES)
+
+    def are_replaced(self) -> bool:
+        """Whether the values are no longer those of the projection, or a leaf."""
+        values = self.values
+        return values is not None and (
+            (values.is_leaf and values.requires_grad) or self.memory.is_written(self, by_others=False)
+        )
+
+
+_NO_WRITES = (
+    "logits, or a view of them, were written to, and others of them are read too: each have values of their own here, "
+    "and do not see what is written to the others; write to logits.clone(), or use leangrad.lean(model, exact=True)"
+)
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
 class LazyLogits(Tensor):
@@ -160,28 +207,50 @@ class LazyLogits(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        name = _name(func)
-        first = args[0] if args else kwargs.get("input")
-        with torch._C.DisableTorchFunctionSubclass():
-            if type(first) is LazyLogits and first._rows.values is None:
-                if name in _NATIVE:
-                    return func(*args, **kwargs)
-                handler = HANDLERS.get(name)
-                if handler is not None:
-                    result = handler(*args, **kwargs)
-                    if result is not NotImplemented:
-                        return result
-            if type(first) is LazyLogits and _writes(name):
-                return _write(func, first, args, kwargs)
-            return func(*_with_values(args), **_with_values(kwargs))
+        return compiler.untraced(_call)(func, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """A call from within torch, below autograd."""
-        return func(*_with_values(args, graded=False), **_with_values(kwargs or {}, graded=False))
+        with torch.no_grad():
+            args, kwargs = _with_values(args), _with_values(kwargs or {})
+        return func(*args, **kwargs)
+
+
+def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``func`` of lazy logits."""
+    name = _name(func)
+    first = args[0] if args else kwargs.get("input")
+    with torch._C.DisableTorchFunctionSubclass():
+        if func is torch.autograd.grad:  # of these tensors themselves
+            return func(*args, **kwargs)
+        if type(first) is LazyLogits:
+            if name in _NATIVE and not first._rows.are_replaced():
+                return func(*args, **kwargs)
+            result = _handle(name, args, kwargs) if first._rows.values is None else NotImplemented
+            if result is not NotImplemented:
+                return result
+            if name in ("requires_grad_", "requires_grad.__set__") and not first.requires_grad:
+                func(_values(first), *args[1:], **kwargs)
+                return first
+            if _writes(name):
+                return _write(func, first, args, kwargs)
+        args, kwargs = _with_values(args), _with_values(kwargs)
+    result = func(*args, **kwargs)
+    is_same = type(first) is LazyLogits and result is first._rows.values  # such as `.double()` of float64
+    return first if is_same else result
+
+
+def _handle(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    handler = HANDLERS.get(name)
+    if handler is None:
+        return NotImplemented
+    try:
+        return handler(*args, **kwargs)
+    except TypeError:  # arguments that it does not know; if torch does not either, it says so
+        return NotImplemented
 
 
 # ------------------------------------------------------------------------------------------------------------ the graph
@@ -240,7 +309,7 @@ class _Open(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: LazyLogits, source: _Source) -> tuple[Tensor | None, ...]:
-        ctx.like = source.shape, source.dtype, source.x.device
+        ctx.like = logits.shape, logits.dtype, logits.device
         ctx.set_materialize_grads(False)
         found = [None if t is None else t.detach() for t in (source.x, source.weight, source.bias)]
         ctx.mark_non_differentiable(
@@ -256,12 +325,11 @@ class _Open(torch.autograd.Function):
 
 
 class _Values(torch.autograd.Function):
-    """The values of lazy logits, for whose gradient somebody waits."""
+    """The values of lazy logits."""
 
     @staticmethod
     def forward(ctx: Any, logits: LazyLogits) -> Tensor:
-        values = logits._rows.compute()
-        return values if values._base is None else values.clone()  # a Function's view could not be written to
+        return logits._rows.compute().detach()  # a Function's view could not be written to
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Tensor:
@@ -273,18 +341,41 @@ class _Derive(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: LazyLogits, op: Op, make: Callable[[], LazyLogits], *others: Tensor) -> LazyLogits:
-        ctx.rows, ctx.op, ctx.others = logits._rows, op, others
+        ctx.op, ctx.others, ctx.like = op, others, (logits.shape, logits.dtype, logits.device)
+        ctx.is_linear = op is not torch.tanh
+        ctx.logits = None if ctx.is_linear else logits  # until the last backward
         return make()
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        is_graded = torch.is_grad_enabled()
-        with torch.no_grad():
-            values = ctx.rows.compute()
-        with torch.enable_grad():
-            inputs = [values.requires_grad_(), *(t.detach().requires_grad_() for t in ctx.others)]
-            found, *rest = torch.autograd.grad(ctx.op(*inputs), inputs, g, create_graph=is_graded)
-        return found, None, None, *rest
+        parts = g.parts if type(g) is ProjectedGradient else Parts(dense=g)
+        logits = ctx.logits
+        if not _torch.graph_is_kept():
+            ctx.logits = None
+        if parts.dense is None:
+            return projected(parts, *ctx.like), None, None, *(None for _ in ctx.others)
+        found, *rest = _gradients_of(ctx, logits, parts.dense)
+        parts = parts._replace(dense=found)
+        return (found if parts[:3] == (None, None, None) else projected(parts, *ctx.like)), None, None, *rest
+
+
+def _gradients_of(ctx: Any, logits: LazyLogits | None, g: Tensor) -> tuple[Tensor, ...]:
+    """Those of what the op was applied to; with create_graph=True they depend on its values, in the graph."""
+    is_graded = torch.is_grad_enabled()
+    shape, dtype, device = ctx.like
+    with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
+        if ctx.is_linear:
+            values = torch.zeros((), dtype=dtype, device=device).expand(shape).requires_grad_()
+        elif logits is None:
+            raise LeangradError("backward runs a second time through logits: the first needs retain_graph=True")
+        elif not is_graded:
+            values = logits._rows.compute().requires_grad_()
+        elif logits._rows.are_replaced():
+            raise LeangradError(_NO_WRITES)
+        else:
+            values = _values(logits)
+        inputs = [values, *(t.detach().requires_grad_() for t in ctx.others)]
+        return torch.autograd.grad(ctx.op(*inputs), inputs, g, create_graph=is_graded)
 
 
 class _Replace(torch.autograd.Function):
@@ -303,28 +394,26 @@ class _Replace(torch.autograd.Function):
 def _values(logits: LazyLogits) -> Tensor:
     """What ``logits`` stands for, as a tensor in the graph."""
     rows = logits._rows
-    values = rows.values
-    is_graded = torch.is_grad_enabled() and logits.requires_grad
-    if values is not None and (values.requires_grad or not is_graded):
-        return values
-    if is_graded:
+    rows.check_writes()
+    if torch.is_grad_enabled() and logits.requires_grad and not rows.is_told:
+        rows.is_told = True
         rows.source.asked(False)
-    with torch.set_grad_enabled(is_graded):
-        values = _Values.apply(logits) if is_graded and is_hooked(logits) else rows.compute()
-    rows.values = values
-    return values
+    if rows.values is None:
+        if torch.is_inference_mode_enabled() and not logits.is_inference():
+            return rows.compute()  # which nobody could use later
+        with torch.enable_grad():
+            rows.values = _Values.apply(logits)
+        rows.memory.note(rows, rows.values)
+    return rows.values
 
 
-def _with_values(tree: Any, *, graded: bool = True) -> Any:
+def _with_values(tree: Any) -> Any:
     if type(tree) is LazyLogits:
-        if graded:
-            return _values(tree)
-        with torch.no_grad():
-            return _values(tree)
+        return _values(tree)
     if type(tree) in (tuple, list):
-        return type(tree)(_with_values(one, graded=graded) for one in tree)
+        return type(tree)(_with_values(one) for one in tree)
     if type(tree) is dict:
-        return {key: _with_values(one, graded=graded) for key, one in tree.items()}
+        return {key: _with_values(one) for key, one in tree.items()}
     return tree
 
 
@@ -335,14 +424,10 @@ def _writes(name: str) -> bool:
 def _write(func: Callable[..., Any], logits: LazyLogits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """See [Note: in place]."""
     rows = logits._rows
-    if rows.parent is not None or any(child._rows.values is None for child in rows.children):
-        raise LeangradError(
-            "expected logits that nothing was derived from before they are written to, got a view of them or one with "
-            "views; write to logits.clone(), or use leangrad.lean(model, exact=True)"
-        )
+    if any(by() is not rows for by, _, _ in rows.memory.probes):
+        raise LeangradError(_NO_WRITES)
     values = _values(logits)
     result = func(values, *_with_values(args[1:]), **_with_values(kwargs))
-    rows.values = values
     if values.requires_grad:
         _Replace.apply(logits, values)
     return logits if result is values else result
@@ -366,6 +451,7 @@ def derive(
     pick: what it does to x, if it takes rows; else it changes values. before, after: those of what it gives.
     """
     rows = logits._rows
+    rows.check_writes()
     new = _Rows(rows.source)
     new.picks = rows.picks if pick is None else (*rows.picks, pick)
     new.before = rows.before if before is None else before
@@ -373,26 +459,31 @@ def derive(
     others = () if bias is None else (bias,)
     new.ops = rows.ops if pick is not None else (*rows.ops, (op, others))
     new.bias = rows.bias if bias is None else bias
-    new.bias_version = 0 if new.bias is None else rows.bias_version if bias is None else bias._version
+    new.bias_version = rows.bias_version if bias is None else _version(bias)
     new.is_transposed = rows.is_transposed or is_transposed
     new.parent = logits
+    if pick is not None or is_detached or is_transposed:
+        new.memory = rows.memory
     make = partial(new.empty, logits.shape if shape is None else shape, dtype or logits.dtype)
     needs = logits.requires_grad or (bias is not None and bias.requires_grad)
     if torch.is_grad_enabled() and needs and not is_detached:
-        made: LazyLogits = _Derive.apply(logits, op, make, *others)
-    else:
-        made = make()
-    rows.children.add(made)
-    return made
+        return _Derive.apply(logits, op, make, *others)  # type: ignore[no-any-return]
+    return make()
 
 
 def is_hooked(logits: LazyLogits | None) -> bool:
     """Whether somebody waits for the gradient of these logits or of those that they were derived from."""
     while logits is not None:
+        node = logits.grad_fn
         if logits._backward_hooks or logits.retains_grad:
+            return True
+        if node is not None and node.name() not in _NODES:  # made in the forward of somebody's Function
             return True
         logits = logits._rows.parent
     return False
+
+
+_NODES = tuple(f"{function.__name__}Backward" for function in (_Project, _Derive))
 
 
 def _name(func: Any) -> str:

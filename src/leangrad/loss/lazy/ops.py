@@ -37,6 +37,8 @@ def _resolved(sizes: tuple[int, ...], logits: LazyLogits) -> tuple[int, ...] | N
 
 def _flatten(logits: LazyLogits, start_dim: int = 0, end_dim: int = -1) -> Any:
     dims = logits.dim()
+    if not (-dims <= start_dim < dims and -dims <= end_dim < dims):
+        return NotImplemented
     first, last = start_dim % dims, end_dim % dims
     if not first <= last < dims - 1 or logits._rows.is_transposed:
         return NotImplemented
@@ -149,8 +151,18 @@ def _detach(logits: LazyLogits) -> LazyLogits:
     return derive(logits, Tensor.detach, is_detached=True)
 
 
+def _argmax(logits: LazyLogits, *args: Any, **kwargs: Any) -> Tensor:
+    """A metric, often read beside the loss: of values that nobody keeps."""
+    logits._rows.check_writes()
+    return torch.argmax(logits._rows.compute(), *args, **kwargs)
+
+
 def _contiguous(logits: LazyLogits, *, memory_format: torch.memory_format = torch.contiguous_format) -> Any:
-    return logits if memory_format in (torch.contiguous_format, torch.preserve_format) else NotImplemented
+    if memory_format not in (torch.contiguous_format, torch.preserve_format):
+        return NotImplemented
+    if not logits._rows.picks and not logits._rows.is_transposed:
+        return logits
+    return derive(logits, lambda t: t, shape=logits.shape, pick=lambda x: x)  # a copy, if these are a part of others
 
 
 def _cross_entropy(
@@ -179,7 +191,7 @@ def _cross_entropy(
         return NotImplemented
     is_graded = torch.is_grad_enabled() and input.requires_grad
     with torch.set_grad_enabled(is_graded):
-        x, table, bias = source.open()
+        x, table, bias = rows.open(input)
         for pick in rows.picks:
             x = pick(x)
         if rows.bias is not None:
@@ -224,6 +236,7 @@ HANDLERS.update(
         **dict.fromkeys(("add", "__add__", "__radd__"), _add),
         "tanh": _tanh,
         "detach": _detach,
+        "argmax": _argmax,
         "cross_entropy": _cross_entropy,
     }
 )
