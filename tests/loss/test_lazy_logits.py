@@ -426,6 +426,10 @@ def test_beside_packed_gradients(first: str) -> None:
             shifted(one(ids), ids).backward()
     for (name, a), b in zip(plain.named_parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad, msg=name)
+    assert type(model(ids)) is LazyLogits
+    leangrad.plain(model)
+    assert ("forward" in model.head.__dict__) == (first == "pack")
+    assert type(model(ids)) is Tensor
 
 
 def test_beside_a_budget_and_a_checkpoint() -> None:

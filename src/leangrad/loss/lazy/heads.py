@@ -87,9 +87,15 @@ def make_lazy(model: nn.Module) -> None:
         _watches_optimizers = True
         register_optimizer_step_post_hook(_count_step)
     for head in heads_of(model).values():
-        if "forward" not in head.__dict__:  # else it is somebody else's, and no mere projection
-            head.__dict__[_STATE] = (_Head(),)
+        before = head.__dict__.get("forward")
+        if before is None or _is_packed(before):  # else it is somebody else's, and no mere projection
+            head.__dict__[_STATE] = _Head(), before
             head.forward = MethodType(_forward, head)  # type: ignore[method-assign]
+
+
+def _is_packed(forward: Any) -> bool:
+    """Whether it is the one that `pack_gradients` has given a module: the same projection."""
+    return isinstance(forward, MethodType) and forward.__func__.__module__ == "leangrad.packed.modules"
 
 
 def _count_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -131,16 +137,18 @@ def make_eager(model: nn.Module) -> None:
     """Undo `make_lazy`."""
     for module in model.modules():
         if _STATE in module.__dict__:
-            del module.__dict__[_STATE]
+            _, before = module.__dict__.pop(_STATE)
             if getattr(module.__dict__.get("forward"), "__func__", None) in (_forward, type(module).forward):
                 del module.__dict__["forward"]  # else somebody has wrapped it since
+                if before is not None:
+                    module.forward = before
 
 
 def _forward(self: Any, input: Tensor) -> Tensor:
-    (head,) = self.__dict__.get(_STATE, (None,))
+    head, before = self.__dict__.get(_STATE, (None, None))
     is_eager = head is None or head.why_eager or disabled() or runs_plain(input, self.weight, self.bias)
     if is_eager or not _can_wait(self, input):
-        return type(self).forward(self, input)  # type: ignore[no-any-return]
+        return type(self).forward(self, input) if before is None else before(input)  # type: ignore[no-any-return]
     for parameter in (self.weight, self.bias):
         if parameter is not None:
             _projected[parameter] = None
