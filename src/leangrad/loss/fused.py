@@ -314,8 +314,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if torch.is_grad_enabled() and ctx.in_forward:
             raise LeangradError(
                 "the gradients of linear_cross_entropy were computed in its forward and cannot be differentiated again "
-                "(create_graph=True); call it with reduction='none' and reduce the result yourself, or, where logits are "
-                "lazy, use leangrad.lean(model, exact=True)"
+                "(create_graph=True); call it with reduction='none' and reduce the result yourself, or, "
+                "where logits are lazy, use leangrad.lean(model, exact=True)"
             )
         if torch.is_grad_enabled() or (not ctx.in_forward and not _torch.has_memory(g)):
             return (*_plain_backward(ctx, Tensors(*saved), g), None, None, None, None, None)
