@@ -448,6 +448,7 @@ def test_beside_a_budget_and_a_checkpoint() -> None:
         torch.testing.assert_close(a.grad, b.grad)
 
 
+@pytest.mark.usefixtures("backend_name")
 def test_compiled_and_transformed_it_is_plain() -> None:
     plain, ids = Model(), words()
     model = leangrad.lean(copy.deepcopy(plain), exact=False)
