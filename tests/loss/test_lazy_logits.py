@@ -128,11 +128,9 @@ def draws(loss: Loss, dtype: torch.dtype, **how: bool) -> Callable[[], Iterator[
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("loss", [*LOSSES, with_entropy], ids=lambda loss: loss.__name__)
 def test_the_error_rule(loss: Loss, dtype: torch.dtype) -> None:
-    if loss in (twice, transposed) and dtype == torch.bfloat16:
-        pytest.skip(
-            "each loss rounds the gradient of the hidden states, and plain rounds that of the logits: 1.2 times"
-        )
-    assert_error_rule(draws(loss, dtype))  # type: ignore[arg-type]
+    # A norm's weight has 24 elements: eight draws of its error in bfloat16 are off by a fifth, by luck alone.
+    seeds = 48 if dtype == torch.bfloat16 else 8
+    assert_error_rule(draws(loss, dtype), seeds=seeds)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("how", [{"tied": True}, {"bias": False}], ids=str)
@@ -289,6 +287,23 @@ def test_a_bias_of_its_own_has_its_gradient() -> None:
         model.own.add_(1)
     with pytest.raises(ChangedError, match="bias"):
         shifted(logits, ids)
+
+
+def test_a_bias_with_dimensions_of_one() -> None:
+    plain, ids, bias = Model(), words(), torch.randn(1, 1, WORDS, requires_grad=True)
+    model = leangrad.lean(copy.deepcopy(plain), exact=False)
+    for loss in (
+        lambda t, i: shifted(t + bias, i),
+        lambda t, i: (t + bias).view(-1, WORDS).square().mean(),
+        lambda t, i: (t + bias)[1].square().mean(),
+    ):
+        found = []
+        for one in (model, plain):
+            bias.grad = None
+            found.append(results(one, ids, loss) | {"own": bias.grad})
+        torch.testing.assert_close(*found)
+    with torch.no_grad():
+        assert (model(ids) + bias).view(-1, WORDS).clone().shape == (ROWS * LENGTH, WORDS)
 
 
 def test_logits_in_a_function_of_the_users() -> None:

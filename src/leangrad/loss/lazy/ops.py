@@ -140,7 +140,7 @@ def _add(logits: LazyLogits, other: Any, **kwargs: Any) -> Any:
         or rows.after is not None
     ):
         return NotImplemented
-    return derive(logits, torch.add, bias=other)
+    return derive(logits, lambda t, b: t + b.reshape(-1), bias=other)  # of rows, whatever shape they are given
 
 
 def _tanh(logits: LazyLogits) -> Any:
