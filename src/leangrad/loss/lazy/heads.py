@@ -19,7 +19,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from leangrad import _torch
-from leangrad.functional import autocast_enabled, runs_plain
+from leangrad.functional import LOW_OR_SINGLE, autocast_enabled, runs_plain
+from leangrad.ledger import MIN_BYTES
 from leangrad.ledger.learn.entries import Entry
 from leangrad.loss.lazy import ops  # noqa: F401  (registers what stays lazy)
 from leangrad.loss.lazy.logits import project
@@ -30,10 +31,8 @@ __all__ = ["describe", "heads_of", "make_eager", "make_lazy", "note_sharding"]
 
 RATIO = 2  # outputs for an input, at least
 CLASSES = 256  # at least
-MIN_BYTES = 16 * 1024  # of the output, at least
 TRIALS = 2  # in which values were read, and no loss was computed
 _STATE = "_leangrad_head"
-_CAST = {torch.float16, torch.bfloat16, torch.float32}
 
 
 def heads_of(model: nn.Module) -> dict[str, nn.Linear]:
@@ -170,9 +169,9 @@ def _can_wait(module: nn.Linear, x: Tensor) -> bool:
         and x.is_floating_point()
         and len({t.device for t in tensors}) == 1
         and (
-            {t.dtype for t in tensors} <= _CAST  # autocast leaves float64 as it is
+            {t.dtype for t in tensors} <= LOW_OR_SINGLE  # autocast leaves float64 as it is
             if autocast_enabled(x.device.type)
-            else len({t.dtype for t in tensors}) == 1 and x.dtype in (*_CAST, torch.float64)
+            else len({t.dtype for t in tensors}) == 1 and x.dtype in (*LOW_OR_SINGLE, torch.float64)
         )
         and not module._backward_hooks
         and not module._backward_pre_hooks

@@ -7,24 +7,23 @@ values, once, by the ops that plain PyTorch would have run, and goes on with tho
 
 [Note: the graph] The tensor that the module returns is the output of a node, `_Project`, whose inputs are x, W and b.
 A loss gets stand-ins for these three from a second node, `_Open`, whose input is that tensor, and is an ordinary
-function of them. In backward `_Open` wraps their three gradients into one `ProjectedGradient`, a
-tensor with the shape of the logits and no memory either, and `_Project` unwraps it. So who follows the graph from the
-loss to the logits and on to the parameters finds what he expects. A hook on the logits would find no values in such a
-gradient: where there is one, the loss is computed from values. These are the output of a node behind the logits
-(`_Values`), whose gradient is an ordinary tensor. What is derived from logits has a node behind them (`_Derive`).
+function of them. In backward `_Open` wraps their three gradients into one `ProjectedGradient`, a tensor with the shape
+of the logits and no memory either, and `_Project` unwraps it. So who follows the graph from the loss to the logits and
+on to the parameters finds what he expects. A hook on the logits would find no values in such a gradient: where there is
+one, the loss is computed from values. These are the output of a node behind the logits (`_Values`), whose gradient is
+an ordinary tensor. What is derived from logits has a node behind them (`_Derive`).
 
 [Note: changes] Until the values are computed x, W and b have to stay as they were. Their versions are compared, and
 `ChangedError` is raised where one has changed.
 
 [Note: in place] Who writes into lazy logits writes into their values, from which the tensor is a copy then, in the
 graph too (`_Replace`). Views of them have values of their own and do not see that. So it is an error to read one tensor
-after another was written to that plain PyTorch would have in the same memory (`_Memory`), and to write to one after
+after another was written to that plain PyTorch would have in the same memory (`Memory`), and to write to one after
 another was read.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -35,9 +34,9 @@ from torch import Tensor
 
 from leangrad import _torch
 from leangrad._torch import compiler
-from leangrad.errors import ChangedError, LeangradError
-from leangrad.functional import autocast_enabled
+from leangrad.errors import LeangradError
 from leangrad.loss.lazy.gradient import Parts, ProjectedGradient, projected, without_memory
+from leangrad.loss.lazy.source import Memory, Source, changed, version
 from leangrad.overridable import overridable
 from leangrad.packed.slots import SLOTS, deliver
 
@@ -57,75 +56,16 @@ def project(
     >>> logits.shape, logits.view(-1).sum()
     (torch.Size([2, 5]), tensor(30.))
     """
-    source = _Source(x, weight, bias, asked)
+    source = Source(x, weight, bias, asked)
     if torch.is_grad_enabled() and any(source.needs):
-        logits: LazyLogits = _project(source, x, weight, bias)
-    else:
-        logits = _Rows(source).empty(source.shape, source.dtype)
-    source.root = weakref.ref(logits)
-    return logits
-
-
-class _Source:
-    """The call that was put off: its arguments as they were, and its autocast."""
-
-    def __init__(self, x: Tensor, weight: Tensor, bias: Tensor | None, asked: Callable[[bool], None]) -> None:
-        self.x, self.weight, self.bias = x.detach(), weight.detach(), None if bias is None else bias.detach()
-        self.needs = tuple(t is not None and t.requires_grad for t in (x, weight, bias))
-        self.asked = asked
-        self.root: Callable[[], LazyLogits | None] = lambda: None  # what the module has returned
-        self.shape = (*x.shape[:-1], len(weight))
-        self.is_autocast = autocast_enabled(x.device.type)
-        self.dtype = torch.get_autocast_dtype(x.device.type) if self.is_autocast else x.dtype
-        self._states = self._now()
-
-    def autocast(self) -> torch.autocast:
-        """That of the module's call."""
-        return torch.autocast(
-            self.x.device.type, dtype=self.dtype if self.is_autocast else None, enabled=self.is_autocast
-        )
-
-    def _now(self) -> list[Any]:
-        tensors = (self.x, self.weight, self.bias)
-        return [None if t is None else (_version(t), t.untyped_storage().nbytes()) for t in tensors]
-
-    def check(self) -> None:
-        """See [Note: changes]."""
-        for name, before, now in zip(("input", "weight", "bias"), self._states, self._now(), strict=True):
-            if before != now:
-                raise _changed(name)
-
-
-class _Memory:
-    """What plain PyTorch would have in one memory: logits and their views. Tells who of them has been written to."""
-
-    def __init__(self) -> None:
-        self.probes: list[tuple[Any, Tensor, int]] = []
-
-    def note(self, rows: _Rows, values: Tensor) -> None:
-        """Keep the version of these values in mind, but not them."""
-        if not values.is_inference():
-            probe = values.detach()  # has its version
-            probe.data = values.new_empty(0)
-            self.probes.append((weakref.ref(rows), probe, probe._version))
-
-    def is_written(self, rows: _Rows, by_others: bool) -> bool:
-        """Whether the values of ``rows``, or those of others, were written to."""
-        return any((by() is not rows) == by_others and probe._version != then for by, probe, then in self.probes)
-
-
-def _changed(name: str) -> ChangedError:
-    return ChangedError(
-        f"expected logits to be read before the {name} of their projection changes, as an optimizer's step changes it: "
-        "their values were not computed until now. Take what you need of them before that, such as logits.argmax(-1) "
-        "or logits.clone(), or use leangrad.lean(model, exact=True)"
-    )
+        return _project(source, x, weight, bias)  # type: ignore[no-any-return]
+    return _Rows(source).empty(source.shape, source.dtype)
 
 
 class _Rows:
     """Some of the logits: x's rows through ``picks``; of these y = before·z, or after·tanh(before·z)."""
 
-    def __init__(self, source: _Source) -> None:
+    def __init__(self, source: Source) -> None:
         self.source = source
         self.picks: tuple[Op, ...] = ()
         self.ops: tuple[tuple[Op, tuple[Tensor, ...]], ...] = ()  # what is done to the values of these rows
@@ -135,7 +75,7 @@ class _Rows:
         self.before, self.after = 1.0, None  # type: float, float | None
         self.parent: LazyLogits | None = None  # what this was derived from
         self.values: Tensor | None = None  # once they are computed; in the graph if the logits are
-        self.memory = _Memory()
+        self.memory = Memory()
         self.is_told = False  # that its values are read
         self._opened: tuple[Tensor, Tensor, Tensor | None] | None = None
 
@@ -172,8 +112,8 @@ class _Rows:
 
     def check_bias(self) -> None:
         """See [Note: changes]."""
-        if self.bias is not None and _version(self.bias) != self.bias_version:
-            raise _changed("bias")
+        if self.bias is not None and version(self.bias) != self.bias_version:
+            raise changed("bias")
 
     def check_writes(self) -> None:
         """See [Note: in place]."""
@@ -192,10 +132,6 @@ _NO_WRITES = (
     "logits, or a view of them, were written to, and others of them are read too: each have values of their own here, "
     "and do not see what is written to the others; write to logits.clone(), or use leangrad.lean(model, exact=True)"
 )
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
 
 
 class LazyLogits(Tensor):
@@ -260,7 +196,7 @@ class _Project(torch.autograd.Function):
     """Logits of x, W and b."""
 
     @staticmethod
-    def forward(ctx: Any, source: _Source, x: Tensor, weight: Tensor, bias: Tensor | None) -> LazyLogits:
+    def forward(ctx: Any, source: Source, x: Tensor, weight: Tensor, bias: Tensor | None) -> LazyLogits:
         ctx.save_for_backward(x, weight)
         ctx.dtypes = [None if t is None else t.dtype for t in (x, weight, bias)]
         ctx.parameters = [None if SLOTS.get(t) is None else t for t in (x, weight, bias)]  # packed ones
@@ -308,7 +244,7 @@ class _Open(torch.autograd.Function):
     """Stand-ins for x, W and b."""
 
     @staticmethod
-    def forward(ctx: Any, logits: LazyLogits, source: _Source) -> tuple[Tensor | None, ...]:
+    def forward(ctx: Any, logits: LazyLogits, source: Source) -> tuple[Tensor | None, ...]:
         ctx.like = logits.shape, logits.dtype, logits.device
         ctx.set_materialize_grads(False)
         found = [None if t is None else t.detach() for t in (source.x, source.weight, source.bias)]
@@ -459,7 +395,7 @@ def derive(
     others = () if bias is None else (bias,)
     new.ops = rows.ops if pick is not None else (*rows.ops, (op, others))
     new.bias = rows.bias if bias is None else bias
-    new.bias_version = rows.bias_version if bias is None else _version(bias)
+    new.bias_version = rows.bias_version if bias is None else version(bias)
     new.is_transposed = rows.is_transposed or is_transposed
     new.parent = logits
     if pick is not None or is_detached or is_transposed:
