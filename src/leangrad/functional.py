@@ -15,7 +15,7 @@ from leangrad.ledger.origins.functions import Replay, know
 from leangrad.ops.activation import Activation, resolve
 from leangrad.overridable import overridable
 
-__all__ = ["activate", "are_ordinary", "autocast_enabled", "runs_plain"]
+__all__ = ["LOW_OR_SINGLE", "activate", "are_ordinary", "autocast_enabled", "runs_plain"]
 
 
 def activate(x: Tensor, activation: str | Activation, parameter: float | None = None) -> Tensor:
@@ -58,6 +58,9 @@ _ORDINARY = frozenset((Tensor, torch.nn.Parameter, type(None)))
 def are_ordinary(*tensors: Tensor | None) -> bool:
     """Whether none of these is of a class that may have a will of its own."""
     return _ORDINARY.issuperset(map(type, tensors))
+
+
+LOW_OR_SINGLE = frozenset((torch.float32, torch.bfloat16, torch.float16))  # what autocast casts; float64 stays
 
 
 def autocast_enabled(device_type: str) -> bool:

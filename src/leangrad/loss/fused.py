@@ -20,7 +20,7 @@ from torch import Tensor
 
 from leangrad import _torch
 from leangrad.errors import LeangradError
-from leangrad.functional import autocast_enabled, runs_plain
+from leangrad.functional import LOW_OR_SINGLE, autocast_enabled, runs_plain
 from leangrad.ledger.observe.active_region import ledger_saves
 from leangrad.loss.reference import Options, Tensors, plain_linear_cross_entropy
 from leangrad.ops import linear_cross_entropy as ops
@@ -28,8 +28,6 @@ from leangrad.overridable import overridable
 from leangrad.packed.slots import SLOTS, deliver
 
 __all__ = ["fused_linear_cross_entropy", "linear_cross_entropy"]
-
-_LOW_OR_SINGLE = frozenset((torch.float32, torch.bfloat16, torch.float16))
 
 
 def linear_cross_entropy(
@@ -179,14 +177,14 @@ def _is_dense(tensor: Tensor) -> bool:
 def _product_dtype(tensors: Tensors) -> torch.dtype:
     """The dtype that the projection is computed in: the arguments' own, or autocast's."""
     given = [t.dtype for t in tensors[:3] if t is not None]
-    if autocast_enabled(tensors.input.device.type) and _LOW_OR_SINGLE.issuperset(given):
+    if autocast_enabled(tensors.input.device.type) and LOW_OR_SINGLE.issuperset(given):
         return torch.get_autocast_dtype(tensors.input.device.type)
     if len(set(given)) > 1:
         raise TypeError(
             f"input, linear_weight and linear_bias: expected one dtype, got {', '.join(map(str, given))}; "
             "convert them, or call this under torch.autocast"
         )
-    if given[0] not in _LOW_OR_SINGLE and given[0] != torch.float64:
+    if given[0] not in LOW_OR_SINGLE and given[0] != torch.float64:
         raise TypeError(f"input: expected float16, bfloat16, float32 or float64, got {given[0]}")
     return given[0]
 

@@ -18,14 +18,12 @@ from torch import Tensor, nn
 
 from leangrad import _torch
 from leangrad.engine import single_node
-from leangrad.functional import activate
+from leangrad.functional import LOW_OR_SINGLE, activate
 from leangrad.ledger.observe.active_region import ledger_saves
 from leangrad.switch import disabled
 
 from .products import node_writer, packed_lookup, packed_product
 from .slots import SLOTS, Slot
-
-_LOW_OR_SINGLE = frozenset((torch.float32, torch.bfloat16, torch.float16))
 
 
 def _slot_for(weight: object, input: object) -> Slot | None:
@@ -48,7 +46,7 @@ def _product_dtype(slot: Slot, x: Tensor, weight: Tensor, bias: Tensor | None) -
     if not torch.is_autocast_enabled(x.device.type):
         return x.dtype if x.is_floating_point() and len(set(dtypes)) == 1 else None
     dtype = torch.get_autocast_dtype(x.device.type)
-    if not _LOW_OR_SINGLE.issuperset(dtypes):
+    if not LOW_OR_SINGLE.issuperset(dtypes):
         return None
     is_cast_alive = slot.cast is not None and slot.cast() is not None
     if weight.dtype != dtype and is_cast_alive and not (_torch.saved_tensor_hooks_active() and not ledger_saves()):
