@@ -201,8 +201,8 @@ class Tuner:
                 if best == self._smallest:
                     yield from self._check(limit)
                 was_above, corrections = True, corrections + 1
-                tried = (self._within(limit, 1.0), fitting)[min(corrections // CORRECTIONS, 1)]
-                best = tried if tried != best and corrections <= CORRECTIONS else self._smallest
+                smaller = self._within(limit, 1.0) if corrections < CORRECTIONS else fitting
+                best = smaller if smaller != best and corrections <= CORRECTIONS else self._smallest
             else:
                 fitting = best
                 if not was_above and corrections < CORRECTIONS:
