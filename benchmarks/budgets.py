@@ -7,7 +7,8 @@ On a CPU a row of the frontier is what `leangrad.frontier` measures, all ways in
 bit. On a GPU one way after another has the device for itself, since a budget is the peak of all that is allocated:
 `ms` is the step as training runs it, `device_ms` the time of its kernels. Budgets: shares of the room between plain's
 peak and the floor's, and the checkpoint's own peak. `slowdown` is `lean(model, slowdown=1.1)`, with the share of the
-floor's saving that it kept.
+floor's saving that it kept. Beside them on a GPU: `selective`, a checkpoint per block that keeps products,
+convolutions and attention, and `save_on_cpu` with pinned memory. (Compile's own budget is in `benchmarks.compiled`.)
 """
 
 from __future__ import annotations
@@ -24,17 +25,26 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import leangrad
 from benchmarks.environment import RESULTS, write_rows
 from leangrad.errors import BudgetError
+from leangrad.frontier.repeated import repeated_modules
 from tests.zoo import CASES, Case
 
 ZOO = ("resnet", "convnext", "unet", "gpt", "llama", "bert", "t5", "vit", "mamba", "hf_gpt2")
 GPU = ("resnet50", "vit_l", "gpt2_medium", "llama_1b")
+WAYS = ("budget", "selective", "save_on_cpu")  # "budget": and slowdown
 SHARES = (1.0, 0.75, 0.5, 0.25)
 SLOWDOWN = 1.1
-SETTLED = {"budget": 16, "slowdown": 75, "plain": 4, "lean": 6, "checkpoint": 4}  # steps before a way is measured
+# Steps before a way is measured.
+SETTLED = {"budget": 26, "slowdown": 90, "plain": 4, "lean": 6, "checkpoint": 4, "selective": 3, "save_on_cpu": 2}
+# What a selective checkpoint keeps: `torch.ops.aten` names, as its users list them.
+HEAVY = (
+    "mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
+)  # fmt: skip
 ROUNDS = 9
 
 
@@ -87,7 +97,7 @@ def _slowdown_on_cpu(found: Case, model: nn.Module, batch: tuple[Any, ...]) -> d
 # ------------------------------------------------------------------------------------------------------------- on a GPU
 
 
-def on_gpu(name: str, shares: tuple[float, ...]) -> Iterator[dict[str, Any]]:
+def on_gpu(name: str, shares: tuple[float, ...], ways: list[str]) -> Iterator[dict[str, Any]]:
     """All ways of one model, one after another."""
     from benchmarks import models
     from benchmarks.compiled import _checkpointed, _table, _timm
@@ -99,7 +109,7 @@ def on_gpu(name: str, shares: tuple[float, ...]) -> Iterator[dict[str, Any]]:
         row: dict[str, Any] = {"case": name, "way": way, **said}
         try:
             return row | _on_gpu(setup, make_ready, SETTLED[way])
-        except (BudgetError, torch.OutOfMemoryError) as error:
+        except (BudgetError, RuntimeError) as error:  # among them that of too little memory
             return row | {"error": str(error).splitlines()[0]}
         finally:
             gc.collect()
@@ -108,6 +118,12 @@ def on_gpu(name: str, shares: tuple[float, ...]) -> Iterator[dict[str, Any]]:
     plain, floor = measure("plain", lambda model: model), measure("lean", leangrad.lean)
     checkpointed = measure("checkpoint", _checkpointed)
     yield from (plain, floor, checkpointed)
+    if "selective" in ways:
+        yield measure("selective", _selective)
+    if "save_on_cpu" in ways:
+        yield measure("save_on_cpu", _on_the_host)
+    if "budget" not in ways:
+        return
     budgets = {f"{share:g}": int(floor["peak"] + share * (plain["peak"] - floor["peak"])) for share in shares}
     budgets["checkpoint's peak"] = checkpointed["peak"]
     for share, budget in budgets.items():
@@ -116,6 +132,32 @@ def on_gpu(name: str, shares: tuple[float, ...]) -> Iterator[dict[str, Any]]:
     if "peak" in slow:
         slow["share_of_the_saving"] = (plain["peak"] - slow["peak"]) / max(1, plain["peak"] - floor["peak"])
     yield slow
+
+
+def _selective(model: nn.Module) -> nn.Module:
+    """A checkpoint around each block that keeps what is heavy."""
+    from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+    heavy = [overload for name in HEAVY for overload in [getattr(torch.ops.aten, name).default]]
+
+    def policy(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if op in heavy else CheckpointPolicy.PREFER_RECOMPUTE
+
+    for block in repeated_modules(model).values():
+        context_fn = partial(create_selective_checkpoint_contexts, policy)
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=context_fn)
+    return model
+
+
+def _on_the_host(model: nn.Module) -> nn.Module:
+    plain = model.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with torch.autograd.graph.save_on_cpu(pin_memory=True):
+            return plain(*args, **kwargs)
+
+    model.forward = forward
+    return model
 
 
 def _on_gpu(setup: Any, make_ready: Callable[[nn.Module], nn.Module], steps: int) -> dict[str, Any]:
@@ -134,7 +176,7 @@ def _on_gpu(setup: Any, make_ready: Callable[[nn.Module], nn.Module], steps: int
         step()
     torch.cuda.synchronize()
     highest = torch.cuda.max_memory_allocated()  # of all steps so far, those on the way to a plan too
-    turns = [_in_a_row(step)["ms_in_a_row"] for _ in range(2)]
+    turns = [_in_a_row(step)["ms_in_a_row"] for _ in range(2 if steps > 2 else 1)]
     torch.cuda.reset_peak_memory_stats()
     step()
     torch.cuda.synchronize()
@@ -156,12 +198,16 @@ def main() -> None:
     parser.add_argument("--case", nargs="+", metavar="NAME")
     parser.add_argument("--points", type=int, default=6, help="budgets on a CPU")
     parser.add_argument("--shares", nargs="*", type=float, default=SHARES, help="budgets on a GPU")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, help="on a GPU, beside the usual ones")
     parser.add_argument("--write", metavar="NAME", help="write the rows to benchmarks/results")
     chosen = parser.parse_args()
     zoo = {case.name: case for case in CASES}
     rows: list[dict[str, Any]] = []
     for name in chosen.case or (GPU if chosen.device == "cuda" else ZOO):
-        found = on_gpu(name, tuple(chosen.shares)) if chosen.device == "cuda" else on_cpu(zoo[name], chosen.points)
+        if chosen.device == "cuda":
+            found = on_gpu(name, tuple(chosen.shares), chosen.ways)
+        else:
+            found = on_cpu(zoo[name], chosen.points)
         for row in found:
             if "peak" in row and rows and rows[-1]["case"] == name:
                 plain = next(one for one in rows if one["case"] == name)

@@ -21,7 +21,7 @@ from leangrad.ledger.learn import tuning
 from leangrad.policy.relax import Relaxation
 from tests.support import assert_same_bits
 
-SETTLED = 12  # steps after which a plan for a budget stands, but for corrections
+SETTLED = 24  # steps after which a plan for a budget stands, but for corrections
 WIDTH, ROWS = 64, 96
 
 
@@ -44,6 +44,12 @@ class Net(nn.Module):
     def forward(self, x: Tensor, *, scale: Tensor | None = None) -> Tensor:
         out = self.blocks(x)
         return out if scale is None else out * scale
+
+
+@pytest.fixture(autouse=True)
+def no_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models as small as these take as long with any plan: none is to be dropped for the noise of a busy machine."""
+    monkeypatch.setattr(tuning, "SURE", 0.0)
 
 
 @pytest.fixture
@@ -105,6 +111,17 @@ def test_every_step_has_plains_gradients_and_the_peak_is_within(net: Net, x: Ten
     assert "budget" in leangrad.ledger_of(lean).summary()
 
 
+def test_more_room_never_takes_longer(net: Net, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a plan that keeps more is measured to be the slower one, the least memory stays."""
+    most, least = ends(net, x)
+    monkeypatch.setattr(tuning, "SURE", 1e9)
+    lean = leangrad.lean(copy.deepcopy(net), budget=(most + least) // 2, min_bytes=0)
+    settle(lean, x)
+    tuner: Any = leangrad.ledger_of(lean)._tuner
+    assert leangrad.ledger_of(lean)._kept_items == tuner._smallest
+    assert peak(lean, x) <= 1.02 * least
+
+
 def test_more_room_is_less_work(net: Net, x: Tensor) -> None:
     most, least = ends(net, x)
     left = []
@@ -130,6 +147,12 @@ def test_a_budget_that_cannot_be_met_names_the_least(net: Net, x: Tensor) -> Non
     step(plain, x)
     step(leangrad.plain(lean), x)
     assert_same_gradients(plain, lean)
+
+
+def test_a_hopeless_budget_is_refused_where_nobody_measures(net: Net, x: Tensor) -> None:
+    lean = leangrad.lean(net, budget=1000, min_bytes=0)
+    with pytest.raises(BudgetError, match="cannot be met"):
+        settle(lean, x, 4)
 
 
 def test_the_error_survives_a_pickle() -> None:
@@ -464,6 +487,7 @@ class Allocator:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, standing: int) -> None:
         self.counters = Counters(standing, standing, 2 * standing)
+        self.resets = False  # the user resets the peak before each step
         monkeypatch.setattr(ledger_module, "_is_on_gpu", lambda _: True)
         monkeypatch.setattr(tuning, "_counters", lambda: self.counters)
         monkeypatch.setattr(tuning.Stopwatch, "__init__", lambda watch, *, on_gpu: setattr(watch, "_on_gpu", False))
@@ -521,6 +545,31 @@ def test_memory_that_others_take_meanwhile(net: Net, x: Tensor, monkeypatch: pyt
     assert allocator.steps(lean, x, 6)[-1] <= budget
 
 
+def test_peaks_are_known_to_who_resets_them(net: Net, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user who logs the peak of each step resets it before forward: all that we could have read is gone."""
+    most, least = ends(net, x)
+    lean = leangrad.lean(net, budget=10**9 + 2 * most, min_bytes=0)
+    allocator = Allocator(monkeypatch, 10**9)
+    taken = allocator.counters.highest
+    inside = False
+
+    def counters() -> Counters:
+        return allocator.counters._replace(highest=taken if inside else allocator.counters.allocated)
+
+    def enters(*_: Any) -> None:
+        nonlocal inside
+        inside = True
+
+    lean.register_forward_hook(enters)
+    monkeypatch.setattr(tuning, "_counters", counters)
+    for _ in range(12):
+        inside = False
+        taken = allocator.counters.allocated + peak(lean, x)
+    tuner: Any = leangrad.ledger_of(lean)._tuner
+    assert tuner._moments[-1].highest in range(10**9 + least // 2, 10**9 + most + 1)
+    assert tuner._extra is not None  # what was foreseen has been compared with it
+
+
 def test_an_allocator_that_runs_out_by_its_gaps_is_told_of(
     net: Net, x: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -535,10 +584,11 @@ def test_an_allocator_that_runs_out_by_its_gaps_is_told_of(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("share", [-0.3, 0.0, 0.5, 1.0])
+@pytest.mark.parametrize("share", [-0.15, 0.0, 0.5, 1.0])
 @pytest.mark.parametrize("resets", [False, True])
 def test_on_a_gpu_the_allocators_peak_is_within(net: Net, share: float, resets: bool) -> None:
-    net, x = net.cuda(), torch.randn(64 * ROWS, WIDTH, device="cuda")
+    # Rows enough that what the allocator rounds up, to at most 1 MiB more in each block, does not count.
+    net, x = net.cuda(), torch.randn(1024 * ROWS, WIDTH, device="cuda")
 
     def highest(model: nn.Module, steps: int) -> list[int]:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)

@@ -418,6 +418,8 @@ def test_a_disabled_leangrad_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_figures_on_a_gpu() -> None:
     x = torch.randn(1024, 256, device="cuda")
     torch.manual_seed(0)
+    stack(6, 256).cuda()(x).sum().backward()  # from here on the library's workspaces stand
+    stood = torch.cuda.memory_allocated() - x.nbytes
     model = stack(6, 256).cuda()
     ballast = torch.empty(1 << 26, dtype=torch.uint8, device="cuda")
     found = by_way(frontier(model, x, points=0, steps=4, optimizer=torch.optim.AdamW))
@@ -432,7 +434,7 @@ def test_figures_on_a_gpu() -> None:
         torch.cuda.reset_peak_memory_stats()
         by_hand(x).square().mean().backward()
         optimizer.step()
-    assert found["plain"].peak_bytes == pytest.approx(torch.cuda.max_memory_allocated(), rel=0.05)
+    assert found["plain"].peak_bytes == pytest.approx(torch.cuda.max_memory_allocated() - stood, rel=0.05)
 
 
 @pytest.mark.gpu

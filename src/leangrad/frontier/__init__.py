@@ -6,6 +6,7 @@ in the memory of one), `meter` (what a peak counts), `failure` (why a way has no
 the largest batch that fits.
 """
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -86,6 +87,7 @@ def frontier(
         return Comparison(subject, batch, points, steps, optimizer, progress or (lambda *_: None)).run()
     finally:
         memory.restore()
+        gc.collect()  # copies of the model that are in circles
 
 
 def _check_counts(points: int, steps: int) -> None:

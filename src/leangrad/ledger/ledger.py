@@ -25,7 +25,7 @@ from leangrad.ledger.learn.trace import Trace
 from leangrad.ledger.learn.tuning import PRODUCTS, Goal, Tuner, Way
 from leangrad.ledger.observe.active_region import region_is_open
 from leangrad.ledger.region import Region
-from leangrad.ledger.summary import summarize
+from leangrad.ledger.summary import bytes_for_backward, summarize
 from leangrad.policy.choice import lowest_peak
 from leangrad.policy.replay import Replay
 from leangrad.switch import NAME, disabled
@@ -207,7 +207,7 @@ class Ledger:
         backward = Replay(graph)
         step = recorder.step
         kept = None
-        if self.residual_depth == "auto" and not self.products:
+        if self.residual_depth == "auto":
             kept = lowest_peak(graph, backward.play)
         self._adopt(step, backward, kept)
         if self._tuner is not None:
@@ -239,6 +239,11 @@ class Ledger:
     def has_failed(self) -> bool:
         """Whether its budget could not be met."""
         return self._tuner is not None and self._tuner.has_failed
+
+    def sees_output(self, output: object) -> None:
+        """Forward has ended, and hands this out."""
+        if self._tuner is not None:
+            self._tuner.sees_output(output)
 
     def end_step(self) -> None:
         """The next step is another ledger's."""
@@ -354,6 +359,14 @@ class Ledger:
         """What the recorded step kept without looking into it."""
         own = 0 if self._recorded is None else self._recorded.small_bytes
         return own + sum(segment.small_bytes() for segment in self._segments.values())
+
+    def bytes_for_backward(self) -> tuple[int, int]:
+        """What plain keeps of a step for backward, and what lean keeps: the two totals below the summary's table.
+
+        The same figure twice where a goal lets steps run plain; zeros if no step has been recorded.
+        """
+        plain, lean = bytes_for_backward(self.entries(planned=True), self.small_bytes())
+        return plain, plain if self._is_plain else lean
 
     def summary(self) -> str:
         """What is kept, rebuilt and shared, by the module that made it, the op, and the module that reads it; and why.

@@ -96,12 +96,18 @@ def _aligned(table: Sequence[tuple[str, ...]], right: tuple[int, ...]) -> list[s
     ]
 
 
-def _totals(entries: Iterable[Entry], small_bytes: int) -> str:
+def bytes_for_backward(entries: Iterable[Entry], small_bytes: int) -> tuple[int, int]:
+    """What plain PyTorch keeps of these tensors for backward, and what the ledger keeps."""
     plain = lean = small_bytes
     for e in entries:
         if e.outcome != "shared":
             plain += 0 if e.is_extra else e.nbytes
             lean += e.nbytes if e.outcome == "kept" else 0
+    return plain, lean
+
+
+def _totals(entries: Iterable[Entry], small_bytes: int) -> str:
+    plain, lean = bytes_for_backward(entries, small_bytes)
     share = f", {(plain - lean) / plain:.0%} less" if plain > lean else ""
     line = f"plain keeps {_megabytes(plain)} MB for backward, lean {_megabytes(lean)} MB{share}"
     if not small_bytes:

@@ -3,8 +3,8 @@
 [Note: what takes memory] A value that is written (`kernels` says which) is held from when it is made until its last
 reader has run, a view as long as its base; the inputs of one that is not are held until its readers have run. What is
 kept is held until its last reader in backward; what is made again is made at its first reader, as late as can be. What
-forward hands out is held to the end, for the caller has it. Parameters and batches are not counted: they stand before
-the step.
+forward hands out is held to the end, for the caller has it. While a value is being made there is its scratch besides.
+Parameters and batches are not counted: they stand before the step.
 """
 
 from __future__ import annotations
@@ -108,6 +108,6 @@ def _peak(kernels: Kernels, held: AbstractSet[int]) -> tuple[int, int]:
     peak, at = live, order[0] if order else 0
     for k, n in enumerate(order):
         live += change[k]
-        if live > peak:
-            peak, at = live, n
+        if live + values[n].scratch > peak:
+            peak, at = live + values[n].scratch, n
     return peak, at

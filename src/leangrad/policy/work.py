@@ -27,6 +27,8 @@ def work_of(name: str, shapes: Sequence[Shape], elements: int, moved: int) -> in
     1572864
     >>> work_of("mm", [(4096, 4096), (4096, 4096)], 4096 * 4096, moved=3 * 4096 * 4096 * 2)
     687194767
+    >>> work_of("linear_cross_entropy", [(8192, 4096), (128256, 4096), (8192,)], 1, moved=0)
+    129106716917
     """
     return max(moved, _operations(name, shapes, elements) // (VECTOR if _is_depthwise(name, shapes) else BALANCE))
 
@@ -36,6 +38,8 @@ def _operations(name: str, shapes: Sequence[Shape], elements: int) -> int:
     given = [shape for shape in shapes if len(shape) >= 2]
     if not given or not is_heavy(name):
         return 0
+    if "linear_cross_entropy" in name and len(given) > 1:
+        return 6 * prod(given[0]) * given[1][0]  # the gradients are computed with the loss
     is_backward = "backward" in name
     if "conv" in name and len(given) > 1:
         outer = prod(given[0]) if is_backward else elements

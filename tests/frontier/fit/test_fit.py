@@ -297,7 +297,10 @@ def test_how_it_reads() -> None:
 
 @pytest.mark.gpu
 def test_fit_on_a_gpu() -> None:
-    model, batch, memory = stack(6, 256).cuda(), torch.randn(64, 256, device="cuda"), 200_000_000
+    batch, memory = torch.randn(64, 256, device="cuda"), 200_000_000
+    stack(6, 256).cuda()(batch).sum().backward()  # from here on the library's workspaces stand
+    stood = torch.cuda.memory_allocated()
+    model = stack(6, 256).cuda()
     ballast = torch.empty(1 << 26, dtype=torch.uint8, device="cuda")
     found = {fitted.way: fitted for fitted in fit(model, batch, memory=memory).ways}
     del ballast
@@ -309,4 +312,4 @@ def test_fit_on_a_gpu() -> None:
         model.zero_grad()
         torch.cuda.reset_peak_memory_stats()
         model(x).square().mean().backward()
-    assert found["plain"].peak_bytes == pytest.approx(torch.cuda.max_memory_allocated(), rel=0.1)
+    assert found["plain"].peak_bytes == pytest.approx(torch.cuda.max_memory_allocated() - stood, rel=0.1)

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from leangrad._torch import failed_allocations
 from leangrad.errors import LeangradError
 from leangrad.ledger import Ledger
 from leangrad.ledger.origins import rule_builder
@@ -161,3 +162,11 @@ def test_attention_with_dropout_has_no_recipe() -> None:
     for name, rules in PRODUCTS.items():
         if name.startswith("ScaledDotProduct"):
             assert not any(rule.when is None or rule.when(node) for rule in rules), name
+
+
+@pytest.mark.gpu
+def test_an_allocation_that_fails_is_counted_on_a_gpu() -> None:
+    before = failed_allocations()
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.empty(1 << 50, dtype=torch.uint8, device="cuda")
+    assert failed_allocations() == before + 1

@@ -21,7 +21,7 @@ from leangrad.ledger.values.pending_save import PendingSave
 from leangrad.ledger.values.saved import unpack
 from leangrad.ledger.values.saved_view import SavedView
 from leangrad.ledger.values.shape_only import ShapeOnly
-from leangrad.ledger.values.value import Value
+from leangrad.ledger.values.value import SUMS, Value
 from leangrad.policy import graph as policy
 
 
@@ -324,8 +324,7 @@ class Recorder:
             can_be_rebuilt = value.function is not None and not value.blocked and id(value) not in self._dear
             found, products = self._sources(value) if can_be_rebuilt else (set[int](), 0)
             sources = tuple(sorted(found))
-            joins = len({id(v.root or v) for v in value.inputs if not v.free}) > 1 if sources else False
-            is_link = joins or (value.depth > 0 and id(value) not in self._dear)
+            is_link = bool(sources) and self._is_link(value)
             value.ordinal, value.recorder = len(self.items), self
             self.items.append(
                 policy.Value(
@@ -339,6 +338,22 @@ class Recorder:
                 )
             )
         return value.ordinal
+
+    def _is_link(self, value: Value) -> bool:
+        """Whether a chain of rebuilt values may end with this one: a residual sum, or what was made of it since.
+
+        Where products are run again, all that follows a sum has its depth up to the next one: of that the first counts.
+        """
+        if not value.max_products:
+            return _joins(value) or (value.depth > 0 and id(value) not in self._dear)
+        stack = [value]
+        while stack:
+            v = stack.pop()
+            if v.op in SUMS and _joins(v):
+                return True
+            if not v.is_product:
+                stack.extend(i for i in v.inputs if i.recorder is not self and not i.free)
+        return False
 
     def _sources(self, value: Value) -> tuple[set[int], int]:
         """The items that ``value`` is rebuilt from, through all that is no item; how many products that runs."""
@@ -436,6 +451,11 @@ class Recorder:
         ran = {r.node for r in self.readers}
         idle = {r.node for readers in self._readers.values() for r in readers} - ran
         return self.recording.graph.alive(without=idle, leaves_stay=self.leaves_stay)
+
+
+def _joins(value: Value) -> bool:
+    """Whether it is made from several values that have nothing in common."""
+    return len({id(v.root or v) for v in value.inputs if not v.free}) > 1
 
 
 def _value_of(packed: Packed | None) -> Value | None:

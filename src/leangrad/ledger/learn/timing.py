@@ -74,6 +74,9 @@ class Timing:
             if item < 0:
                 continue
             device = self._stopwatch.seconds(begin, end)
+            if item in found:  # made on the way to another, and not held: its kernels computed it inside
+                found[item] = Cost(found[item].host + host, found[item].device + device)
+                continue
             made, stack = list[int](), [item]
             while stack:
                 n = stack.pop()

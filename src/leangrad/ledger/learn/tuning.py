@@ -7,9 +7,10 @@ budget is taken in parts, so that none of these steps should be above it. Then t
 the recorded one: then all begins anew.
 
 [Note: peaks] On a GPU the allocator's counters are read when a step begins. They are never reset, so the peak of a step
-is known if it is the highest so far; what it took beyond what was foreseen is added to all that is foreseen later. On a
-CPU nobody counts but `leangrad.measure`: where that runs a step, its figure is taken, at any time; before that the plan
-is what is foreseen, with a margin.
+is known if it is the highest so far; what it took beyond what was foreseen is added to all that is foreseen later. A
+user who resets them before each step would wipe out what we came to read: so they are read when backward ends as well,
+once the plan is settled only for such a user. On a CPU nobody counts but `leangrad.measure`: where that runs a step,
+its figure is taken, at any time; before that the plan is what is foreseen, with a margin.
 
 [Note: time] A step lasts from its beginning to that of the next one, on the clock of the device: forward, backward and
 all else that the user does in it. Of a few steps the shortest counts.
@@ -20,12 +21,13 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from leangrad import _torch
 from leangrad.errors import BudgetError
@@ -44,8 +46,11 @@ PRODUCTS = 8  # that one recipe may run through in a row, where there is a budge
 RECORDINGS = 3  # with products, without, and with them again
 WARM = 3  # steps before one is timed: kernels are proven and caches filled in the first ones
 RUNS = 4  # of each way, in turns, of which the shortest counts
+TURNS = 3  # the same, where the ways are plans for one budget
+SURE = 0.97  # times as long as the other: such a plan is the faster one
 SHARES = (0.6, 0.9, 1.0)  # of the room between the least and the budget, that is taken in one step after another
 CORRECTIONS = 3
+CAUTION = (1.0, 0.9, 0.7, 0.4)  # of the work that a bound on the time is expected to allow, in one try after another
 MARGIN = 0.05  # of what is foreseen, where nothing was measured
 ROOM = 0.95  # of a device's memory that plain may take while it is timed
 
@@ -71,6 +76,7 @@ class _Moment(NamedTuple):
     time: Any
     counters: _torch.Counters | None  # of a GPU
     meter: Meter | None  # of a CPU
+    highest: int | None = None  # the allocator's peak when the backward pass before it ended, where that was read
     is_end: bool = False  # and no beginning: the next step is of another course
 
 
@@ -88,16 +94,23 @@ class Tuner:
         self._with_products = math.inf  # what is foreseen of the one with products
         self._course: Iterator[Way] | None = None
         self._peak: int | None = None  # of the last step, where that was measured
+        self._took = 0  # the same, without what stood before the step
         self._extra: int | None = None  # what a step took beyond what was foreseen, where that was measured
         self._extra_before: int | None = None  # the same, where the step was recorded anew
+        self._on_gpu = False
         self._has_warned = False  # of what is reserved
+        self._is_reset = False  # the user resets the allocator's peak between steps
+        self._after_backward: int | None = None  # the allocator's peak, of this step
 
     def begin(self, *, on_gpu: bool) -> None:
         """A step begins."""
         if self._error is not None:
             raise self._error
         self._on_gpu = on_gpu
-        self._moments.append(self._now())
+        now = self._now()
+        if now.counters is not None and (now.highest or 0) > now.counters.highest:
+            self._is_reset = True
+        self._moments.append(now)
         if self._is_settled or self._course is None:
             del self._moments[:-3]
 
@@ -106,7 +119,22 @@ class Tuner:
         counters = _counters() if on_gpu else None
         meter = None if on_gpu or is_end else Meter()
         time = None if self._is_settled else Stopwatch(on_gpu=on_gpu).now()
-        return _Moment(time, counters, meter, is_end)
+        highest, self._after_backward = self._after_backward, None
+        return _Moment(time, counters, meter, highest, is_end)
+
+    def sees_output(self, output: object) -> None:
+        """Forward handed this out: read the allocator's peak when backward has ended."""
+        if self._on_gpu and (self._is_reset or not self._is_settled):
+            made = next((t for t in _tensors_in(output) if t.grad_fn is not None and type(t) is Tensor), None)
+            if made is not None:
+                made.register_hook(self._at_backward)
+
+    def _at_backward(self, _: Tensor) -> None:
+        _torch.after_backward(self._read_after_backward)
+
+    def _read_after_backward(self) -> None:
+        counters = _counters()
+        self._after_backward = None if counters is None else counters.highest
 
     @property
     def has_failed(self) -> bool:
@@ -126,6 +154,7 @@ class Tuner:
         self._outside = outputs_nbytes
         self._step, self._replay = step, replay
         self._recordings += 1
+        self._ran_smallest = False  # and was measured
         plans = [step.kept_items() if kept is None else kept]
         if any(value.products for value in replay.graph.values):
             plans.append(self._without_products())
@@ -167,13 +196,22 @@ class Tuner:
 
     def _towards_budget(self) -> Iterator[Way]:
         limit = self._limit()
-        if self._others and self._recordings == 1 and self._foreseen(self._floor_peak()) <= limit:
+        recorded, extra = math.inf if self._peak is None else self._took, self._extra
+        if (
+            self._others
+            and self._recordings == 1
+            and self._foreseen(self._floor_peak() + self._recording_keeps()) <= limit
+        ):
             self._with_products = self._foreseen(self._relaxation.play(self._smallest).peak_bytes)
             yield Way(products=0)
         for _ in range(WARM):
             yield from self._check(limit)
             yield Way(self._smallest)
             self._note_peak(self._smallest)
+            self._ran_smallest |= self._peak is not None
+            if self._peak is not None and self._took > recorded:  # nobody foresaw that
+                self._smallest, self._extra = self._step.kept_items(), extra
+                self._use(self._replay)
         if self._highest() > limit and self._extra is None:  # what was measured of another recording has to do
             self._extra = self._extra_before
         yield from self._time_rebuilds()
@@ -186,9 +224,14 @@ class Tuner:
                 self._note_peak(kept)
                 if self._peak is None or self._peak <= limit:
                     best = kept
+        if best != self._smallest:  # what is foreseen of the time may be wrong: more memory is never to take longer
+            more, least = yield from self._run(best, self._smallest, runs=TURNS)
+            best = self._smallest if least < SURE * more else best
         self._is_settled = True
         fitting, corrections, was_above = self._smallest, 0, False
         while True:
+            if best == self._smallest:
+                yield from self._check(limit)
             self._say_budget(limit, best)
             yield self._way(best)
             extra = self._extra
@@ -198,8 +241,6 @@ class Tuner:
             if was_above and extra is not None:  # what was once not foreseen is not forgotten
                 self._extra = max(extra, self._extra)
             if self._peak > limit:
-                if best == self._smallest:
-                    yield from self._check(limit)
                 was_above, corrections = True, corrections + 1
                 smaller = self._within(limit, 1.0) if corrections < CORRECTIONS else fitting
                 best = smaller if smaller != best and corrections <= CORRECTIONS else self._smallest
@@ -231,15 +272,20 @@ class Tuner:
         return budget
 
     def _needs(self) -> float:
-        """What the smallest plan takes, where that was measured; else what stands before a step, at least."""
+        """What the smallest plan takes, where that was measured; else what it takes at least."""
+        peak_bytes = self._relaxation.play(self._smallest).peak_bytes
         if self._extra is None:
-            return self._standing()
-        return self._foreseen(self._relaxation.play(self._smallest).peak_bytes)
+            return self._standing() + (1 - MARGIN) * peak_bytes
+        return self._foreseen(peak_bytes)
 
     def _floor_peak(self) -> int:
         """What is foreseen of the plan that runs no product twice, from a step whose recipes may do so."""
         (floor,) = self._others
         return self._relaxation.play(floor).peak_bytes
+
+    def _recording_keeps(self) -> int:
+        """What a step may keep while it is recorded, beyond what its plan does: it does not know yet who reads what."""
+        return max((item.nbytes for item in self._step.items if not item.is_fixed), default=0)
 
     def _check(self, limit: int) -> Iterator[Way]:
         """If the smallest plan was measured and does not fit, take a smaller one, or raise an error.
@@ -248,12 +294,15 @@ class Tuner:
         """
         if self._needs() <= limit:
             return
-        foreseen = self._foreseen(self._relaxation.play(self._smallest).peak_bytes)
+        peak_bytes = self._relaxation.play(self._smallest).peak_bytes
+        foreseen = self._foreseen(peak_bytes)
+        if self._extra is not None and not self._ran_smallest:  # it was measured of the recorded step
+            recorded = self._relaxation.play(self._step.kept_items()).peak_bytes
+            foreseen = min(foreseen + MARGIN * peak_bytes, self._foreseen(recorded))
         if self._extra is not None or math.isinf(self._least):
             self._least = min(foreseen, self._least)
         if self._recordings < RECORDINGS:
-            least = self._relaxation.play(self._smallest).peak_bytes
-            if self._others and self._floor_peak() < least:
+            if self._others and self._floor_peak() < peak_bytes:
                 yield Way(products=0)
             elif not self._others and self._with_products <= limit:
                 yield Way(products=PRODUCTS)
@@ -292,12 +341,14 @@ class Tuner:
         standing = 0
         if before.counters is not None and now.counters is not None:
             self._warn_of_retries(before.counters, now.counters)
-            if now.counters.highest > before.counters.highest:
-                self._peak, standing = now.counters.highest, before.counters.allocated
+            highest = max(now.counters.highest, now.highest or 0)
+            if highest > before.counters.highest:
+                self._peak, standing = highest, before.counters.allocated
         elif before.meter is not None:
             self._peak = before.meter.peak_bytes
         if self._peak is not None:
-            self._extra = self._peak - standing - self._relaxation.play(kept).peak_bytes
+            self._took = self._peak - standing
+            self._extra = self._took - self._relaxation.play(kept).peak_bytes
 
     def _warn_of_retries(self, before: _torch.Counters, now: _torch.Counters) -> None:
         """What is reserved may not fit the device where what is allocated does: the allocator's blocks have gaps."""
@@ -336,12 +387,12 @@ class Tuner:
             (lean,) = yield from self._run(self._smallest)
             plain = lean - self._relaxation.play(self._smallest).work
         tried = {self._smallest: lean / plain}  # time beside plain's, of what was kept
-        for _ in range(CORRECTIONS):
+        for share in CAUTION:
             if min(tried.values()) <= self.goal.slowdown:
                 break
-            kept = self._relaxation.at_most(self._allowed_work(tried, plain))
+            kept = self._relaxation.at_most(share * self._allowed_work(tried, plain))
             if kept in tried or self._all_kept <= kept:
-                break
+                continue
             if is_measured:
                 plain, seconds = yield from self._run(None, kept)
             else:
@@ -375,14 +426,14 @@ class Tuner:
         fits = self.goal.budget is None or self._foreseen(peak_bytes) <= self._limit()
         return Way(None if fits else kept)
 
-    def _run(self, *ways: frozenset[int] | None) -> Generator[Way, None, list[float]]:
+    def _run(self, *ways: frozenset[int] | None, runs: int = RUNS) -> Generator[Way, None, list[float]]:
         """Some steps of each way in turns: what is kept, None for plain. The times of the shortest.
 
         The first step of a turn does not count: what the one before it left in caches and allocators is of another
         kind.
         """
         stopwatch, shortest = Stopwatch(on_gpu=self._on_gpu), [math.inf] * len(ways)
-        for _ in range(RUNS):
+        for _ in range(runs):
             for n, kept in enumerate(ways):
                 yield Way(kept)
                 first = len(self._moments) - 1
@@ -429,6 +480,15 @@ class Tuner:
         for n, cost in costs.items():
             seconds[n] = max(cost)
         self._use(Replay(self._replay.graph, seconds))
+
+
+def _tensors_in(tree: object) -> Iterator[Tensor]:
+    """In nested tuples, lists and mappings, among them what transformers' models hand out."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, Mapping | tuple | list):
+        for child in tree.values() if isinstance(tree, Mapping) else tree:
+            yield from _tensors_in(child)
 
 
 def _counters() -> _torch.Counters | None:
