@@ -1,12 +1,17 @@
 """The projection to a vocabulary and its cross entropy, forward and backward: plain, torch's, Liger's, Apple's, ours.
 
-    python -m benchmarks.loss [--device cuda] [--hidden 4096] [--vocab 128256] [--tokens 8192 32768] [--write loss_cuda]
+    python -m benchmarks.loss [--device cuda] [--hidden 4096] [--vocab 128256] [--tokens 8192 32768] [--write loss_h200]
+    python -m benchmarks.loss --device cuda --models [--write loss_models_h200]
 
 A row is one way at one number of tokens: milliseconds of a step (the median over rounds, all ways in turns; of the
 process, on one thread of a CPU), their ratio to plain's, and `peak_bytes`, the highest memory above the arguments and
 the gradients that are returned. `loss_error`,
 `input_error` and `weight_error` are distances to float64 relative to its norm; the loss is multiplied by 1/3, as by
 the accumulation of three micro-batches. A way that is not installed, or fails, has a row that says so.
+
+With `--models` a row is one of our two language models in training, way by way: plain, lean, lean with lazy logits,
+Liger's kernels with its loss, `torch.compile`, and that with our backend, without and with its fused loss. `ms` is the
+step as training runs it, `device_ms` that of its kernels, `peak_gib` the peak above what stands before the step.
 """
 
 from __future__ import annotations
@@ -17,18 +22,21 @@ import importlib
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import leangrad
 from benchmarks.environment import write_rows
+from leangrad.compiled import compile_lean
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 FACTOR = 1 / 3
+LOGITS = {"options": {"leangrad.fused_loss": False}}
 
 
 def plain(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
@@ -46,10 +54,19 @@ def liger() -> Loss:
     return lambda x, weight, target: function(x, weight, target)
 
 
+def liger_float32() -> Loss:
+    """With the gradient of the weight summed in float32, which it offers and does not do by itself."""
+    function = importlib.import_module("liger_kernel.transformers.functional").liger_fused_linear_cross_entropy
+    return lambda x, weight, target: function(x, weight, target, accum_dtype=torch.float32)
+
+
 def cce(impl: str) -> Callable[[], Loss]:
     def load() -> Loss:
-        function = importlib.import_module("cut_cross_entropy").linear_cross_entropy
-        return lambda x, weight, target: function(x, weight, target, impl=impl)
+        package = importlib.import_module("cut_cross_entropy")
+        said: dict[str, Any] = {"impl": impl}
+        if impl == "cce_exact" and not hasattr(package.LinearCrossEntropyImpl, "CCE_EXACT"):
+            said = {"impl": "cce", "filter_eps": None}  # what the name stands for, before there was one
+        return lambda x, weight, target: package.linear_cross_entropy(x, weight, target, **said)
 
     return load
 
@@ -59,6 +76,7 @@ WAYS: dict[str, Callable[[], Loss]] = {
     "leangrad": lambda: leangrad.linear_cross_entropy,
     "torch": torch_chunked,
     "liger": liger,
+    "liger, float32 sums": liger_float32,
     "cce": cce("cce"),
     "cce_exact": cce("cce_exact"),
     "cce_kahan_full_c": cce("cce_kahan_full_c"),
@@ -160,6 +178,63 @@ def measure(shape: tuple[int, int, int], dtype: torch.dtype, device: str, rounds
     return rows
 
 
+# Whole models
+
+
+def measure_model(name: str) -> Iterator[dict[str, Any]]:
+    """All ways of one model, one after another."""
+    from benchmarks import models
+
+    case = next(case for case in models.CASES if case.name == name)
+    ways: dict[str, Callable[[nn.Module], nn.Module]] = {
+        "plain": lambda model: model,
+        "lean": leangrad.lean,
+        "lean, exact=False": lambda model: leangrad.lean(model, exact=False),
+        "compile": lambda model: _compiled(model, "inductor"),
+        "compile leangrad, fused_loss=False": lambda model: _compiled(model, compile_lean, **LOGITS),
+        "compile leangrad": lambda model: _compiled(model, compile_lean),
+        "liger": _with_liger,  # the last: it changes functions of transformers for the whole process
+    }
+    for way, make_ready in ways.items():
+        try:
+            yield {"case": name, "way": way, **_of_model(case, make_ready)}
+        except (ImportError, RuntimeError) as error:
+            yield {"case": name, "way": way, "failed": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch._dynamo.reset()
+
+
+def _compiled(model: nn.Module, backend: Any, **options: Any) -> nn.Module:
+    return torch.compile(model, backend=backend, **options)  # type: ignore[return-value]
+
+
+def _with_liger(model: nn.Module) -> nn.Module:
+    importlib.import_module("liger_kernel.transformers")._apply_liger_kernel_to_instance(model=model)
+    return model
+
+
+def _of_model(case: Any, make_ready: Callable[[nn.Module], nn.Module]) -> dict[str, Any]:
+    from benchmarks.models import _in_a_row, _memory, _step_of, kernels
+
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = case.make().train()
+    ready, batch = make_ready(model), case.batch(case.size)
+
+    def forward() -> Tensor:
+        with torch.autocast("cuda", torch.bfloat16) if case.autocast else nullcontext():
+            return case.loss(ready, batch)  # type: ignore[no-any-return]
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    step = _step_of(forward, optimizer)
+    for _ in range(6):
+        step()
+    memory = _memory(forward, optimizer)
+    ms = min(_in_a_row(step)["ms_in_a_row"] for _ in range(3))
+    return {"ms": ms, "device_ms": min(kernels(step) for _ in range(2)), **memory}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
@@ -169,6 +244,7 @@ def main() -> None:
     parser.add_argument("--dtype", help="default bfloat16 on CUDA, float32 on the CPU")
     parser.add_argument("--rounds", type=int, help="timed steps of each way; default 20 on CUDA, 5 on the CPU")
     parser.add_argument("--way", nargs="+", choices=sorted(WAYS), help="only these, beside plain")
+    parser.add_argument("--models", nargs="*", metavar="NAME", help="models in the place of the loss alone")
     parser.add_argument("--write", help="the name of a file for the rows, in benchmarks/results")
     options = parser.parse_args()
     on_gpu = options.device == "cuda"
@@ -176,8 +252,14 @@ def main() -> None:
     if options.way:
         for name in set(WAYS) - {"plain", *options.way}:
             del WAYS[name]
-    rows = []
-    for tokens in options.tokens:
+    rows: list[dict[str, Any]] = []
+    for name in () if options.models is None else options.models or ("llama_1b", "gpt2_medium"):
+        for row in measure_model(name):
+            print(json.dumps(row), flush=True)
+            rows.append(row)
+            if options.write:
+                write_rows(options.write, options.device, rows)
+    for tokens in options.tokens if options.models is None else ():
         shape = (tokens, options.hidden, options.vocab)
         for row in measure(shape, dtype, options.device, options.rounds or (20 if on_gpu else 5)):
             print(json.dumps(row))

@@ -1,7 +1,9 @@
 """What every test shares: a fixed seed, no GPU tests where there is no GPU, and `--shuffle SEED` for another order."""
 
 import importlib
+import os
 import random
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -63,3 +65,19 @@ def backend_name() -> Iterator[None]:
     if not is_known:
         del registry._COMPILER_FNS["leangrad"]
         registry._BACKENDS.pop("leangrad", None)
+
+
+@pytest.fixture
+def nothing_left() -> Iterator[None]:
+    """Trainers of others leave a process group and variables of the environment, and Accelerate keeps its settings."""
+    before = dict(os.environ)
+    yield
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    for name in set(os.environ) - set(before):
+        del os.environ[name]
+    os.environ.update(before)
+    state = sys.modules.get("accelerate.state")
+    if state is not None:
+        state.AcceleratorState._reset_state(reset_partial_state=True)
+        state.GradientState._reset_state()

@@ -85,6 +85,12 @@ def test_every_option_with_the_products_of_a_gpu(name: str, dtype: torch.dtype, 
 
 
 @pytest.mark.usefixtures("wider_products")
+@pytest.mark.parametrize("classes", [5, 63, 64, 65, 203, 208])
+def test_vocabularies_that_tensor_cores_take_in_two_parts(classes: int) -> None:
+    assert_error_rule(lambda: triples(Case(classes=classes, dtype=torch.bfloat16)))
+
+
+@pytest.mark.usefixtures("wider_products")
 def test_float16_resolves_a_flat_distribution() -> None:
     """Probabilities of 1/50257 are among float16's subnormal numbers, if they are not multiplied."""
 

@@ -21,6 +21,7 @@ from leangrad.loss.lazy import heads
 from leangrad.loss.lazy.logits import LazyLogits
 from tests.support import assert_same_bits, same_bits
 from tests.support.error_rule import assert_error_rule
+from tests.support.language_losses import as_transformers, shifted, wide
 from tests.zoo import CASES, Case
 
 WORDS, WIDTH, ROWS, LENGTH = 1100, 24, 3, 20
@@ -45,22 +46,6 @@ class Model(nn.Module):
 
 def words() -> Tensor:
     return torch.randint(WORDS, (ROWS, LENGTH))
-
-
-def wide(logits: Tensor) -> Tensor:
-    """As models cast them; the truth stays what it is."""
-    return logits if logits.dtype == torch.float64 else logits.float()
-
-
-def shifted(logits: Tensor, ids: Tensor) -> Tensor:
-    return F.cross_entropy(wide(logits[..., :-1, :].contiguous().view(-1, WORDS)), ids[..., 1:].reshape(-1))
-
-
-def as_transformers(logits: Tensor, ids: Tensor) -> Tensor:
-    """Labels are padded, and the sum is divided by a number that the trainer knows."""
-    labels = F.pad(ids, (0, 1), value=-100)[..., 1:].contiguous()
-    logits = wide(logits).view(-1, logits.size(-1))
-    return F.cross_entropy(logits, labels.view(-1).to(logits.device), ignore_index=-100, reduction="sum") / 57
 
 
 def capped(logits: Tensor, ids: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from leangrad.ops import linear_cross_entropy as ops
 from leangrad.overridable import overridable
 from leangrad.packed.slots import SLOTS, deliver
 
-__all__ = ["fused_linear_cross_entropy", "linear_cross_entropy"]
+__all__ = ["fused_linear_cross_entropy", "linear_cross_entropy", "loss_and_gradients"]
 
 
 def linear_cross_entropy(
@@ -63,7 +63,8 @@ def linear_cross_entropy(
 
     Keeps for backward, with "mean" and "sum", the gradients of the input and of the weight in float32, those of them
     that are needed: 4·N·D and 4·V·D bytes for N tokens. With "none", its arguments. Besides there are the logits of one
-    chunk, at most 512 MiB on a GPU and 64 MiB on a CPU. Plain PyTorch keeps 4·N·V bytes and more.
+    chunk, at most 64 MiB on a CPU and 512 MiB on a GPU, or there as much as half of the gradient that is held of the
+    weight. Plain PyTorch keeps 4·N·V bytes and more.
 
     >>> hidden, table = torch.randn(8, 16, requires_grad=True), torch.randn(1000, 16, requires_grad=True)
     >>> loss = linear_cross_entropy(hidden, table, torch.arange(8))
@@ -90,6 +91,27 @@ def fused_linear_cross_entropy(tensors: Tensors, options: Options, dtype: torch.
     with torch.no_grad(), _autocast_off(tensors.input):
         problem = _problem(tensors, options, dtype)
         return _Reduction(problem, options).loss(*ops.losses(problem), tensors.target.shape)
+
+
+def loss_and_gradients(
+    tensors: Tensors, options: Options, dtype: torch.dtype, needs: tuple[bool, bool, bool]
+) -> tuple[Tensor, Tensor, ops.Gradients]:
+    """The loss, and the gradients of input, weight and bias that are needed, which lack two factors.
+
+    The one is the gradient of the loss, the other is the second that is returned here: see [Note: gradients in
+    forward]. The reduction is "mean" or "sum", and no gradient is recorded. A target that is no class is an error.
+    """
+    with torch.no_grad(), _autocast_off(tensors.input):
+        _check_target(tensors.target, len(tensors.linear_weight), options.ignore_index)
+        problem = _problem(tensors, options, dtype)
+        reduction = _Reduction(problem, options)
+        if any(needs):
+            nll, lse, found = ops.gradients(problem, None, reduction.z_factor(), needs=(*needs, False))
+        else:
+            (nll, lse), found = ops.losses(problem), ops.Gradients(None, None, None, None, None)
+        factor, _ = _Held(found, reduction, problem.scale).factors(torch.ones_like(reduction.tokens))
+        assert factor is not None
+        return reduction.loss(nll, lse, tensors.target.shape), factor, found
 
 
 # Arguments

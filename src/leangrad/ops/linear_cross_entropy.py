@@ -39,7 +39,8 @@ from leangrad.ops.linear import write_wider, writes_wider
 
 __all__ = ["Gradients", "Problem", "chunk_rows", "gradients", "losses"]
 
-# Logits of a chunk: on a GPU 512 MiB of float32, enough for products at full speed; on a CPU 64 MiB.
+# Logits of a chunk in float32: 512 MiB on a GPU, enough for products at full speed (`chunk_rows` may double it where
+# the weight has a gradient); 64 MiB on a CPU.
 CHUNK_LOGITS = {"cuda": 1 << 27, "cpu": 1 << 24}
 # A chunk has as many rows as x has columns, so that its logits are as many as W's elements; but not fewer than these.
 LEAST_ROWS = 256
@@ -79,14 +80,21 @@ def logits_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def chunk_rows(tokens: int, hidden: int, vocabulary: int, device_type: str) -> int:
+def chunk_rows(tokens: int, hidden: int, vocabulary: int, device_type: str, *, needs_weight: bool = False) -> int:
     """How many rows a chunk has: chunks are of nearly one size, and multiples of 64 where they can be.
+
+    needs_weight: dW is wanted. Every chunk reads and writes all of it, so that on a GPU larger chunks pay, up to those
+    whose logits take as much memory as dW will when it is rounded.
 
     >>> chunk_rows(8192, 4096, 128256, "cuda"), chunk_rows(8192, 64, 1000, "cpu"), chunk_rows(7, 64, 1000, "cpu")
     (1024, 256, 7)
+    >>> chunk_rows(8192, 4096, 128256, "cuda", needs_weight=True)
+    2048
     """
-    most = max(1, CHUNK_LOGITS.get(device_type, CHUNK_LOGITS["cpu"]) // max(1, vocabulary))
-    most = min(most, max(hidden, LEAST_ROWS))
+    logits = CHUNK_LOGITS.get(device_type, CHUNK_LOGITS["cpu"])
+    most = min(max(1, logits // max(1, vocabulary)), max(hidden, LEAST_ROWS))
+    if needs_weight and device_type == "cuda":
+        most = max(most, min(2 * logits // max(1, vocabulary), hidden // 2))
     most = most // 64 * 64 or most
     if tokens <= most:
         return max(1, tokens)
@@ -126,7 +134,7 @@ def gradients(
     """
     x, weight, dtype = problem.x, problem.weight, logits_dtype(problem.x)
     needs_x, needs_weight, needs_bias, needs_scale = needs
-    chunks = _Chunks(problem, z_loss, needs_scale)
+    chunks = _Chunks(problem, z_loss, needs_weight=needs_weight, needs_scale=needs_scale)
     unit = _unit(problem, factors, z_loss) if chunks.product_dtype == torch.float16 else None
     factors = torch.ones_like(chunks.nll) if factors is None else factors.to(dtype)
     factors = factors if unit is None else factors * unit
@@ -162,7 +170,9 @@ def _unit(problem: Problem, factors: Tensor | None, z_loss: Tensor | None) -> Te
 class _Chunks:
     """One pass over the chunks of a problem, with the buffers that all chunks share."""
 
-    def __init__(self, problem: Problem, z_loss: Tensor | None = None, needs_scale: bool = False) -> None:
+    def __init__(
+        self, problem: Problem, z_loss: Tensor | None = None, *, needs_weight: bool = False, needs_scale: bool = False
+    ) -> None:
         x, weight = problem.x, problem.weight
         self.problem, self.z_loss = problem, z_loss
         self.dtype = dtype = logits_dtype(x)
@@ -170,7 +180,7 @@ class _Chunks:
         self.widens = x.dtype != dtype and not self.wider
         self.product_dtype = x.dtype if self.wider else dtype  # of `du`
         self.kernels = _kernels() if serves(x) else None
-        self.step = chunk_rows(len(x), x.shape[1], len(weight), x.device.type)
+        self.step = chunk_rows(len(x), x.shape[1], len(weight), x.device.type, needs_weight=needs_weight)
         # Rows that begin at multiples of 64 bytes: products and loads of others are slow on a GPU.
         self.stride = math.ceil(len(weight) / 16) * 16 if x.is_cuda else len(weight)
         self.buffer = torch.empty(self.step, self.stride, dtype=dtype, device=x.device)
@@ -197,12 +207,19 @@ class _Chunks:
         step = max(1, BLOCK // max(1, hidden))
         return [slice(first, min(count, first + step)) for first in range(0, count, step)]
 
+    def _parts(self) -> list[slice]:
+        """The classes that are multiplied together: tensor cores want as many as a multiple of 8, and else run idle."""
+        count = len(self.problem.weight)
+        even = count // 64 * 64 if count % 8 else count
+        return [slice(first, last) for first, last in ((0, even), (even, count)) if last > first]
+
     def products(self, rows: slice) -> Tensor:
         """X Wᵀ, in the shared buffer."""
         x, weight = self._rows(rows), self.problem.weight
         z = self.buffer[: len(x), : len(weight)]
         if self.wider:
-            write_wider(x, weight.t(), z, add=False)
+            for part in self._parts():
+                write_wider(x, weight[part].t(), z[:, part], add=False)
         elif x.is_cuda and not self.widens:
             torch.mm(x, weight.t(), out=z)
         else:  # in float32 too: some CPUs' libraries copy the transposed factor
@@ -214,7 +231,8 @@ class _Chunks:
         """Write du W."""
         weight = self.problem.weight
         if self.wider:
-            write_wider(du, weight, into, add=False)
+            for part in self._parts():
+                write_wider(du[:, part], weight[part], into, add=part.start > 0)
         elif not self.widens:
             torch.mm(du, weight, out=into)
         else:

@@ -12,25 +12,20 @@ from collections.abc import Sequence
 from types import MethodType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.autograd.graph import increment_version
-from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from leangrad import _torch
-from leangrad.functional import LOW_OR_SINGLE, autocast_enabled, runs_plain
-from leangrad.ledger import MIN_BYTES
+from leangrad.functional import autocast_enabled, runs_plain
 from leangrad.ledger.learn.entries import Entry
 from leangrad.loss.lazy import ops  # noqa: F401  (registers what stays lazy)
 from leangrad.loss.lazy.logits import project
+from leangrad.loss.lazy.source import stays
+from leangrad.loss.logit_ops import fit_dtypes, is_large, is_vocabulary
 from leangrad.sizes import size_text
 from leangrad.switch import disabled
 
-__all__ = ["describe", "heads_of", "make_eager", "make_lazy", "note_sharding"]
+__all__ = ["Head", "describe", "heads_of", "make_eager", "make_lazy", "note_sharding"]
 
-RATIO = 2  # outputs for an input, at least
-CLASSES = 256  # at least
 TRIALS = 2  # in which values were read, and no loss was computed
 _STATE = "_leangrad_head"
 
@@ -47,7 +42,7 @@ def heads_of(model: nn.Module) -> dict[str, nn.Linear]:
     return {
         name: one
         for name, one in found.items()
-        if one.out_features >= max(CLASSES, RATIO * one.in_features) and counts[roles[name]] == 1
+        if is_vocabulary(one.out_features, one.in_features) and counts[roles[name]] == 1
     }
 
 
@@ -57,7 +52,7 @@ def _role(model: nn.Module, name: str, linear: nn.Linear) -> tuple[Any, ...]:
     return type(model.get_submodule(parent)), own, linear.in_features, linear.out_features
 
 
-class _Head:
+class Head:
     """What became of the logits of one head."""
 
     def __init__(self) -> None:
@@ -81,32 +76,16 @@ class _Head:
 
 def make_lazy(model: nn.Module) -> None:
     """Let the heads of a model return `LazyLogits`."""
-    global _watches_optimizers
-    if not _watches_optimizers:
-        _watches_optimizers = True
-        register_optimizer_step_post_hook(_count_step)
     for head in heads_of(model).values():
         before = head.__dict__.get("forward")
         if before is None or _is_packed(before):  # else it is somebody else's, and no mere projection
-            head.__dict__[_STATE] = _Head(), before
+            head.__dict__[_STATE] = Head(), before
             head.forward = MethodType(_forward, head)  # type: ignore[method-assign]
 
 
 def _is_packed(forward: Any) -> bool:
     """Whether it is the one that `pack_gradients` has given a module: the same projection."""
     return isinstance(forward, MethodType) and forward.__func__.__module__ == "leangrad.packed.modules"
-
-
-def _count_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Tell autograd that a step has changed the parameters of heads: fused kernels, and writes to `.data`, do not."""
-    heads = list(_projected.keys())
-    if heads:
-        changed = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        increment_version([one for one in heads if id(one) in changed])
-
-
-_watches_optimizers = False
-_projected = WeakTensorKeyDictionary()  # weights and biases from which lazy logits have been made
 
 
 def note_sharding(model: nn.Module) -> None:
@@ -148,9 +127,6 @@ def _forward(self: Any, input: Tensor) -> Tensor:
     is_eager = head is None or head.why_eager or disabled() or runs_plain(input, self.weight, self.bias)
     if is_eager or not _can_wait(self, input):
         return type(self).forward(self, input) if before is None else before(input)  # type: ignore[no-any-return]
-    for parameter in (self.weight, self.bias):
-        if parameter is not None:
-            _projected[parameter] = None
     return project(input, self.weight, self.bias, head.asked)
 
 
@@ -164,21 +140,14 @@ def _can_wait(module: nn.Linear, x: Tensor) -> bool:
     tensors = [t for t in (x, module.weight, module.bias) if t is not None]
     return (
         x.dim() >= 2
-        and count * x.element_size() >= MIN_BYTES
+        and is_large(count * x.element_size())
         and x.shape[-1] == module.in_features
         and x.is_floating_point()
         and len({t.device for t in tensors}) == 1
-        and (
-            {t.dtype for t in tensors} <= LOW_OR_SINGLE  # autocast leaves float64 as it is
-            if autocast_enabled(x.device.type)
-            else len({t.dtype for t in tensors}) == 1 and x.dtype in (*LOW_OR_SINGLE, torch.float64)
-        )
+        and fit_dtypes([t.dtype for t in tensors], is_autocast=autocast_enabled(x.device.type))
         and not module._backward_hooks
         and not module._backward_pre_hooks
         and not _torch.transforms_active()
         and not _torch.forward_mode_active()
-        and not hasattr(module.weight, "ds_id")  # ZeRO-3 frees it after the call
-        and type(module.weight) is nn.Parameter
-        and module.weight.untyped_storage().nbytes()
-        == module.weight.nbytes  # no part of a flat one, which may be freed
+        and stays(module.weight)
     )
