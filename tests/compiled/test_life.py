@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -144,15 +143,6 @@ def test_blocks_of_leangrad_compile_in_one_graph() -> None:
     run = torch.compile(model, backend=compile_lean, options=EXACT, fullgraph=True)
     run(torch.randn(2, 8, 32)).sum().backward()
     assert len(chosen) == 1
-
-
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
 
 
 @pytest.mark.usefixtures("one_rank")

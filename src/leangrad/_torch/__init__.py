@@ -73,10 +73,12 @@ from leangrad._torch.modules import (
     has_global_hooks,
     has_hooks,
     has_hooks_of_others,
+    is_compiled,
     is_sharded,
     norm_tensors,
     registries,
     remove_forward_hooks,
+    shards_modules,
 )
 from leangrad._torch.present import ledger_names_present, private_names
 from leangrad._torch.settings import changed_settings, failed_allocations, product_settings
@@ -141,6 +143,7 @@ __all__ = [
     "is_capturing",
     "is_checkpoint",
     "is_checkpointing",
+    "is_compiled",
     "is_number",
     "is_profiling",
     "is_python_evaluating",
@@ -179,6 +182,7 @@ __all__ = [
     "saved_tensor_hooks_allowed",
     "scale_",
     "schema",
+    "shards_modules",
     "softmax_backward",
     "storage_address",
     "storage_holders",

@@ -451,3 +451,14 @@ def tracing_backend() -> str | None:
             return str(name)
         compiler = getattr(compiler, "_torchdynamo_orig_backend", None)
     return None
+
+
+def ends_at_a_break() -> bool:
+    """Whether the graph that Dynamo is compiling ends where it cannot trace on. False: no, or torch does not tell."""
+    try:
+        from torch._dynamo.symbolic_convert import InstructionTranslator
+
+        reason: Any = InstructionTranslator.current_tx().output.compile_subgraph_reason
+    except (ImportError, AttributeError):
+        return False
+    return getattr(reason, "graph_break", False) is True

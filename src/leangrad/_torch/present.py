@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import importlib
 import warnings
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ def private_names() -> dict[str, bool]:
     owners += [torch.nn.Module(), torch.nn.modules.module, torch.ops.aten, torch.ops.aten.add.Tensor]
     owners += [tensor, tensor.untyped_storage(), tensor.grad_fn]
     owners += [torch.cuda, getattr(torch._C, "_StaticCudaLauncher", None), torch.utils, python_dispatch]
+    if torch.distributed.is_available():
+        owners.append(importlib.import_module("torch.distributed._composable_state"))
     there = {name for owner in owners for name in dir(owner)}
     files = [path for path in Path(__file__).parent.glob("*.py") if path.stem != "compiler"]  # which has `missing`
     names = [name for path in sorted(files) for name in _private_names_in(ast.parse(path.read_text()))]

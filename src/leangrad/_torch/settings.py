@@ -6,6 +6,7 @@ for its workspace is computed by another algorithm, with no word about it.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -46,11 +47,33 @@ def product_settings() -> tuple[Any, ...]:
     return (*[getattr(home, name) for home, name, _ in _SETTINGS], torch.are_deterministic_algorithms_enabled())
 
 
+_failed = 0  # allocations on GPUs, since `_observes` was asked
+
+
 def failed_allocations() -> int:
-    """How many allocations have failed on the current device of this process."""
+    """How many allocations have failed on GPUs: a number that grows with each of them."""
     if not torch.cuda.is_initialized():
         return 0
-    return int(torch.cuda.memory_stats_as_nested_dict().get("num_ooms", 0))
+    return _failed if _observes() else int(torch.cuda.memory_stats_as_nested_dict().get("num_ooms", 0))
+
+
+@functools.cache
+def _observes() -> bool:
+    """Whether torch's allocator tells of each failure, those that its caller gets over too: asked for once.
+
+    Its statistics have the number as well, but reading them takes as long as a small kernel, for each convolution.
+    """
+    attach = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
+    try:
+        attach(_note_failure)  # type: ignore[misc]
+    except (RuntimeError, TypeError):  # another allocator, or a release without it
+        return False
+    return True
+
+
+def _note_failure(*_: object) -> None:
+    global _failed
+    _failed += 1
 
 
 def changed_settings(before: tuple[Any, ...]) -> str:

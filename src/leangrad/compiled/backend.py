@@ -14,6 +14,7 @@ from torch import Tensor, fx
 from leangrad import _torch
 from leangrad._torch import compiler
 from leangrad.compiled.first_step import FirstStep, Peak
+from leangrad.compiled.fused_loss import fuse_losses
 from leangrad.compiled.partitioner import Chosen, Partitioner, Settings, chosen
 from leangrad.compiled.side_outputs import set_apart
 from leangrad.errors import LeangradError
@@ -21,6 +22,7 @@ from leangrad.measure import Measurement
 from leangrad.policy.choice import REUSED_READS
 from leangrad.policy.kernels import LARGEST
 from leangrad.sizes import parse_size
+from leangrad.switch import disabled
 
 __all__ = ["compile_lean", "read_options", "summary"]
 
@@ -46,16 +48,21 @@ def compile_lean(
         default.
     ``leangrad.budget``: how much memory the step of a graph may take above what stands before it, ``"8GB"`` for
         instance: then it takes the least time that fits, as the policy estimates both.
+    ``leangrad.fused_loss``: compute the cross entropy of a projection to a vocabulary without its logits, where nobody
+        reads them; True by default, and without effect if ``leangrad.exact``, since it rounds otherwise.
 
     >>> import torch
     >>> model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.GELU(), torch.nn.Linear(32, 8))
     >>> compiled = torch.compile(model, backend=compile_lean, options={"leangrad.exact": True})  # or backend="leangrad"
     >>> compiled(torch.ones(2, 8)).sum().backward()
     """
+    settings, _ = read_options(options or {})
+    lazy = fuse_losses(gm) if settings.fused_loss and not settings.exact and not disabled() else None
     compile_graph = functools.partial(_compile, mode=mode, options=options or {})
     side = set_apart(gm, example_inputs, compile_graph)
     compiled = compile_graph(gm, example_inputs)
-    return compiled if side is None else side.around(compiled)
+    compiled = compiled if side is None else side.around(compiled)
+    return compiled if lazy is None else lazy.around(compiled)
 
 
 def _compile(
@@ -102,7 +109,7 @@ def read_options(options: Mapping[str, Any]) -> tuple[Settings, dict[str, Any]]:
     """Our own settings among ``options``, and the rest, which is Inductor's.
 
     >>> read_options({"leangrad.slowdown": 1.05, "max_autotune": True})
-    (Settings(exact=False, slowdown=1.05, budget=None), {'max_autotune': True})
+    (Settings(exact=False, slowdown=1.05, budget=None, fused_loss=True), {'max_autotune': True})
     """
     known = {field.name: field for field in dataclasses.fields(Settings)}
     ours: dict[str, Any] = {}
@@ -124,8 +131,9 @@ def read_options(options: Mapping[str, Any]) -> tuple[Settings, dict[str, Any]]:
             'custom_partitioner_fn is what backend="leangrad" sets itself; for one of your own use backend="inductor"'
         )
     settings = Settings(**ours)
-    if type(settings.exact) is not bool:
-        raise TypeError(f"leangrad.exact: expected True or False, got {settings.exact!r}")
+    for name in ("exact", "fused_loss"):
+        if type(getattr(settings, name)) is not bool:
+            raise TypeError(f"leangrad.{name}: expected True or False, got {getattr(settings, name)!r}")
     slowdown = settings.slowdown
     if isinstance(slowdown, bool) or not isinstance(slowdown, int | float) or not slowdown >= 1:
         raise ValueError(f"leangrad.slowdown: expected a number of at least 1, such as 1.1, got {slowdown!r}")
@@ -221,6 +229,8 @@ def _row(one: Chosen) -> str:
     if peak := _first_peak(one):
         line += f"  first step: {peak}"
         line += "" if peak.is_bound else f", {peak.nbytes / max(outcome.peak_bytes, 1):.3f} times the expected peak"
+    if one.fused_losses:
+        line += "  the loss is computed without logits"
     if choice.is_held_back:
         line += f"  {choice.lowest.peak_bytes / 1e6:.3f} MB would take {choice.lowest_slowdown:.2f} times the work"
         line += "; raise leangrad.slowdown for it"

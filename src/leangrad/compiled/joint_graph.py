@@ -29,6 +29,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from leangrad._torch import compiler
 from leangrad.compiled.layouts import is_weight_of_one_channel
+from leangrad.loss.graph_op import LOSS_OP
+from leangrad.ops.linear_cross_entropy import chunk_rows
 from leangrad.policy.graph import Graph, Value
 from leangrad.policy.ops import is_discrete, is_heavy, is_source
 from leangrad.policy.work import work_of
@@ -59,6 +61,8 @@ EXACT = VIEWS | {
 MOVES = VIEWS | {"clone", "convert_element_type", "gather", "index", "index_select", "_to_copy", "_unsafe_index"}
 SINGLE = 24  # bits of a float32's significand
 REDUCES = 4  # an op that reads so many times what it gives makes a statistic, which is kept
+OP_DTYPE = 10  # the place of ``dtype`` among the arguments of the fused loss
+LOGIT_BYTES = 4  # of the fused loss: they are float32, whatever it reads
 INLINE_SHARE = 20  # a value computed inside its reader costs about the 20th part of one that is written and read
 
 
@@ -136,6 +140,7 @@ class _Reader:
             is_asked_for=not is_backward and node in self.info.required_bw_nodes,
             price=moved if self._is_written_in_backward(node) else moved // INLINE_SHARE,
             work=0 if can_inline else _work(node, moved),
+            scratch=_scratch(node),
             across=() if is_view or not can_inline else self._read_across(node),
         )
 
@@ -295,3 +300,16 @@ def _work(node: fx.Node, moved: int) -> int:
         return moved
     shapes = [compiler.shape_of(i) for i in node.all_input_nodes]
     return work_of(op_name(node), shapes, compiler.elements_of(node), moved)
+
+
+def _scratch(node: fx.Node) -> int:
+    """What the fused loss takes while it runs: logits of a chunk, and its results, which are parts of a tuple."""
+    if node.target is not LOSS_OP:
+        return 0
+    x, weight, dtype = node.args[0], node.args[1], node.args[OP_DTYPE]
+    assert isinstance(x, fx.Node)
+    assert isinstance(weight, fx.Node)
+    (tokens, hidden), (words, _) = compiler.shape_of(x), compiler.shape_of(weight)
+    chunk = chunk_rows(tokens, hidden, words, x.meta["val"].device.type) * words * LOGIT_BYTES
+    casts = [_size(one) for one in (x, weight) if one.meta["val"].dtype != dtype]
+    return chunk + sum(casts) // 2 + _size(node)

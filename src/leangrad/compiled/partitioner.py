@@ -18,6 +18,7 @@ from leangrad.compiled.first_step import FirstStep
 from leangrad.compiled.joint_graph import copy_changed_inputs, read_joint_graph
 from leangrad.compiled.layouts import handed_out, lay_out_convolutions
 from leangrad.errors import BudgetError
+from leangrad.loss.graph_op import LOSS_OP
 from leangrad.policy.choice import REUSED_READS, Choice, choose
 from leangrad.sizes import size_text
 
@@ -31,6 +32,7 @@ class Settings:
     exact: bool = False
     slowdown: float = 1.1
     budget: int | None = None  # bytes of one graph's step, above what stands before it
+    fused_loss: bool = True  # but not if ``exact``
 
 
 class Partitioner(compiler.partitioner_class()):  # type: ignore[misc]
@@ -78,7 +80,8 @@ class Partitioner(compiler.partitioner_class()):  # type: ignore[misc]
                 smallest=least,
             )
         self.reused_reads = choice.reused_reads
-        self.chosen = Chosen(choice, time.perf_counter() - began)
+        losses = sum(node.target is LOSS_OP for node in graph.nodes)
+        self.chosen = Chosen(choice, time.perf_counter() - began, fused_losses=losses)
         chosen.append(self.chosen)
         del chosen[:-REMEMBERED]
         views = {node for node, value in zip(nodes, step.values, strict=True) if value.view_of is not None}
@@ -104,6 +107,7 @@ class Chosen:
     choice: Choice
     seconds: float
     first_step: FirstStep | None = None  # where the device counts its memory
+    fused_losses: int = 0  # that are computed without logits
 
 
 REMEMBERED = 64
@@ -114,8 +118,7 @@ def _code() -> str:
     """A digest of the code that chooses: another version of it must not be served another's graphs."""
     digest = hashlib.sha256()
     here = Path(__file__).parent
-    for path in sorted(
-        [*here.glob("*.py"), *(here.parent / "policy").glob("*.py"), here.parent / "_torch" / "compiler.py"]
-    ):
+    others = [here.parent / name for name in ("_torch/compiler.py", "loss/graph_op.py", "loss/logit_ops.py")]
+    for path in sorted([*here.glob("*.py"), *(here.parent / "policy").glob("*.py"), *others]):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]

@@ -36,7 +36,7 @@ from torch import Tensor, fx
 from leangrad._torch import compiler, saved_tensor_hooks_active
 from leangrad.errors import LeangradError
 
-__all__ = ["SideOutputs", "set_apart"]
+__all__ = ["SideOutputs", "set_apart", "writes"]
 
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 ROUNDING = 64  # times the precision of a dtype, that two kernels of one sum may differ by
@@ -103,7 +103,7 @@ def _side_places(graph: fx.Graph, inputs: Sequence[Any], returned: Any) -> tuple
     if None in memories or any(memories.count(compiler.memory_of(values[k])) > 1 for k in side):
         return ()  # one shows the memory of another
     made_before = [value for value in inputs if isinstance(value, Tensor) and not value.is_leaf]
-    if sum(map(compiler.bytes_of, made_before)) >= nbytes or any(map(_writes, graph.nodes)):
+    if sum(map(compiler.bytes_of, made_before)) >= nbytes or any(map(writes, graph.nodes)):
         return ()
     if any(isinstance(value, Tensor) and value._version > 0 for value in traced):
         return ()  # an input was written to while it was traced
@@ -125,7 +125,7 @@ def _read_for(losses: Sequence[fx.Node]) -> set[fx.Node]:
     return found
 
 
-def _writes(node: fx.Node) -> bool:
+def writes(node: fx.Node) -> bool:
     """Whether it may write into what is given to it."""
     if node.op in ("placeholder", "get_attr", "output"):
         return False
