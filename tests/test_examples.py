@@ -15,12 +15,19 @@ LOSSES = {
     "char_lm": 2.6,  # 4.0
     "copy_task": 0.5,  # 2.1
     "diffusion_2d": 0.92,  # 1.0
+    "finetune_trainer": 3.2,  # 4.9
+    "train_cnn_abn": 0.8,  # 1.1
 }
+
+#: Those that print plain beside lean, and the share of plain's peak that lean must stay below.
+COMPARISONS = {"finetune_trainer": 0.75, "train_cnn_abn": 0.9}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LOSSES)
 def test_the_small_run_learns(name, tmp_path):
+    if name == "finetune_trainer":
+        pytest.importorskip("accelerate", reason="accelerate is not installed: the extra `trainers`")
     done = subprocess.run(
         [sys.executable, "-W", "error", EXAMPLES / f"{name}.py", "--small"],
         capture_output=True,
@@ -33,6 +40,10 @@ def test_the_small_run_learns(name, tmp_path):
     assert found, done.stdout
     assert float(found[1]) < LOSSES[name]
     assert "100%" in done.stderr  # the progress bar
+    if name in COMPARISONS:
+        rows = dict(re.findall(r"│ (\w+) +│.*?│ +([\d.]+) MB", done.stdout))
+        assert len(rows) == 2
+        assert float(rows.pop("plain")) * COMPARISONS[name] > float(rows.popitem()[1])
     for picture in tmp_path.iterdir():
         assert picture.suffix == ".svg"
         assert len(list(ElementTree.parse(picture).iter("{http://www.w3.org/2000/svg}circle"))) == 500

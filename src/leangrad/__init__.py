@@ -4,15 +4,38 @@
 
     model = leangrad.lean(model)    # same class, same parameters, same state_dict, same gradients
 
-[Note: names of rooms] `floor`, `frontier`, `lean`, `measure` and `verify` are functions here and also the modules that
-hold them. The imports below run each module first and bind its function last, so `leangrad.measure(step)` is the
-function, and `from leangrad.measure import Measurement` still finds the module, by its path. That is why none of the
-five may be imported lazily: the first import by path would then put the module in the function's place.
+The training loop stays as it is. What else there is:
 
-`nn` and the other folders of `_ON_DEMAND` share their name with no function. They are imported when they are first
-asked for, because `import leangrad` would take twice as long with them. `nn` is not in `__all__`: a star import would
-put it in the place of `torch.nn`.
+    lean(model, budget="20GB")              keep as much as fits; slowdown=1.1: rebuild as much as the time allows
+    lean(model, exact=False)                train a language model without its logits
+    plain(model), is_lean(model)            undo it, ask for it
+    saving()                                the same for a region of code: with saving(): loss = ...
+    ledger_of(model).summary()              what was kept, what is rebuilt, and why
+    verify(model, batch)                    is it the same, bit for bit, on my model?
+    measure(step)                           how much memory does a step take, and what holds it?
+    floor(model, batch)                     how little could it be?
+    frontier(model, batch)                  time against memory, for every way to train this model
+    pack_gradients(model)                   all gradients in one flat buffer
+    linear_cross_entropy(hidden, w, y)      the loss of a language model without its logits
+    errors                                  what leangrad raises about itself
+
+    torch.compile(model, backend="leangrad")              for compiled models, in the stead of lean
+    leangrad.nn.convert_abn(model)                        for CNNs with batch norm
+    leangrad.integrations.transformers.LeanCallback       for Hugging Face's Trainer
+    leangrad.integrations.lightning.Lean                  for Lightning's Trainer
+
+With LEANGRAD_DISABLE=1 in the environment everything runs plain. On the command line there is `leangrad --help`. Pages
+with lines to copy are in docs/.
 """
+
+# [Note: names of rooms] `floor`, `frontier`, `lean`, `measure` and `verify` are functions here and also the modules
+# that hold them. The imports below run each module first and bind its function last, so `leangrad.measure(step)` is
+# the function, and `from leangrad.measure import Measurement` still finds the module, by its path. That is why none of
+# the five may be imported lazily: the first import by path would then put the module in the function's place.
+#
+# `nn` and the other folders of `_ON_DEMAND` share their name with no function. They are imported when they are first
+# asked for, because `import leangrad` would take twice as long with them. `nn` is not in `__all__`: a star import would
+# put it in the place of `torch.nn`.
 
 import importlib
 from types import ModuleType
@@ -29,6 +52,7 @@ from leangrad.verify import verify
 
 if TYPE_CHECKING:
     from leangrad import functional as functional
+    from leangrad import integrations as integrations
     from leangrad import nn as nn
     from leangrad import norm_cache as norm_cache
     from leangrad import tape as tape
@@ -51,7 +75,7 @@ __all__ = [
 
 __version__ = "0.1.0.dev0"
 
-_ON_DEMAND = frozenset(("functional", "nn", "norm_cache", "tape", "workspace"))
+_ON_DEMAND = frozenset(("functional", "integrations", "nn", "norm_cache", "tape", "workspace"))
 
 
 def __getattr__(name: str) -> ModuleType:

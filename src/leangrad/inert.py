@@ -1,7 +1,7 @@
 """A warning for a lean module that trains without its forward.
 
-`lean(module)` opens its region in `forward`. Some code trains a module by other methods, such as the `training_step` of
-a LightningModule that calls its submodules: then no region opens, nothing is saved, and nothing would say so.
+`lean(module)` opens its region in `forward`, and in the `training_step` of a LightningModule. Some code trains a module
+by other methods that call its submodules: then no region opens, nothing is saved, and nothing would say so.
 """
 
 from __future__ import annotations

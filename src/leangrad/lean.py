@@ -26,6 +26,12 @@ from torch import nn
 from leangrad import _torch
 from leangrad._torch import compiler
 from leangrad.inert import Watch
+from leangrad.integrations.training_step import (
+    add_training_step,
+    has_training_step,
+    manual_parts,
+    remove_training_step,
+)
 from leangrad.ledger import MIN_BYTES, Goal, Ledger, Region
 from leangrad.ledger.batches import Batches
 from leangrad.ledger.gc_pause import GcPause
@@ -69,8 +75,9 @@ def lean(
 
     A model that is lean already is given the new settings and starts to learn anew. Under ``torch.compile`` (which has
     a way of its own to less memory: ``backend="leangrad"``), ``torch.func``, ``no_grad``, inference mode and
-    ``LEANGRAD_DISABLE=1`` the model runs plain. Only ``forward`` is lean: a model that is trained by other methods,
-    such as a ``training_step`` that calls its submodules, is warned of after its first backward; use ``saving`` there.
+    ``LEANGRAD_DISABLE=1`` the model runs plain. Only ``forward`` is lean, and the ``training_step`` of a
+    LightningModule: a model that is trained by other methods is warned of after its first backward; use ``saving``
+    there.
 
     >>> import torch, leangrad
     >>> model = leangrad.lean(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()))
@@ -78,16 +85,33 @@ def lean(
     """
     _check_module("lean", model, "; for code that is no module use `with saving():`")
     ledger = Ledger(residual_depth=residual_depth, min_bytes=min_bytes, goal=_goal(budget, slowdown))
+    parts = manual_parts(model)
+    if parts and ledger.goal is not None:
+        raise ValueError(
+            f"this {type(model).__name__} optimizes manually, with several backward passes in a training_step, and a "
+            "budget or a slowdown is for one; give it to the submodule that needs it: leangrad.lean(model.part, ...)"
+        )
     plain(model)
+    for part in parts:
+        if not is_lean(part):
+            _make_lean(part, ledger.fresh(), is_part=True)
     if not exact:
         make_lazy(model)
     ledger.remark = Remark(model)
-    enter = Enter(ledger, Watch(model))
+    _make_lean(model, ledger, is_part=False)
+    return model
+
+
+def _make_lean(model: nn.Module, ledger: Ledger, *, is_part: bool) -> None:
+    enter = Enter(ledger, Watch(model), is_part=is_part)
+    hooks: list[Any] = [enter]
     if ledger.goal is not None:
-        model.register_forward_pre_hook(SeeBatch(enter, Batches(ledger)), with_kwargs=True)
+        hooks.insert(0, SeeBatch(enter, Batches(ledger)))
+        model.register_forward_pre_hook(hooks[0], with_kwargs=True)
     model.register_forward_pre_hook(enter)
     model.register_forward_hook(Leave(), prepend=True, always_call=True)
-    return model
+    if has_training_step(model) and not manual_parts(model):
+        add_training_step(model, Around(hooks))
 
 
 def _goal(budget: int | str | None, slowdown: float | None) -> Goal | None:
@@ -113,6 +137,10 @@ def plain(model: ModuleT) -> ModuleT:
         if isinstance(hook, Enter):
             hook.end_watch()
     _torch.remove_forward_hooks(model, (SeeBatch, Enter, Leave))
+    remove_training_step(model)
+    for part in manual_parts(model):
+        if any(isinstance(hook, Enter) and hook.is_part for hook in _torch.forward_pre_hooks(part)):
+            plain(part)
     make_eager(model)
     return model
 
@@ -180,14 +208,21 @@ _has_said = False
 
 
 class Remark:
-    """What the summary of a model says about its logits."""
+    """What the summary of a model says about its logits, and about submodules that have ledgers of their own."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
 
     def __call__(self, entries: Sequence[Entry]) -> str:
         model = self._model()
-        return "" if model is None else describe(model, entries)
+        if model is None:
+            return ""
+        if manual_parts(model) and not entries:
+            return (
+                f"That is as it should be here: this {type(model).__name__} optimizes manually, so its submodules are "
+                "lean, each with a ledger of its own: leangrad.ledger_of(model.part).summary()"
+            )
+        return describe(model, entries)
 
 
 class Hook:
@@ -211,7 +246,7 @@ class SeeBatch(Hook):
         self.enter, self.batches = enter, batches
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not _torch.is_traced() and torch.is_grad_enabled():
+        if not _torch.is_traced() and torch.is_grad_enabled() and not _is_inside(module):
             self.enter.ledger = self.batches.sees((args, kwargs))
 
 
@@ -225,14 +260,15 @@ class Enter(Hook):
 
     is_leangrads = True
 
-    def __init__(self, ledger: Ledger, watch: Watch | None = None) -> None:
+    def __init__(self, ledger: Ledger, watch: Watch | None = None, *, is_part: bool = False) -> None:
         self.ledger = ledger
         self.watch = watch  # until forward has run
+        self.is_part = is_part  # made lean with the LightningModule that it is a part of
         self._has_run = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy watches nothing: the hooks of parameters are not copied with them."""
-        return Enter, (self.ledger,)
+        return _enter, (self.ledger, self.is_part)
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> Arguments | None:
         if _torch.is_traced():
@@ -246,10 +282,10 @@ class Enter(Hook):
         if not self._has_run:
             self._has_run = True
             note_sharding(module)
-        region = self.ledger.region(module)
+        region = None if _is_inside(module) else self.ledger.region(module)
         if region is not None:
             region.__enter__()
-        call = _Call(module, region)
+        call = _Call(module, region, self.ledger)
         _calls().append(call)
         return Arguments(*args, guard=_Guard(call))
 
@@ -258,6 +294,11 @@ class Enter(Hook):
         if self.watch is not None:
             self.watch.end()
             self.watch = None
+
+
+def _enter(ledger: Ledger, is_part: bool) -> Enter:
+    """What a copy of an Enter is made by."""
+    return Enter(ledger, is_part=is_part)
 
 
 class Leave(Hook):
@@ -273,7 +314,29 @@ class Leave(Hook):
             region = calls[-1].region
             if region is not None:
                 region.finds_reentrant(output)
+            if not calls[-1].is_inside:
+                calls[-1].ledger.sees_output(output)
             calls[-1].close()
+
+
+class Around:
+    """The same for another method than forward: its region begins before a call of the method and ends after it."""
+
+    def __init__(self, before: list[Any]) -> None:
+        self.before = before  # the forward pre-hooks of the module
+
+    def __call__(self, method: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Call ``method(*args, **kwargs)``, which is one of ``module``."""
+        *see_batch, enter = self.before
+        for hook in see_batch:
+            hook(module, args, kwargs)
+        guarded = enter(module, args)
+        output = None
+        try:
+            output = method(*args, **kwargs)
+            return output
+        finally:
+            Leave()(module, guarded, output)
 
 
 class Arguments(tuple[Any, ...]):
@@ -305,8 +368,10 @@ class _Guard:
 class _Call:
     """One running call of a lean module, and the region it opened."""
 
-    def __init__(self, module: nn.Module, region: Region | None) -> None:
-        self.module, self.region = module, region
+    def __init__(self, module: nn.Module, region: Region | None, ledger: Ledger) -> None:
+        self.module, self.region, self.ledger = module, region, ledger
+        self.is_inside = _is_inside(module)
+        self.has_gradients = torch.is_grad_enabled()
         self.thread = threading.get_ident()
         self.rest = GcPause() if region is not None else None
         self.guard: Callable[[], _Guard | None] = lambda: None  # a weak reference, once there is one
@@ -331,6 +396,14 @@ class _Call:
 
 
 _local = threading.local()
+
+
+def _is_inside(module: nn.Module) -> bool:
+    """Whether a call of this very module runs in this thread: its step has begun, and a call inside begins no other.
+
+    A LightningModule whose training_step calls its forward, say.
+    """
+    return any(call.module is module and call.has_gradients for call in _calls())
 
 
 def _calls() -> list[_Call]:

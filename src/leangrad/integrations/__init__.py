@@ -1,0 +1,21 @@
+"""leangrad inside other libraries' trainers. Each library is imported only by the module that bears its name.
+
+transformers     `LeanCallback`, for Hugging Face's Trainer and for trainers built on it, such as TRL's
+lightning        `Lean`, a callback for Lightning's Trainer, under the name ``lightning`` or ``pytorch_lightning``
+figures          what both log: the share of memory saved, and the peak
+library          one sentence for a library that is missing or too old
+training_step    how `lean` reaches a LightningModule
+
+Accelerate, PEFT, Fabric and diffusers need no module of ours: docs/ has the lines to copy.
+"""
+
+import importlib
+from types import ModuleType
+
+__all__ = ["lightning", "transformers"]
+
+
+def __getattr__(name: str) -> ModuleType:
+    if name in __all__:
+        return importlib.import_module(f"leangrad.integrations.{name}")
+    raise AttributeError(f"module 'leangrad.integrations' has no attribute {name!r}")

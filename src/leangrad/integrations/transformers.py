@@ -1,0 +1,122 @@
+"""`LeanCallback`: leangrad in Hugging Face's Trainer, and in the trainers that are built on it, such as TRL's.
+
+    trainer = Trainer(model, args, train_dataset=dataset, callbacks=[LeanCallback()])
+
+`leangrad.lean(model)` before `Trainer(model, ...)` does the same. The callback also says what it does beside the
+trainer's other options, logs what is saved, and gives the model back as it was when training ends.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from typing import Any
+
+from torch import nn
+
+from leangrad import _torch
+from leangrad.integrations.figures import lean_figures
+from leangrad.integrations.library import require
+from leangrad.lean import is_lean, lean, ledger_of, plain
+
+__all__ = ["LeanCallback"]
+
+TrainerCallback = require("transformers", "4.56", user="leangrad.integrations.transformers").TrainerCallback
+
+# Accelerate, which compiles for the Trainer, knows a list of backends and takes no others.
+COMPILE = 'call model.compile(backend="leangrad") before the Trainer: the compiled model is then lean by itself'
+
+# Which callback made a model lean.
+_owners: weakref.WeakKeyDictionary[nn.Module, LeanCallback] = weakref.WeakKeyDictionary()
+
+
+class LeanCallback(TrainerCallback):  # type: ignore[misc, valid-type]
+    """Makes the model of a ``transformers.Trainer`` lean while it trains; losses and gradients stay the same.
+
+    settings: those of ``leangrad.lean``: ``budget="20GB"``, ``slowdown=1.1``, ``exact=False``, ...
+
+    When training begins it prints one line that says what is done, also beside ``gradient_checkpointing`` and Liger.
+    The trainer's logs get ``lean_saved_share``, of the bytes that plain keeps from forward to backward the share that
+    is not kept, and on a GPU ``peak_memory_bytes``, torch's own peak, which is not reset. When training ends the model
+    is as it was; ``summary()`` still tells what was kept and why. A model that is lean already stays as it is, with its
+    own settings. Under ``torch.compile`` leangrad is a backend: call ``model.compile(backend="leangrad")`` and leave
+    ``torch_compile`` off; the callback then does nothing.
+
+    >>> from transformers import Trainer  # doctest: +SKIP
+    >>> trainer = Trainer(model, args, train_dataset=dataset, callbacks=[LeanCallback()])  # doctest: +SKIP
+    >>> LeanCallback(slowdown=1.1).summary()
+    'no training has begun with this LeanCallback yet'
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        lean(nn.Identity(), **settings)  # what is wrong with them is said here, not when training begins
+        self.settings = settings
+        self._model: weakref.ref[nn.Module] | None = None  # that this callback watches
+        self._summary = "no training has begun with this LeanCallback yet"
+
+    def summary(self) -> str:
+        """What is kept, rebuilt and shared, and why; after training, of the last step that was recorded."""
+        model = None if self._model is None else self._model()
+        return self._summary if model is None or not is_lean(model) else ledger_of(model).summary()
+
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **kwargs: Any
+    ) -> None:
+        """Make the model lean, and say so in one line."""
+        if model is None:
+            return
+        told = self._begin(args, model)
+        if told and state.is_world_process_zero:
+            print(f"leangrad: {told}")
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
+        """Add the figures to the logs of training, for the callbacks that come after this one and for the history."""
+        model = None if self._model is None else self._model()
+        if model is None or logs is None or not {"loss", "train_loss"} & logs.keys():
+            return
+        figures = lean_figures(model)
+        logs.update(figures)
+        if state.log_history and state.log_history[-1].get("step") == state.global_step:
+            state.log_history[-1].update(figures)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **kwargs: Any) -> None:
+        """Give the model back as it was."""
+        self._summary, self._model = self.summary(), None
+        if model is not None and _owners.get(model) is self:
+            del _owners[model]
+            plain(model)
+
+    def _begin(self, args: Any, model: nn.Module) -> str:
+        self._model = None
+        if args.torch_compile:
+            warnings.warn(
+                f"LeanCallback does nothing with torch_compile=True; leave that off, and {COMPILE}", stacklevel=2
+            )
+            return ""
+        if _torch.is_compiled(model):
+            return f"this model is compiled, so LeanCallback does nothing; if you have not done so, {COMPILE}"
+        owner = _owners.get(model) if is_lean(model) else self
+        if owner is not None and owner is not self:
+            return "this model has a LeanCallback already; the second one does nothing"
+        self._model = weakref.ref(model)
+        if owner is None:
+            unused = ", and the settings of LeanCallback are not used" if self.settings else ""
+            return f"this model is lean already and stays as it is{unused}"
+        lean(model, **self.settings)
+        _owners[model] = self
+        return self._sentence(args, model)
+
+    def _sentence(self, args: Any, model: nn.Module) -> str:
+        told = f"{type(model).__name__} keeps for backward only what cannot be rebuilt"
+        if self.settings.get("exact", True):
+            told += "; losses and gradients are plain's, bit for bit"
+        else:
+            told += "; the loss is computed without its logits, with plain's error but not plain's bits"
+        if args.gradient_checkpointing or getattr(model, "is_gradient_checkpointing", False):
+            told += (
+                "; gradient_checkpointing is on too: its segments are run again, lean, which takes no more memory and "
+                "more time than lean alone"
+            )
+        if getattr(args, "use_liger_kernel", False):
+            told += "; Liger's kernels keep what they need, all else is lean"
+        return told
