@@ -119,6 +119,8 @@ def test_every_error_is_told() -> None:
 def test_examples_of(name: str) -> None:
     if name.startswith("leangrad.kernels."):
         pytest.importorskip("triton")
+    if name.startswith("leangrad.integrations.") and name.rpartition(".")[2] in leangrad.integrations.__all__:
+        pytest.importorskip(name.rpartition(".")[2], reason="installed by the extras `dev` and `trainers`")
     result = doctest.testmod(importlib.import_module(name))
     assert result.failed == 0, "the examples that failed are printed above"
 
@@ -237,14 +239,33 @@ def test_code_of_the_compile_paper_runs(capsys: pytest.CaptureFixture[str]) -> N
     names: dict[str, Any] = {"torch": torch, "x": torch.randn(32, 64), "y": torch.randn(32, 64)}
     names |= {"criterion": nn.functional.mse_loss, "net": plain}
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "compile.md").read_text(), flags=re.DOTALL)
-    assert len(blocks) == 6
+    assert len(blocks) == 7
     for block in blocks:
         names["model"] = plain
         exec(compile(block, "compile.md", "exec"), names)
+    assert type(names["logits"]).__name__ == "LazyLogits"
+    assert names["best"].shape == (4, 64)
+    assert names["head"].weight.grad is not None
     told = capsys.readouterr().out
     assert "kept MB" in told
     assert "measured peak" in told
     assert all(parameter.grad is not None for parameter in plain.parameters())
+
+
+@pytest.mark.usefixtures("backend_name")
+def test_code_of_the_loss_paper_that_is_compiled_runs() -> None:
+    transformers = pytest.importorskip("transformers")
+    torch._dynamo.reset()
+    sizes = {"vocab_size": 512, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(num_attention_heads=2, num_key_value_heads=2, use_cache=False, **sizes)
+    )
+    names: dict[str, Any] = {"torch": torch, "model": model, "words": torch.randint(512, (2, 32))}
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "loss.md").read_text(), flags=re.DOTALL)
+    (block,) = (block for block in blocks if "torch.compile" in block)
+    exec(compile(block, "loss.md", "exec"), names)
+    assert type(names["output"].logits).__name__ == "LazyLogits"
+    assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 def test_code_and_commands_of_the_budget_paper_run(
