@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import random
 import re
 import sys
 import threading
@@ -17,7 +18,7 @@ import leangrad
 from leangrad._torch import Counters
 from leangrad.errors import BudgetError
 from leangrad.ledger import ledger as ledger_module
-from leangrad.ledger.learn import tuning
+from leangrad.ledger.learn import timing, tuning
 from leangrad.policy.relax import Relaxation
 from tests.support import assert_same_bits
 
@@ -532,8 +533,18 @@ def test_a_budget_just_below_the_least(net: Net, x: Tensor, monkeypatch: pytest.
         allocator.steps(lean, x, 12)
 
 
-def test_memory_that_others_take_meanwhile(net: Net, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The optimizer's state is made in the first step, and a batch may be held: the plan gives way."""
+@pytest.mark.parametrize("seed", [0, 5, 6, 13])
+def test_memory_that_others_take_meanwhile(net: Net, x: Tensor, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """The optimizer's state is made in the first step, and a batch may be held: the plan gives way.
+
+    Whatever the plans are: the costs that they are chosen by are drawn.
+    """
+    draw, costs = random.Random(seed), timing.Timing.costs
+
+    def drawn(watch: timing.Timing, items: Any, *args: Any) -> dict[int, tuple[float, float]]:
+        return {n: (items[n].nbytes * draw.choice([0.1, 0.3, 1, 3, 10]), 0.0) for n in costs(watch, items, *args)}
+
+    monkeypatch.setattr(timing.Timing, "costs", drawn)
     most, least = ends(net, x)
     budget = 10**9 + most
     lean = leangrad.lean(net, budget=budget, min_bytes=0)

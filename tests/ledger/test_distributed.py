@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from leangrad.errors import BudgetError
 from leangrad.lean import lean, ledger_of
 from tests.support import same_bits
 
@@ -108,7 +109,9 @@ def work_within_budgets(rank: int, file: str) -> None:
     try:
         for kind in ("ddp", "fsdp2"):
             expected = train(wrapped(kind, Net()), rank, STEPS)
-            for budget in (1, 9_000 + 1_000 * rank, 10**9):  # the least; some, and on rank 1 more; all
+            with pytest.raises(BudgetError, match="cannot be met"):  # on every rank alike, before a collective
+                train(wrapped(kind, lean(Net(), budget=1, min_bytes=0)), rank, STEPS)
+            for budget in (7_500, 9_000 + 1_000 * rank, 10**9):  # about the least; some, and on rank 1 more; all
                 net = lean(Net(), budget=budget, min_bytes=0)
                 found = train(wrapped(kind, net), rank, STEPS)
                 assert ledger_of(net).differences == 0, (kind, budget, ledger_of(net).trace_status)

@@ -36,6 +36,7 @@ from leangrad.ledger.learn.recorded_step import RecordedStep
 from leangrad.ledger.learn.timing import Stopwatch, Timing
 from leangrad.policy.choice import lowest_peak
 from leangrad.policy.graph import Graph
+from leangrad.policy.peak import Outcome
 from leangrad.policy.relax import Relaxation
 from leangrad.policy.replay import Replay
 from leangrad.sizes import size_text
@@ -254,11 +255,17 @@ class Tuner:
         """The least work within a share of the room between the least memory and the limit."""
         least = self._foreseen(self._relaxation.play(self._smallest).peak_bytes)
         target = least + share * max(0.0, limit - least)
-        relaxations = (self._relaxation, *self._beside)
-        found = [one.within(lambda outcome: self._foreseen(outcome.peak_bytes) <= target) for one in relaxations]
+        # Two plans differ a little in what they take beyond what is foreseen; below the allocator's peak none sees it.
+        is_seen = self._is_reset or self._highest() <= limit
+        margin = 0.0 if is_seen or self._extra is None else MARGIN
+
+        def fits(outcome: Outcome) -> bool:
+            return self._foreseen(outcome.peak_bytes) + margin * outcome.peak_bytes <= target
+
         play = self._relaxation.play
-        fits = [kept for kept in found if self._foreseen(play(kept).peak_bytes) <= target] or found[:1]
-        return min(fits, key=lambda kept: play(kept).work)
+        found = [one.within(fits) for one in (self._relaxation, *self._beside)]
+        found = [kept for kept in found if fits(play(kept))] or found[:1]
+        return min(found, key=lambda kept: play(kept).work)
 
     def _limit(self) -> int:
         budget = self.goal.budget
