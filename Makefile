@@ -21,8 +21,10 @@ check: .venv/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# The site, and a look at it in a real browser where there is Chromium; build/pictures has what was seen.
 docs: .venv/installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	$(TEST) -q tests/site
 
 fix: .venv/installed
 	$(BIN)/ruff check --fix .
@@ -43,4 +45,4 @@ fuzz: .venv/installed
 	touch $@
 
 clean:
-	rm -rf .venv site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv site build .pytest_cache .mypy_cache .ruff_cache .hypothesis

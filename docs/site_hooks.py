@@ -1,6 +1,7 @@
-"""What `mkdocs build` does beside: links that leave docs/ become text, pictures come along, and every link is checked.
+"""What `mkdocs build` does beside: links that leave docs/ become text, pictures come along.
 
-The pages are read in the repository too, where a link to a source file leads to it. A site has no source files.
+And every link is checked. The pages are read in the repository too, where a link to a source
+file leads to it. A site has no source files.
 """
 
 from __future__ import annotations
@@ -28,12 +29,14 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Show such pictures from where they are now; of other links outside docs/ leave the words."""
-    return LINK.sub(lambda found: f"![{found[2]}]({found[3]})" if found[1] else found[2], markdown)
+    """Show such pictures from where they are now; of other links keep the words."""
+    return LINK.sub(
+        lambda found: f"![{found[2]}]({found[3]})" if found[1] else found[2], markdown
+    )
 
 
 class Page(HTMLParser):
-    """The addresses that a built page points to, and the places in it that others may point to."""
+    """The addresses that a built page points to, and the places that others may point to."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -64,7 +67,11 @@ def on_post_build(config: Any) -> None:
             if target.is_dir():
                 target /= "index.html"
             place = unquote(address.fragment)
-            if not target.is_file() or (place and target in pages and place not in pages[target].places):
+            if not target.is_file() or (
+                place and target in pages and place not in pages[target].places
+            ):
                 broken.append(f"{path.relative_to(site)}: {link}")
     if broken or not pages:
-        raise PluginError("links that lead nowhere: " + "; ".join(broken or ["there are no pages"]))
+        raise PluginError(
+            "links that lead nowhere: " + "; ".join(broken or ["there are no pages"])
+        )
