@@ -337,9 +337,9 @@ def test_what_is_released_around_the_step_is_not_counted(monkeypatch: pytest.Mon
     real = instrument._marking_modules
 
     @contextlib.contextmanager
-    def releasing_around() -> Iterator[None]:
+    def releasing_around(*, lines: bool) -> Iterator[None]:
         held.pop()
-        with real():
+        with real(lines=lines):
             yield
         held.pop()
 

@@ -4,43 +4,81 @@ Nothing here allocates memory of a tensor while the step runs, so that nothing o
 """
 
 import contextlib
+import functools
 import gc
 import os
+import sys
 import tempfile
 import threading
 import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from leangrad import _torch
 from leangrad.errors import LeangradError
-from leangrad.measure.trace import MODULE_MARK, STEP_MARK, Change, Trace, read_trace
+from leangrad.measure.trace import LINE_MARK, MODULE_MARK, STEP_MARK, Change, Trace, read_trace
 
-__all__ = ["record"]
+__all__ = ["Recording", "record"]
 
 
 def record(run: Callable[[], object]) -> tuple[Trace, list[Change]]:
     """Call `run` once under the profiler; return the trace, and when older CPU memory was released."""
-    if _torch.is_profiling():
-        raise LeangradError(
-            "expected no profiler to be running, but torch's profiler is on; leangrad.measure uses the profiler "
-            "itself and there is one per process: call measure outside the profiled region"
-        )
-    with tempfile.TemporaryDirectory(prefix="leangrad-") as folder, _torch.muted_kineto():
-        profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-        with _no_automatic_collection(), _watching_older_storages() as freed, _running(profiler):
+    recording = Recording()
+    recording.start()
+    try:
+        run()
+    finally:
+        recorded = recording.stop()
+    return recorded
+
+
+class Recording:
+    """A stretch of the program under the profiler, from `start` to `stop`, which are called on one thread.
+
+    lines: note the source line of each op in a module, too.
+    """
+
+    def __init__(self, *, lines: bool = False) -> None:
+        self._lines = lines
+        self._open = contextlib.ExitStack()
+        self._freed: list[Change] = []
+        self._profiler: profile | None = None
+
+    def start(self) -> None:
+        """Begin."""
+        if _torch.is_profiling():
+            raise LeangradError(
+                "expected no profiler to be running, but torch's profiler is on; leangrad.measure uses the profiler "
+                "itself and there is one per process: call measure outside the profiled region"
+            )
+        with contextlib.ExitStack() as entered:
+            entered.enter_context(_torch.muted_kineto())
+            entered.enter_context(_no_automatic_collection())
+            self._freed = entered.enter_context(_watching_older_storages())
+            self._profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+            entered.enter_context(_running(self._profiler))
             torch.empty(1)  # the reader looks for this allocation before the step to know that memory is reported
-            with _marking_modules(), record_function(STEP_MARK):
-                run()
-        path = os.path.join(folder, "trace.json")
-        profiler.export_chrome_trace(path)
-        return read_trace(path), freed
+            entered.enter_context(_marking_modules(lines=self._lines))
+            entered.enter_context(record_function(STEP_MARK))
+            self._open = entered.pop_all()
+
+    def stop(self) -> tuple[Trace, list[Change]]:
+        """End; return the trace, and when older CPU memory was released."""
+        assert self._profiler is not None
+        self._open.close()
+        with tempfile.TemporaryDirectory(prefix="leangrad-") as folder, _torch.muted_kineto():
+            path = os.path.join(folder, "trace.json")
+            self._profiler.export_chrome_trace(path)
+            self._profiler = None
+            return read_trace(path), self._freed
 
 
 @contextlib.contextmanager
@@ -88,8 +126,8 @@ class _Paths(threading.local):
 
 
 @contextlib.contextmanager
-def _marking_modules() -> Iterator[None]:
-    """Put a mark into the trace around each call of a module.
+def _marking_modules(*, lines: bool) -> Iterator[None]:
+    """Put a mark into the trace around each call of a module, and with ``lines`` around each op in it.
 
     Not by hooks: code that looks for them (torch.compile's guards, the fast paths of transformer layers and of
     leangrad.nn) would then run otherwise than in the untouched runs.
@@ -101,9 +139,10 @@ def _marking_modules() -> Iterator[None]:
         if torch.compiler.is_compiling():
             return call(self, *args, **kwargs)
         path = paths.path_of(self)
+        marks_lines = lines and not paths.running
         paths.running.append((self, path))
         try:
-            with record_function(MODULE_MARK + path):
+            with record_function(MODULE_MARK + path), _MarkingLines() if marks_lines else contextlib.nullcontext():
                 return call(self, *args, **kwargs)
         finally:
             paths.running.pop()
@@ -113,6 +152,39 @@ def _marking_modules() -> Iterator[None]:
         yield
     finally:
         nn.Module.__call__ = call  # type: ignore[method-assign]
+
+
+class _MarkingLines(TorchFunctionMode):
+    """Puts a mark with the source line that called it around each op."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if getattr(func, "__name__", "") == "__get__":  # of .shape and the like
+            return func(*args, **(kwargs or {}))
+        with record_function(LINE_MARK + _source_line()):
+            return func(*args, **(kwargs or {}))
+
+
+# Where the sources of torch and of leangrad are.
+_OURS = tuple(os.path.dirname(str(file)) + os.sep for file in (torch.__file__, os.path.dirname(__file__)))
+
+
+def _source_line() -> str:
+    """The line outside torch and leangrad that is running, as "file.py:12" with the file below what it was found in."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_OURS):
+        frame = frame.f_back
+    return "" if frame is None else f"{_short(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+@functools.cache
+def _short(path: str) -> str:
+    """A file's path without what is of this machine: below the working folder or a folder of imports; else its name."""
+    for folder in sorted({os.getcwd(), *sys.path}, key=len, reverse=True):
+        if folder and path.startswith(folder + os.sep):
+            return path[len(folder) + 1 :]
+    return os.path.basename(path)
 
 
 @contextlib.contextmanager

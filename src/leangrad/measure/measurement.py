@@ -30,7 +30,7 @@ class Event:
     """One change of the live bytes: an allocation (`bytes` > 0) or a release (`bytes` < 0).
 
     `live_bytes` is what is alive after it, above the start of the step. An allocation and its release carry the same
-    `block`; memory that stood before the step has block -1.
+    `block`; memory that stood before the step has block -1. `line` is the source line of the op, where it was noted.
     """
 
     seconds: float
@@ -40,6 +40,7 @@ class Event:
     op: str
     module: str
     phase: Phase
+    line: str = ""
 
 
 @dataclass(frozen=True)

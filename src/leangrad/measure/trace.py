@@ -8,16 +8,17 @@ also those inside an op.
 import bisect
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from leangrad.errors import LeangradError
 from leangrad.measure.measurement import BEFORE_THE_STEP, Event, Phase
 
-__all__ = ["MODULE_MARK", "STEP_MARK", "Change", "Trace", "read_trace"]
+__all__ = ["LINE_MARK", "MODULE_MARK", "STEP_MARK", "Change", "Trace", "read_trace"]
 
 STEP_MARK = "leangrad.step"
 MODULE_MARK = "leangrad.module: "
+LINE_MARK = "leangrad.line: "
 _NODE = "autograd::engine::evaluate_function: "
 _ROOT_GRADIENT = "aten::ones_like"  # what `backward()` starts from if it is given no gradient
 _CPU, _CUDA = 0, 1  # the "Device Type" of a memory event
@@ -56,21 +57,23 @@ class Place:
     in_backward: bool = False
     in_optimizer: bool = False
     in_op: bool = False
+    line: str = ""
 
-    def enter(self, span: Span, module_of_sequence: dict[int, str]) -> "Place":
+    def enter(self, span: Span, place_of_sequence: dict[int, "Place"]) -> "Place":
         """The place inside `span`, which lies in this place."""
         if span.name.startswith(MODULE_MARK):
-            module = span.name.removeprefix(MODULE_MARK)
-            return Place("", self.node, module, self.in_backward, self.in_optimizer, self.in_op)
+            return replace(self, op="", module=span.name.removeprefix(MODULE_MARK))
+        if span.name.startswith(LINE_MARK):
+            return replace(self, line=self.line or span.name.removeprefix(LINE_MARK))
         if span.name.startswith(_NODE):
-            module = self.module if span.sequence is None else module_of_sequence.get(span.sequence, self.module)
-            return Place("", span.name.removeprefix(_NODE), module, True, self.in_optimizer, True)
+            made_at = self if span.sequence is None else place_of_sequence.get(span.sequence, self)
+            node = span.name.removeprefix(_NODE)
+            return Place("", node, made_at.module, True, self.in_optimizer, True, made_at.line)
         if not span.is_op:
-            in_optimizer = self.in_optimizer or span.name.startswith("Optimizer.")
-            return Place(self.op, self.node, self.module, self.in_backward, in_optimizer, self.in_op)
+            return replace(self, in_optimizer=self.in_optimizer or span.name.startswith("Optimizer."))
         # The engine's span of a node holds a second one of the same name: the node itself, which is no op.
         op = self.op or ("" if span.name == self.node else span.name)
-        return Place(op, self.node, self.module, self.in_backward, self.in_optimizer, True)
+        return replace(self, op=op, in_op=True)
 
     def label(self) -> str:
         """The op as it is shown."""
@@ -123,7 +126,7 @@ class _Walk:
     def over(cls, spans: list[Span], changes: list[Change]) -> "_Walk":
         walk = cls()
         stacks: dict[int, list[tuple[Span, Place]]] = {}
-        module_of_sequence: dict[int, str] = {}
+        place_of_sequence: dict[int, Place] = {}
         # At the same nanosecond a span opens before a change in it, and the longer span is the outer one.
         steps: list[tuple[int, int, int, Span | Change]] = [(s.start_ns, 0, -s.end_ns, s) for s in spans]
         steps += [(c.time_ns, 1, 0, c) for c in changes]
@@ -135,7 +138,7 @@ class _Walk:
             if isinstance(step, Change):
                 walk.places.append(place)
                 continue
-            inside = place.enter(step, module_of_sequence)
+            inside = place.enter(step, place_of_sequence)
             stack.append((step, inside))
             if inside.in_op and not place.in_op:
                 walk.top_ops.append((step, inside.in_backward))
@@ -144,7 +147,7 @@ class _Walk:
                 walk.last_backward_ns = max(walk.last_backward_ns or 0, step.end_ns)
             if step.sequence is not None and not inside.in_backward:
                 # An op that calls others peeks at the number that the innermost will take: the last one is right.
-                module_of_sequence[step.sequence] = inside.module
+                place_of_sequence[step.sequence] = inside
         walk._claim_starts()
         return walk
 
@@ -221,7 +224,7 @@ class _Book:
     def _append(self, change: Change, count: int, block: int, place: Place, phase: Phase) -> Event:
         self.live_bytes += count
         seconds = (change.time_ns - self.start_ns) / 1e9
-        event = Event(seconds, count, self.live_bytes, block, place.label(), place.module, phase)
+        event = Event(seconds, count, self.live_bytes, block, place.label(), place.module, phase, place.line)
         self.events.append(event)
         return event
 
