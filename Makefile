@@ -24,7 +24,7 @@ check: .venv/installed
 # The site, and a look at it in a real browser where there is Chromium; build/pictures has what was seen.
 docs: .venv/installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
-	$(TEST) -q tests/site
+	$(TEST) -q tests/site tests/report
 
 fix: .venv/installed
 	$(BIN)/ruff check --fix .

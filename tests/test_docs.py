@@ -56,7 +56,8 @@ import leangrad
 assert "leangrad.nn" not in sys.modules  # it takes as long as all the rest
 import leangrad.floor
 import leangrad.frontier
-functions = (leangrad.floor, leangrad.frontier, leangrad.measure, leangrad.verify, leangrad.lean)
+import leangrad.profile
+functions = (leangrad.floor, leangrad.frontier, leangrad.measure, leangrad.profile, leangrad.verify, leangrad.lean)
 assert all(callable(name) for name in functions)
 heavy = {"triton", "transformers", "rich", "typer", "torch._dynamo", "torch._inductor"} & set(sys.modules)
 assert not heavy, heavy
@@ -175,11 +176,13 @@ def test_readme_leads_to_every_paper() -> None:
 
 
 @pytest.mark.usefixtures("backend_name")
-def test_readme_code_runs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_readme_code_runs(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The blocks in their order, in one namespace, which the reader's own names are in."""
+    monkeypatch.chdir(tmp_path)
     model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Dropout(0.1), nn.Linear(256, 64))
     names: dict[str, Any] = {"model": model, "x": torch.randn(32, 64), "y": torch.randn(32, 64)}
     names["criterion"] = nn.functional.mse_loss
+    names["train"] = lambda model: names["criterion"](model(names["x"]), names["y"]).backward()
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
     assert len(blocks) >= 5
     for block in blocks:
@@ -188,6 +191,7 @@ def test_readme_code_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert "equal, bit for bit" in printed
     assert names["least"].bytes == 4 * 32 * (256 + 64)  # what GELU reads, and what the loss reads
     assert "the floor: 2 tensors" in printed
+    assert "No optimizer has stepped" in (tmp_path / "report.html").read_text()
     assert leangrad.ledger_of(model).totals().rebuilt_bytes > 0
     assert all(parameter.grad is not None for parameter in model.parameters())
     found = leangrad.verify(*names["factory"]())

@@ -119,6 +119,7 @@ PAGES: dict[str, tuple[Callable[[], Names], str]] = {
     "diffusers": (diffusers, "plain keeps"),
     "cnns": (cnn, "convert_abn converted 2 of 2 batch norms"),
     "measure": (small, "the floor"),
+    "report": (small, "A step peaks at"),
     "limits": (small, ""),
     "platforms": (dict, ""),
     "faq": (small, ""),

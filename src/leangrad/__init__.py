@@ -13,6 +13,7 @@ The training loop stays as it is. What else there is:
     ledger_of(model).summary()              what was kept, what is rebuilt, and why
     verify(model, batch)                    is it the same, bit for bit, on my model?
     measure(step)                           how much memory does a step take, and what holds it?
+    profile("report.html")                  the same for a whole training loop, as a page: with profile(...): train()
     floor(model, batch)                     how little could it be?
     frontier(model, batch)                  time against memory, for every way to train this model
     pack_gradients(model)                   all gradients in one flat buffer
@@ -28,10 +29,10 @@ With LEANGRAD_DISABLE=1 in the environment everything runs plain. On the command
 with lines to copy are in docs/.
 """
 
-# [Note: names of rooms] `floor`, `frontier`, `lean`, `measure` and `verify` are functions here and also the modules
+# [Note: names of rooms] `floor`, `frontier`, `lean`, `measure`, `profile` and `verify` are functions here and modules
 # that hold them. The imports below run each module first and bind its function last, so `leangrad.measure(step)` is
 # the function, and `from leangrad.measure import Measurement` still finds the module, by its path. That is why none of
-# the five may be imported lazily: the first import by path would then put the module in the function's place.
+# the six may be imported lazily: the first import by path would then put the module in the function's place.
 #
 # `nn` and the other folders of `_ON_DEMAND` share their name with no function. They are imported when they are first
 # asked for, because `import leangrad` would take twice as long with them. `nn` is not in `__all__`: a star import would
@@ -41,13 +42,14 @@ import importlib
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from leangrad import errors
+from leangrad import errors as errors
 from leangrad.floor import floor
 from leangrad.frontier import frontier
 from leangrad.lean import is_lean, lean, ledger_of, plain, saving
 from leangrad.loss import linear_cross_entropy
 from leangrad.measure import measure
 from leangrad.packed import pack_gradients
+from leangrad.profile import profile
 from leangrad.verify import verify
 
 if TYPE_CHECKING:
@@ -59,7 +61,6 @@ if TYPE_CHECKING:
     from leangrad import workspace as workspace
 
 __all__ = [
-    "errors",
     "floor",
     "frontier",
     "is_lean",
@@ -69,6 +70,7 @@ __all__ = [
     "measure",
     "pack_gradients",
     "plain",
+    "profile",
     "saving",
     "verify",
 ]

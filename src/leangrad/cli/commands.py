@@ -1,4 +1,4 @@
-"""The command line: `leangrad demo`, `verify`, `floor`, `frontier`, `fit`, `doctor`; also as `python -m leangrad`."""
+"""The command line: `leangrad demo`, `verify`, `floor`, `frontier`, `fit`, `profile`, `doctor`."""
 
 from collections.abc import Callable
 from enum import StrEnum
@@ -14,6 +14,7 @@ import leangrad
 from leangrad import demo as demo_models
 from leangrad.cli.doctor import examine
 from leangrad.cli.memory import fit, frontier
+from leangrad.cli.profile import profile
 from leangrad.cli.target import AutocastOption, Target, TracebackOption, dtype_of, errors_of_the_user, subject_of
 
 __all__ = ["app"]
@@ -162,6 +163,10 @@ def floor(target: Target, autocast: AutocastOption = None, traceback: TracebackO
 
 app.command()(frontier)
 app.command()(fit)
+
+# -------------------------------------------------------------------------------------------------------------- profile
+
+app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})(profile)
 
 
 # --------------------------------------------------------------------------------------------------------------- doctor

@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from leangrad.measure.measurement import format_bytes
+from leangrad.timeline.event import format_bytes
 
 __all__ = ["Mark", "draw"]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from leangrad.frontier.picture import Mark, draw
-from leangrad.measure.measurement import format_bytes, format_seconds
+from leangrad.timeline.event import format_bytes, format_seconds
 
 __all__ = ["Frontier", "Point", "text_table"]
 

@@ -29,7 +29,7 @@ def summarize(entries: Sequence[Entry], *, small_bytes: int = 0, status: str = "
     """
     if not entries and not small_bytes:
         return "\n".join(filter(None, (NO_STEP, status)))
-    rows = sorted(_rows(entries), key=lambda row: (ORDER.index(row.outcome), -row.nbytes))
+    rows = sorted(rows_of(entries), key=lambda row: (ORDER.index(row.outcome), -row.nbytes))
     table = [("made by", "op", "read by", "", "n", "MB", "why")]
     table += [(r.made_by, r.op, r.read_by, r.outcome, str(r.count), _megabytes(r.nbytes), r.why) for r in rows]
     lines = [*_aligned(table, right=(4, 5)), ""] if rows else []
@@ -49,7 +49,8 @@ class SummaryRow:
     nbytes: int = 0
 
 
-def _rows(entries: Iterable[Entry]) -> list[SummaryRow]:
+def rows_of(entries: Iterable[Entry]) -> list[SummaryRow]:
+    """The rows of the table, in no order."""
     entries = list(entries)
     blocks = _blocks({name for e in entries for name in (e.made_by, e.module)})
     groups: dict[tuple[str, ...], list[Entry]] = {}

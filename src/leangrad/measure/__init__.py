@@ -12,7 +12,8 @@ import torch
 from leangrad.errors import LeangradError
 from leangrad.measure.instrument import record
 from leangrad.measure.listeners import forget, tell
-from leangrad.measure.measurement import Allocation, Event, Measurement, Phase, own_bytes, temporaries_of
+from leangrad.measure.measurement import Measurement, own_bytes, temporaries_of
+from leangrad.timeline.event import Allocation, Event, Phase
 
 __all__ = ["Allocation", "Event", "Measurement", "Phase", "measure"]
 

@@ -3,44 +3,13 @@
 import dataclasses
 import json
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from pathlib import Path
+from typing import Any, get_args
 
-__all__ = ["Allocation", "Event", "Measurement", "Phase", "format_bytes", "format_seconds"]
+from leangrad.report import Report, StepRecord
+from leangrad.timeline.event import BEFORE_THE_STEP, Allocation, Event, Phase, format_bytes, format_seconds
 
-Phase = Literal["forward", "backward", "other"]
-BEFORE_THE_STEP = -1  # the block of memory that stood before
-
-
-@dataclass(frozen=True, slots=True)
-class Allocation:
-    """One block of memory that the step asked for.
-
-    `op` is the op that asked (in backward, the autograd node and then the op), `module` the path of the module whose
-    forward made it or whose backward needed it, both empty where there is none.
-    """
-
-    op: str
-    module: str
-    bytes: int
-    phase: Phase
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """One change of the live bytes: an allocation (`bytes` > 0) or a release (`bytes` < 0).
-
-    `live_bytes` is what is alive after it, above the start of the step. An allocation and its release carry the same
-    `block`; memory that stood before the step has block -1. `line` is the source line of the op, where it was noted.
-    """
-
-    seconds: float
-    bytes: int
-    live_bytes: int
-    block: int
-    op: str
-    module: str
-    phase: Phase
-    line: str = ""
+__all__ = ["Measurement", "own_bytes", "temporaries_of"]
 
 
 @dataclass(frozen=True)
@@ -89,6 +58,18 @@ class Measurement:
         own = own_bytes(self.timeline)
         return self.alive_at(max(range(len(own)), key=own.__getitem__))
 
+    def report(self, title: str = "The memory of a step") -> Report:
+        """The same as a report: in sentences, and as a page to look around in."""
+        step = StepRecord("the step", self.timeline, {}, self.kept_bytes, self.seconds, self.device)
+        return Report(title, (step,))
+
+    def save(self, path: str | Path) -> None:
+        """Write the report to a file: a page (.html), JSON (.json) or text (any other ending)."""
+        self.report().save(path)
+
+    def _repr_html_(self) -> str:
+        return self.report()._repr_html_()
+
     def as_dict(self) -> dict[str, Any]:
         """Everything as plain dicts, lists, numbers and strings."""
         return dataclasses.asdict(self)
@@ -131,31 +112,6 @@ def temporaries_of(timeline: tuple[Event, ...], at_most: int = 10) -> tuple[Allo
         elif (born := alive.pop(event.block, None)) is not None and born.phase == event.phase:
             found.append(Allocation(born.op, born.module, born.bytes, born.phase))
     return _largest_first(found)[:at_most]
-
-
-def format_bytes(count: int) -> str:
-    """A byte count for people: exact below 10,000, else three or four digits and a decimal unit.
-
-    >>> format_bytes(9999), format_bytes(12_345_678)
-    ('9,999 B', '12.35 MB')
-    """
-    if abs(count) < 10_000:
-        return f"{count:,} B"
-    size = float(count)
-    for unit in ("kB", "MB", "GB"):
-        size /= 1000
-        if abs(size) < 1000:
-            return f"{size:.2f} {unit}"
-    return f"{size / 1000:.2f} TB"
-
-
-def format_seconds(seconds: float) -> str:
-    """A duration for people, in milliseconds up to ten seconds.
-
-    >>> format_seconds(0.01234)
-    '12.34 ms'
-    """
-    return f"{seconds * 1000:.2f} ms" if seconds < 10 else f"{seconds:.1f} s"
 
 
 def _largest_first(blocks: Any) -> tuple[Allocation, ...]:

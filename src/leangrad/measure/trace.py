@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from leangrad.errors import LeangradError
-from leangrad.measure.measurement import BEFORE_THE_STEP, Event, Phase
+from leangrad.timeline.event import BEFORE_THE_STEP, Event, Phase
 
 __all__ = ["LINE_MARK", "MODULE_MARK", "STEP_MARK", "Change", "Trace", "read_trace"]
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from leangrad.ledger import no_regions
 from leangrad.measure import Measurement, measure_within
-from leangrad.measure.measurement import format_bytes, format_seconds
 from leangrad.switch import NAME, disabled
+from leangrad.timeline.event import format_bytes, format_seconds
 from leangrad.verify.comparison import Difference, Outcome, collect, differences, largest
 from leangrad.verify.memory import Memory
 from leangrad.verify.offload import offloaded

@@ -22,8 +22,8 @@ from leangrad.frontier.meter import bytes_on, meter_for
 from leangrad.frontier.result import text_table
 from leangrad.frontier.training import MakeOptimizer, Setup, Training, make_optimizer
 from leangrad.frontier.ways import Way, budget_way, checkpoint_way, lean_way, no_checkpoint, plain_way
-from leangrad.measure.measurement import format_bytes
 from leangrad.sizes import parse_size
+from leangrad.timeline.event import format_bytes
 from leangrad.verify import check_trainable
 from leangrad.verify.memory import Memory
 from leangrad.verify.subject import Subject
