@@ -8,7 +8,7 @@ BIN    := .venv/bin
 # One thread per test worker: two workers on two cores, and the same sums on every machine.
 TEST   := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest
 
-.PHONY: demo test check docs fix fuzz clean
+.PHONY: demo test check docs release fix fuzz clean
 
 demo: .venv/installed
 	$(BIN)/leangrad demo
@@ -25,6 +25,16 @@ check: .venv/installed
 docs: .venv/installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	$(TEST) -q tests/site tests/report
+
+# What users install: both packages are built, and the wheel is tried in an environment that has nothing else.
+release: .venv/installed
+	rm -rf dist build/release
+	$(BIN)/python -m build --outdir dist . > build.log 2>&1 || { cat build.log; exit 1; }
+	rm build.log
+	$(PYTHON) -m venv build/release
+	build/release/bin/pip install --quiet $(TORCH)
+	build/release/bin/pip install --quiet dist/*.whl
+	cd build/release && bin/leangrad --version && bin/leangrad doctor && bin/leangrad demo --steps 3
 
 fix: .venv/installed
 	$(BIN)/ruff check --fix .
@@ -45,4 +55,4 @@ fuzz: .venv/installed
 	touch $@
 
 clean:
-	rm -rf .venv site build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv site build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
