@@ -24,6 +24,7 @@ from leangrad.ledger.learn.timing import Timing
 from leangrad.ledger.learn.trace import Trace
 from leangrad.ledger.learn.tuning import PRODUCTS, Goal, Tuner, Way
 from leangrad.ledger.observe.active_region import region_is_open
+from leangrad.ledger.observe.unseen_writes import may_write_unseen
 from leangrad.ledger.region import Region
 from leangrad.ledger.summary import bytes_for_backward, summarize
 from leangrad.policy.choice import lowest_peak
@@ -190,6 +191,7 @@ class Ledger:
         if tuner is not None:
             self._recorder.is_tuned = True
             self._recorder.leaves_stay = module is not None and _has_no_gradients(module)
+            self._recorder.may_end_early = module is not None and _may_end_early(module)
         return self._recorder
 
     def _plan(self) -> bool:
@@ -411,6 +413,16 @@ def _is_on_gpu(module: nn.Module | None) -> bool:
     """Whether a step runs on a GPU: where its parameters are, if it is that of a module."""
     parameter = None if module is None else next(module.parameters(), None)
     return torch.cuda.is_initialized() if parameter is None else parameter.is_cuda
+
+
+def _may_end_early(module: nn.Module) -> bool:
+    """Whether the override of a step may end before its forward: see [Note: the override ends early].
+
+    What is compiled is compiled anew where the override is gone.
+    """
+    if any(_torch.is_compiled(part) for part in module.modules()) or _torch.is_replica(module):
+        return False
+    return not may_write_unseen(module)
 
 
 def _has_no_gradients(module: nn.Module) -> bool:
