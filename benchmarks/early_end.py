@@ -1,4 +1,4 @@
-"""What the host saves where the override of a step ends early: timm's models on images so small that nothing else counts.
+"""What the host saves where the override of a step ends early: timm's models on images so small that only it counts.
 
     OMP_NUM_THREADS=1 python -m benchmarks.early_end --write early_end_cpu
 
@@ -136,7 +136,7 @@ def main() -> None:
     parser.add_argument("--case", nargs="+", metavar="NAME", default=MODELS)
     parser.add_argument("--write", metavar="NAME", help="write the rows to benchmarks/results")
     chosen = parser.parse_args()
-    Stopwatch.now = lambda _: time.thread_time()  # type: ignore[method-assign]
+    Stopwatch.now = lambda self: time.thread_time()  # type: ignore[method-assign]
     rows = []
     for name in chosen.case:
         for row in measure(name):
