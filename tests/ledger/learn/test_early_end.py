@@ -574,6 +574,39 @@ class Decorated(Writes):
         return self.weight.data * x
 
 
+class Helper:
+    def update(self, weight: Tensor) -> None:
+        weight.data.add_(1)
+
+
+class InHelper(Writes):
+    def __init__(self) -> None:
+        super().__init__()
+        self.helper = Helper()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.helper.update(self.weight)
+        return x
+
+
+class InChild(Writes):
+    def __init__(self) -> None:
+        super().__init__()
+        self.child = InMethod()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.child._restart(x)
+
+
+TABLE = {"a": through_another}
+
+
+class InTable(Writes):
+    def forward(self, x: Tensor) -> Tensor:
+        TABLE["a"](self.weight)
+        return x
+
+
 class InBase(InMethod):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x)
@@ -586,7 +619,10 @@ class Reads(Writes):
         return torch.cat([x.detach(), self.weight]).relu_()
 
 
-@pytest.mark.parametrize("kind", [InMethod, InProperty, InGlobal, InFunction, InLambda, ByName, Decorated, InBase])
+KINDS = [InMethod, InProperty, InGlobal, InFunction, InLambda, ByName, Decorated, InHelper, InChild, InTable, InBase]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_code_that_may_write_unseen(kind: type[Writes]) -> None:
     assert may_write_unseen(nn.Sequential(nn.Linear(3, 3), kind()))
 

@@ -2,44 +2,56 @@
 
 Where nothing is left to rebuild the override may be taken away (``learn/early_end.py``), if no such write can follow.
 Nobody can tell that from the steps that were seen: a codebook may be written anew once in a thousand. So the code that
-forward can reach is looked through for names: ``.data``, ``.numpy()``, ``data_ptr`` and their kin. Followed are methods
-of a module's class, functions and classes that are called by their global name, closures, and what stands in attributes
-and hooks of the module. Code of torch and of leangrad itself is known: it writes no parameters that way in forward.
+forward can reach is looked through for names: ``.data``, ``.numpy()``, ``data_ptr`` and their kin. Followed are the
+forward of each module, methods of that name of any class in the model, functions and classes that are called by their
+global name, closures, and what stands in attributes and hooks of a module. Code of torch and of leangrad itself is
+known: it writes no parameters that way in forward.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 WAYS = "data numpy __array__ __dlpack__ to_dlpack from_dlpack from_numpy data_ptr storage untyped_storage set_"
 OTHERS = "swap_tensors _unsafe_preserve_version_counter ctypes exec eval"
 NAMES = frozenset((*WAYS.split(), *OTHERS.split()))
 KNOWN = frozenset(("torch", "leangrad", "builtins", "typing", "collections", "functools", "math", "warnings"))
-MOST = 2000  # functions, above which nobody knows
+MOST = 5000  # functions, above which nobody knows
 
 
 def may_write_unseen(module: nn.Module) -> bool:
     """Whether the forward of ``module`` may write into memory in a way that moves no version."""
-    stack: list[tuple[Any, Any]] = []  # what may be called, and the class whose method it is
-    for one in module.modules():
-        stack += [(callable_, type(one)) for callable_ in _entries(one)]
-    seen: set[Any] = set()
+    parts = list(module.modules())
+    methods = _methods(parts)
+    stack: list[Any] = [entry for part in parts for entry in _entries(part)]
+    seen: set[FunctionType] = set()
     while stack:
-        found, owner = stack.pop()
-        for function in _functions_in(found):
-            if (function, owner) in seen or _is_known(function):
+        for function in _functions_in(stack.pop()):
+            if function in seen or _is_known(function):
                 continue
-            seen.add((function, owner))
+            seen.add(function)
             names = set(_names_in(function.__code__))
             if names & NAMES or len(seen) > MOST:
                 return True
-            stack += _reached(function, owner, names)
+            for name in names:
+                stack += methods.get(name, ())
+            stack += _reached(function, names)
     return False
+
+
+def _methods(parts: Iterable[nn.Module]) -> dict[str, list[Any]]:
+    """Methods of the classes of modules, and of other objects that they have, by name: a call says no more."""
+    kinds = {kind for part in parts for one in (part, *vars(part).values()) for kind in type(one).__mro__}
+    found: dict[str, list[Any]] = {}
+    for kind in kinds:
+        if not _is_known(kind):
+            for name, method in vars(kind).items():
+                found.setdefault(name, []).append(method)
+    return found
 
 
 def _entries(module: nn.Module) -> Iterator[Any]:
@@ -48,10 +60,17 @@ def _entries(module: nn.Module) -> Iterator[Any]:
     yield module.forward
     yield type(module).__getattr__
     for value in vars(module).values():
-        if isinstance(value, dict):  # hooks among them
-            yield from value.values()
-        elif callable(value) and not isinstance(value, nn.Module):
-            yield value
+        yield from _callables(value)
+
+
+def _callables(value: Any) -> Iterator[Any]:
+    """What may be called of a global or an attribute: itself, or what stands in a container, hooks among them."""
+    if isinstance(value, Mapping):
+        yield from (one for one in value.values() if not isinstance(one, Tensor | nn.Module))
+    elif isinstance(value, list | tuple | set):
+        yield from (one for one in value if not isinstance(one, Tensor | nn.Module))
+    elif callable(value) and not isinstance(value, nn.Module):
+        yield value
 
 
 def _functions_in(found: Any) -> Iterable[FunctionType]:
@@ -66,32 +85,28 @@ def _functions_in(found: Any) -> Iterable[FunctionType]:
         if _is_known(found) or issubclass(found, nn.Module):  # the modules of a model are looked at one by one
             return ()
         return [f for value in vars(found).values() if not isinstance(value, type) for f in _functions_in(value)]
-    if isinstance(found, nn.Module | ModuleType | BuiltinFunctionType) or found is None:
+    if not callable(found) or isinstance(found, nn.Module | Tensor | BuiltinFunctionType):
         return ()
     inner = [getattr(found, name, None) for name in ("func", "__wrapped__")]  # of a partial, of a decorated function
-    called = inspect.getattr_static(type(found), "__call__", None)
+    called = getattr(type(found), "__call__", None)  # noqa: B004
     return [f for one in (*inner, called) if isinstance(one, FunctionType | MethodType) for f in _functions_in(one)]
 
 
-def _reached(function: FunctionType, owner: Any, names: set[str]) -> Iterator[tuple[Any, Any]]:
-    """What ``function``, a method of ``owner`` maybe, may call."""
+def _reached(function: FunctionType, names: set[str]) -> Iterator[Any]:
+    """What ``function`` may call by a global name, or has around it."""
     for name in names:
-        for base in getattr(owner, "__mro__", ()):  # all of them: there may be a call of super()
-            method = vars(base).get(name)
-            if isinstance(method, FunctionType | staticmethod | classmethod | property):
-                yield method, owner
         value = function.__globals__.get(name)
         if isinstance(value, ModuleType):
             if not _is_known(value):
-                yield from ((getattr(value, other), None) for other in names if hasattr(value, other))
-        elif callable(value):
-            yield value, None
+                yield from (getattr(value, other) for other in names if hasattr(value, other))
+        else:
+            yield from _callables(value)
     for cell in function.__closure__ or ():
         try:
-            yield cell.cell_contents, owner
+            yield from _callables(cell.cell_contents)
         except ValueError:  # it is empty
             continue
-    yield getattr(function, "__wrapped__", None), owner
+    yield getattr(function, "__wrapped__", None)
 
 
 def _names_in(code: CodeType) -> Iterator[str]:
