@@ -112,6 +112,7 @@ learn: what a recorded step shows
     Ends, Border                    what a recorded step tells of that; after which module it is
     Exit, Change                    parts of what it tells: a module has run; memory has changed in place
     EndingRegion                    protocol: what an early end asks of its region
+    host_limit, HostLimit           whether the GPU waits for the host, and what is kept if it does
     timing, Timing, Cost            what each rebuild of a step takes, on the host and on the device
     Stopwatch                       moments on the clock of a device
     meter, Meter                    the peak of a step on a CPU, where `leangrad.measure` runs it

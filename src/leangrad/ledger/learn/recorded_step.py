@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from leangrad.ledger.decision import Decision, SavedKind
 from leangrad.ledger.learn.early_end import Ends
-from leangrad.ledger.learn.entries import HAS_ROOM, LOWER_PEAK, TOO_MUCH_WORK, Entry
+from leangrad.ledger.learn.entries import HAS_ROOM, LOWER_PEAK, SPARED, TOO_MUCH_WORK, Entry
 from leangrad.ledger.learn.trace import ANY_SIZE, Call, RecordedCall, Trace
 from leangrad.policy import graph as policy
 
@@ -40,6 +40,7 @@ class RecordedStep:
     min_bytes: int
     why_kept: str = LOWER_PEAK  # what the plan keeps beside the least
     undecided: Mapping[int, int] = field(default_factory=dict)  # of entries that no decision made: their items
+    spared: frozenset[int] = frozenset()  # the items that are kept to spare the host
     ends: Ends | None = None  # where the override may end before the step does; None: nowhere
 
     def entries_under(self, kept: frozenset[int] | None) -> list[Entry]:
@@ -48,12 +49,15 @@ class RecordedStep:
         for n, (item, was_kept) in enumerate(self.decided, self.first_decision):
             entry, stays = entries[n], self._stays(item, was_kept, kept)
             if stays != (entry.outcome == "kept"):
-                why = "" if not stays else TOO_MUCH_WORK if self.items[item].is_fixed else self.why_kept
+                why = "" if not stays else TOO_MUCH_WORK if self.items[item].is_fixed else self._why_kept(item)
                 entries[n] = replace(entry, outcome="kept" if stays else "rebuilt", why=why)
         for n, item in self.undecided.items():
             if kept is not None and item in kept:
                 entries[n] = replace(entries[n], outcome="kept", why=HAS_ROOM)
         return entries
+
+    def _why_kept(self, item: int) -> str:
+        return SPARED if item in self.spared else self.why_kept
 
     def decisions(self, kept: frozenset[int] | None, held: frozenset[int]) -> list[Decision | None]:
         """For every saved tensor in order: its op, whether it is simply kept, and its bytes; None: it has no value.

@@ -41,7 +41,7 @@ from leangrad.policy.relax import Relaxation
 from leangrad.policy.replay import Replay
 from leangrad.sizes import size_text
 
-__all__ = ["PRODUCTS", "Goal", "Tuner", "Way"]
+__all__ = ["PRODUCTS", "Goal", "Tuner", "Way", "first_graded"]
 
 PRODUCTS = 8  # that one recipe may run through in a row, where there is a budget
 RECORDINGS = 3  # with products, without, and with them again
@@ -126,7 +126,7 @@ class Tuner:
     def sees_output(self, output: object) -> None:
         """Forward handed this out: read the allocator's peak when backward has ended."""
         if self._on_gpu and (self._is_reset or not self._is_settled):
-            made = next((t for t in _tensors_in(output) if t.grad_fn is not None and type(t) is Tensor), None)
+            made = first_graded(output)
             if made is not None:
                 made.register_hook(self._at_backward)
 
@@ -487,6 +487,11 @@ class Tuner:
         for n, cost in costs.items():
             seconds[n] = max(cost)
         self._use(Replay(self._replay.graph, seconds))
+
+
+def first_graded(output: object) -> Tensor | None:
+    """The first tensor that backward may begin at, of what a forward handed out."""
+    return next((t for t in _tensors_in(output) if t.grad_fn is not None and type(t) is Tensor), None)
 
 
 def _tensors_in(tree: object) -> Iterator[Tensor]:
