@@ -35,6 +35,7 @@ from tests.support import same_bits
 MODELS = ("resnet50", "efficientnet_b0", "mobilenetv3_large_100", "regnety_016", "swin_tiny_patch4_window7_224")
 SIZE, BATCH, MIN_BYTES = 32, 2, 1024
 SETTLED = {"budget": 28, "slowdown": 80}
+MEASURED = 10  # steps whose peaks correct the plan for a budget
 ROUNDS = 15
 
 
@@ -71,6 +72,9 @@ def measure(name: str) -> Iterator[dict[str, Any]]:
     most, least = peak(plain, x), peak(floor, x)
     for goal, value in (("budget", (most + least) // 2), ("slowdown", 1.1)):
         lean = leangrad.lean(copy.deepcopy(model), min_bytes=MIN_BYTES, **{goal: value})  # type: ignore[arg-type]
+        if goal == "budget":  # on a CPU a peak is known only where it is measured
+            for _ in range(MEASURED):
+                peak(lean, x)
         for _ in range(SETTLED[goal]):
             step(lean, x)
         row = {"case": name, "goal": goal, "at": value, **_compare(plain, lean, x)}

@@ -484,9 +484,22 @@ class Tuner:
         rate = spent / max(1, sum(items[n].nbytes for n in cheap))  # of what was kept in this step, and so not timed
         seconds = [0.0 if item.is_fixed else rate * item.nbytes for item in items]
         seconds += [0.0] * (len(self._replay.graph.values) - len(items))
-        for n, cost in costs.items():
-            seconds[n] = max(cost)
+        for n, second in self._evened({n: max(cost) for n, cost in costs.items()}).items():
+            seconds[n] = second
         self._use(Replay(self._replay.graph, seconds))
+
+    def _evened(self, costs: dict[int, float]) -> dict[int, float]:
+        """The same cost for tensors that are alike, those of equal blocks: their mean.
+
+        One timing of each differs by chance, and then the plan would keep some of these and some of those. Of equal
+        ones the last layers' are kept first, and where nothing is rebuilt any more the override ends: `early_end`.
+        """
+        items, ops = self._step.items, {s.item: s.made_by[0] for s in self._step.saved if s.made_by is not None}
+        alike: dict[Any, list[int]] = {}
+        for n in costs:
+            kind = (ops.get(n), items[n].nbytes, items[n].products, len(items[n].inputs), items[n].may_end_chain)
+            alike.setdefault(kind, []).append(n)
+        return {n: sum(costs[i] for i in some) / len(some) for some in alike.values() for n in some}
 
 
 def first_graded(output: object) -> Tensor | None:
