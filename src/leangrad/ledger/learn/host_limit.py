@@ -69,7 +69,11 @@ class HostLimit:
         if self.is_over:
             return kept, None
         thread = self._thread = self._thread or threading.get_ident()
-        if not on_gpu or thread != threading.get_ident() or _torch.is_capturing():
+        if not on_gpu or thread != threading.get_ident():
+            self.is_over = True
+        elif self._steps < STEADY:
+            self._steps += 1
+        elif _torch.is_capturing():
             self.is_over = True
         elif self._before is not None:
             return self._look_back(kept), None
@@ -84,7 +88,7 @@ class HostLimit:
                     self._timing = Timing(on_gpu=True)
             elif self._steps > STEADY + 2 * RUNS:  # of some of these nobody ran the backward
                 self.is_over = True
-            elif self._steps > STEADY:
+            else:
                 self._began = time.perf_counter()
         return kept, self._timing
 
