@@ -414,7 +414,8 @@ class Tuner:
     def _allowed_work(self, tried: dict[frozenset[int], float], plain: float) -> float:
         """The seconds of rebuilding with which a step is expected to take as long as it may.
 
-        A region takes some time whatever is rebuilt in it: two plans that were tried tell it from the rest.
+        A region takes some time whatever is rebuilt in it: two plans that were tried tell it from the rest. If that
+        alone is too much, a plan that rebuilds less may still do, because its override ends earlier: see `early_end`.
         """
         assert self.goal.slowdown is not None
         points = [(self._relaxation.play(kept).work, (ratio - 1) * plain) for kept, ratio in tried.items()]
@@ -423,6 +424,7 @@ class Tuner:
         if len(points) > 1 and points[0][0] > work:
             slope = max(0.0, (points[0][1] - lost) / (points[0][0] - work))
             fixed = min(max(0.0, lost - slope * work), lost)
+            fixed = fixed if fixed < allowed else 0.0
         return work * max(0.0, allowed - fixed) / max(lost - fixed, 1e-9)
 
     def _way(self, kept: frozenset[int]) -> Way:
