@@ -10,7 +10,9 @@ known: it writes no parameters that way in forward.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from functools import partial
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -64,10 +66,13 @@ def _entries(module: nn.Module) -> Iterator[Any]:
 
 
 def _callables(value: Any) -> Iterator[Any]:
-    """What may be called of a global or an attribute: itself, or what stands in a container, hooks among them."""
-    if isinstance(value, Mapping):
+    """What may be called of a global or an attribute: itself, or what stands in a container, hooks among them.
+
+    Not of a container with a class of its own: to look into one may import a library, or compute what it holds.
+    """
+    if type(value) in (dict, OrderedDict):
         yield from (one for one in value.values() if not isinstance(one, Tensor | nn.Module))
-    elif isinstance(value, list | tuple | set):
+    elif type(value) in (list, tuple, set):
         yield from (one for one in value if not isinstance(one, Tensor | nn.Module))
     elif callable(value) and not isinstance(value, nn.Module):
         yield value
@@ -87,9 +92,11 @@ def _functions_in(found: Any) -> Iterable[FunctionType]:
         return [f for value in vars(found).values() if not isinstance(value, type) for f in _functions_in(value)]
     if not callable(found) or isinstance(found, nn.Module | Tensor | BuiltinFunctionType):
         return ()
-    inner = [getattr(found, name, None) for name in ("func", "__wrapped__")]  # of a partial, of a decorated function
-    called = getattr(type(found), "__call__", None)  # noqa: B004
-    return [f for one in (*inner, called) if isinstance(one, FunctionType | MethodType) for f in _functions_in(one)]
+    if isinstance(found, partial):
+        return [f for one in (found.func, *found.args) for f in _functions_in(one)]
+    called = [vars(kind).get("__call__") for kind in type(found).__mro__]
+    inner = getattr(found, "__dict__", {}).get("__wrapped__")  # of what decorates a function
+    return [f for one in (inner, *called) if isinstance(one, FunctionType | MethodType) for f in _functions_in(one)]
 
 
 def _reached(function: FunctionType, names: set[str]) -> Iterator[Any]:
@@ -98,7 +105,7 @@ def _reached(function: FunctionType, names: set[str]) -> Iterator[Any]:
         value = function.__globals__.get(name)
         if isinstance(value, ModuleType):
             if not _is_known(value):
-                yield from (getattr(value, other) for other in names if hasattr(value, other))
+                yield from (found for other in names if (found := vars(value).get(other)) is not None)
         else:
             yield from _callables(value)
     for cell in function.__closure__ or ():
