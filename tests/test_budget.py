@@ -189,8 +189,11 @@ def test_a_share_of_a_cpu_is_an_error(net: Net, x: Tensor) -> None:
 # ----------------------------------------------------------------------------------------------------- a bound on time
 
 
-def fake_time(monkeypatch: pytest.MonkeyPatch, model: nn.Module, overhead: float) -> None:
-    """Steps take 1 second, and lean ones ``overhead`` more, by the share of the bytes that they rebuild."""
+def fake_time(monkeypatch: pytest.MonkeyPatch, model: nn.Module, overhead: float, override: float = 0.0) -> None:
+    """Steps take 1 second, and lean ones ``overhead`` more, by the share of the bytes that they rebuild.
+
+    override: what a function override takes, which ends at once where hardly anything is rebuilt.
+    """
     ledger = leangrad.ledger_of(model)
     tuner: Any = ledger._tuner
     now = [0.0]
@@ -200,7 +203,8 @@ def fake_time(monkeypatch: pytest.MonkeyPatch, model: nn.Module, overhead: float
             return 1.0
         relaxation = tuner._relaxation
         least = relaxation.play(tuner._smallest).work
-        return 1.0 + overhead * relaxation.play(ledger._kept_items or frozenset()).work / least
+        share = relaxation.play(ledger._kept_items or frozenset()).work / least
+        return 1.0 + overhead * share + (override if share > 0.1 else 0.0)
 
     def tell(self: Any) -> float:
         return now[0]
@@ -240,6 +244,33 @@ def test_the_least_memory_within_the_time(
     )
     assert 1 + overhead * share <= slowdown
     assert 0 < rebuilt_bytes(lean) < rebuilt_bytes(floor)
+
+
+def test_an_override_that_takes_too_long_by_itself(net: Net, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends early in a plan that rebuilds less: such a plan is tried before the model runs plain."""
+    lean = leangrad.lean(copy.deepcopy(net), slowdown=1.1, min_bytes=0)
+    fake_time(monkeypatch, lean, 0.2, override=0.15)
+    settle(lean, x, 60)
+    assert not leangrad.ledger_of(lean)._is_plain
+    assert rebuilt_bytes(lean) > 0
+
+
+def test_tensors_that_are_alike_have_one_cost(net: Net, x: Tensor) -> None:
+    """So that the last blocks are kept first, and not some of each by chance."""
+    lean = leangrad.lean(net, budget=10**9, min_bytes=0)
+    settle(lean, x, 3)
+    tuner: Any = leangrad.ledger_of(lean)._tuner
+    draw = random.Random(0)
+    costs = {n: draw.random() for n, item in enumerate(tuner._step.items) if not item.is_fixed}
+    evened = tuner._evened(costs)
+    assert evened.keys() == costs.keys()
+    assert sum(evened.values()) == pytest.approx(sum(costs.values()))
+    assert len(set(costs.values())) == len(costs) == 12
+    assert len(set(evened.values())) == 4  # the norm of the batch; norm, mask and dropped-out GELU of a block
+    for n in costs:
+        assert evened[n] != costs[n] or list(evened.values()).count(evened[n]) == 1
+    nbytes = {n: tuner._step.items[n].nbytes for n in evened}
+    assert all(nbytes[n] == nbytes[m] for n in evened for m in evened if evened[n] == evened[m])
 
 
 def test_where_lean_is_fast_enough_it_takes_the_least(net: Net, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:

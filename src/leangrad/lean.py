@@ -40,6 +40,8 @@ from leangrad.loss.lazy import describe, make_eager, make_lazy, note_sharding
 from leangrad.sizes import parse_budget
 from leangrad.switch import is_plain_for_now
 
+SPARE = 0.02  # of the least peak
+
 __all__ = ["is_lean", "lean", "ledger_of", "plain", "saving"]
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -51,6 +53,7 @@ def lean(
     budget: int | str | None = None,
     slowdown: float | None = None,
     exact: bool = True,
+    spare: float = SPARE,
     residual_depth: int | Literal["auto"] = "auto",
     min_bytes: int = MIN_BYTES,
 ) -> ModuleT:
@@ -69,6 +72,9 @@ def lean(
     exact: False lets the loss of a language model be computed without its logits, which are then not plain's bit for
         bit: a projection to a vocabulary returns a tensor that is computed only if its values are read, and
         ``F.cross_entropy`` on it is ``leangrad.linear_cross_entropy``. All else stays as it is.
+    spare: where the GPU waits for the host, a step without a budget or a slowdown may take so much more than the least
+        memory, as a share of it, to spare the host what is dear to rebuild; 0: not at all. It is measured in a few of
+        the first steps, and not asked on a CPU.
     residual_depth: how many additions of a residual stream may be rebuilt in a row. ``"auto"`` chooses, from what the
         first step shows, the cut that makes the peak lowest.
     min_bytes: smaller tensors are kept without looking into them.
@@ -84,7 +90,8 @@ def lean(
     >>> model(torch.ones(2, 8)).sum().backward()
     """
     _check_module("lean", model, "; for code that is no module use `with saving():`")
-    ledger = Ledger(residual_depth=residual_depth, min_bytes=min_bytes, goal=_goal(budget, slowdown))
+    goal = _goal(budget, slowdown)
+    ledger = Ledger(residual_depth=residual_depth, min_bytes=min_bytes, goal=goal, spare=spare)
     parts = manual_parts(model)
     if parts and ledger.goal is not None:
         raise ValueError(

@@ -14,16 +14,20 @@ from collections import Counter
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 from leangrad.errors import ChangedError
 from leangrad.ledger import Goal, Ledger
+from leangrad.ledger import ledger as ledger_module
+from leangrad.ledger.learn import early_end
 from leangrad.ledger.learn.recorded_step import RecordedStep
+from leangrad.ledger.learn.trace import TraceMode
 from leangrad.ledger.learn.tuning import Tuner, Way
 from leangrad.ledger.origins.rules import PRODUCTS as PRODUCT_NODES
 from leangrad.policy.replay import Replay
@@ -53,7 +57,24 @@ class Program:
         return any(name in UNRECORDED for name, *_ in self.steps)
 
 
-def forward(program: Program, run: Run, region: Any, turn: int, outputs: int = 4) -> list[Tensor]:
+class Stage(nn.Module):
+    """A module around one step."""
+
+    def forward(self, make: Any, *args: Any) -> Any:
+        return make(*args)
+
+
+class Stages(nn.Module):
+    """A module for each step of a program: between any two of them the override may end."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.steps = nn.ModuleList(Stage() for _ in range(count))
+
+
+def forward(
+    program: Program, run: Run, region: Any, turn: int, outputs: int = 4, stages: Stages | None = None
+) -> list[Tensor]:
     def play(steps: tuple[tuple[int, Step], ...]) -> None:
         if steps and not run.pool:
             run.pool += [run.p * 1.0, run.p + run.b]
@@ -61,12 +82,15 @@ def forward(program: Program, run: Run, region: Any, turn: int, outputs: int = 4
             if turn == 2 and n == program.skip:
                 continue
             make = RECORDED.get(name) or UNRECORDED.get(name) or PRODUCTS[name]
-            made = make(run, run.pick(i), run.pick(j), c * (1 + turn / 8))
+            args = (run, run.pick(i), run.pick(j), c * (1 + turn / 8))
+            made = make(*args) if stages is None else stages.steps[n](make, *args)
             if made is not None:
                 run.pool.append(made)
 
     numbered = tuple(enumerate(program.steps))
     play(numbered[: program.enter])
+    if stages is not None and isinstance(region, Ledger):
+        region = region.region(stages) or nullcontext()
     with region:
         play(numbered[program.enter : program.leave])
     play(numbered[program.leave :])
@@ -93,13 +117,15 @@ def gradients(program: Program, run: Run, outputs: list[Tensor]) -> list[Tensor 
 Result = list[Tensor | None] | Exception
 
 
-def result(program: Program, ledger: Ledger | None, turn: int, outputs: int = 4) -> Result:
+def result(
+    program: Program, ledger: Ledger | None, turn: int, outputs: int = 4, stages: Stages | None = None
+) -> Result:
     """The outputs and gradients of one run, or its error."""
     torch.manual_seed(program.seed + turn)
     run = Run(program.seed + turn)
     try:
         with torch.autocast("cpu", torch.bfloat16, enabled=program.autocast):
-            made = forward(program, run, ledger if ledger is not None else nullcontext(), turn, outputs)
+            made = forward(program, run, ledger if ledger is not None else nullcontext(), turn, outputs, stages)
         return [t.detach().clone() for t in made] + gradients(program, run, made)
     except (RuntimeError, IndexError) as error:
         return error
@@ -134,7 +160,9 @@ class AnyPlan(Tuner):
         return Way(None if self._chance.random() < 0.1 else self._least | more)
 
 
-def check(program: Program, depth: Any, products: int = 0, *, plans: int = 0) -> Counter[str]:
+def check(
+    program: Program, depth: Any, products: int = 0, *, plans: int = 0, stages: Stages | None = None
+) -> Counter[str]:
     """Compare plain with lean; count what happened. ``plans``: so many steps more, each with another plan."""
     seen: Counter[str] = Counter()
     ledger = Ledger(residual_depth=depth, min_bytes=0, products=products, goal=Goal(budget=2**60) if plans else None)
@@ -142,7 +170,7 @@ def check(program: Program, depth: Any, products: int = 0, *, plans: int = 0) ->
     if plans:
         ledger._tuner, ledger.products = tuner, products  # which a budget would choose itself
     for turn in range(3 + plans):
-        plain, lean = result(program, None, turn), result(program, ledger, turn)
+        plain, lean = result(program, None, turn), result(program, ledger, turn, stages=stages)
         if isinstance(plain, Exception):
             # Where plain refuses, lean may refuse too, or rebuild what was changed and be right.
             seen["refused"] += 1
@@ -221,6 +249,42 @@ def test_unrecorded_edits_under_products_are_never_silently_wrong(program: Progr
 @fuzz_settings(120, 6_000)
 def test_a_plan_that_keeps_any_part_gives_the_same_bits(program: Program, products: int) -> None:
     check(program, "auto", products, plans=4)
+
+
+def check_early_ends(program: Program, products: int) -> Counter[str]:
+    """The same with overrides that end early, wherever a plan allows it.
+
+    A model in whose code an edit may hide that moves no version is watched to the end, unless all its steps are alike.
+    """
+    is_alike = program.skip >= len(program.steps)
+    ends, end = [0], TraceMode.end_early
+
+    def counted(mode: TraceMode) -> None:
+        end(mode)
+        ends[0] += mode.has_ended
+
+    with (
+        patch.object(early_end, "WORTH", 0),
+        patch.object(ledger_module, "_may_end_early", lambda _: is_alike or not program.edits),
+        patch.object(TraceMode, "end_early", counted),
+    ):
+        seen = check(program, "auto", products, plans=4, stages=Stages(len(program.steps)))
+    seen["ends"] += ends[0]
+    return seen
+
+
+@given(program=programs(edits=True, products=True), products=st.sampled_from((0, 8)))
+@fuzz_settings(120, 6_000)
+def test_an_override_that_ends_early_gives_the_same_bits(program: Program, products: int) -> None:
+    check_early_ends(program, products)
+
+
+def test_the_fuzz_ends_early() -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(30):
+        seen += check_early_ends(random_program(seed, products=True), 8 * (seed % 2))
+    assert seen["same"] > 60, seen
+    assert seen["ends"] > 30, seen
 
 
 def test_the_fuzz_keeps_parts() -> None:

@@ -71,6 +71,12 @@ dispatch_modes_active: Callable[[], int] = getattr(torch._C, "_len_torch_dispatc
 no_override: Any = getattr(torch._C, "_disabled_torch_function_impl", Tensor.__torch_function__)
 
 
+def is_innermost_mode(mode: Any) -> bool:
+    """Whether this function mode is the first to see a call; False where torch does not tell."""
+    current = getattr(torch.overrides, "_get_current_function_mode", None)
+    return current is not None and current() is mode
+
+
 _is_tracing: Callable[[], bool] = getattr(torch._C, "_is_tracing", torch.jit.is_tracing)  # type: ignore[attr-defined]
 
 

@@ -70,6 +70,11 @@ def is_compiled(module: torch.nn.Module) -> bool:
     return "_orig_mod" in module._modules or getattr(module, "_compiled_call_impl", None) is not None
 
 
+def is_replica(module: torch.nn.Module) -> bool:
+    """Whether DataParallel made this module for one forward: its hooks are those of the module that it stands for."""
+    return bool(getattr(module, "_is_replica", False))
+
+
 def is_sharded(module: torch.nn.Module) -> bool:
     """Whether a part of this module gathers its parameters for forward and backward and frees them in between."""
     fsdp = sys.modules.get("torch.distributed.fsdp")

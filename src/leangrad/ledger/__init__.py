@@ -81,6 +81,7 @@ observe: what nodes forget
     call_args                       the arguments of one call by name
     mutation                        changes in place that autograd does not record
     random_ops, DropoutMask         random ops that are drawn again; DropoutMask is the random factor of one dropout
+    unseen_writes                   whether the code of a model may write to memory past the versions of tensors
     rng                             the random state before an op, and the op run again from it
     hooks, Hooks                    the saved-tensor hooks of a region, and where they are set
     active_region                   the region that is open in this thread
@@ -107,6 +108,11 @@ learn: what a recorded step shows
     TracedRegion                    protocol: what TraceMode asks of its region
     tuning, Tuner                   from step to step towards a budget of memory, or a bound on the time
     Goal, Way                       what the user asked for; how one step on the way there runs
+    early_end, EarlyEnd             where the override of a step is taken away before forward has ended
+    Ends, Border                    what a recorded step tells of that; after which module it is
+    Exit, Change                    parts of what it tells: a module has run; memory has changed in place
+    EndingRegion                    protocol: what an early end asks of its region
+    host_limit, HostLimit           whether the GPU waits for the host, and what is kept if it does
     timing, Timing, Cost            what each rebuild of a step takes, on the host and on the device
     Stopwatch                       moments on the clock of a device
     meter, Meter                    the peak of a step on a CPU, where `leangrad.measure` runs it

@@ -18,12 +18,14 @@ from leangrad.errors import BudgetError
 from leangrad.ledger.decision import DEEPEST, Decision, SavedKind
 from leangrad.ledger.gc_pause import GcPause
 from leangrad.ledger.learn.entries import Entry, Totals
+from leangrad.ledger.learn.host_limit import HostLimit
 from leangrad.ledger.learn.recorded_step import RecordedStep
 from leangrad.ledger.learn.recorder import Recorder
 from leangrad.ledger.learn.timing import Timing
 from leangrad.ledger.learn.trace import Trace
-from leangrad.ledger.learn.tuning import PRODUCTS, Goal, Tuner, Way
+from leangrad.ledger.learn.tuning import PRODUCTS, Goal, Tuner, Way, first_graded
 from leangrad.ledger.observe.active_region import region_is_open
+from leangrad.ledger.observe.unseen_writes import may_write_unseen
 from leangrad.ledger.region import Region
 from leangrad.ledger.summary import bytes_for_backward, summarize
 from leangrad.policy.choice import lowest_peak
@@ -51,14 +53,20 @@ class Ledger:
         min_bytes: int,
         products: int = 0,
         goal: Goal | None = None,
+        spare: float = 0.0,
     ) -> None:
-        """``products``: how many products one recipe may run through in a row; 0: no product is computed twice."""
+        """``products``: how many products one recipe may run through in a row; 0: no product is computed twice.
+
+        spare: the share of the least peak that may be taken beside it where the GPU waits for the host.
+        """
         if residual_depth != "auto" and not (type(residual_depth) is int and residual_depth >= 0):
             raise ValueError(f'residual_depth must be "auto" or an int >= 0, got {residual_depth!r}')
         if type(min_bytes) is not int or min_bytes < 0:
             raise ValueError(f"min_bytes must be an int >= 0, got {min_bytes!r}")
         if type(products) is not int or products < 0:
             raise ValueError(f"products must be an int >= 0, got {products!r}")
+        if isinstance(spare, bool) or not isinstance(spare, int | float) or not 0 <= spare < 1:
+            raise ValueError(f"spare must be a number from 0 to 1, such as 0.02, got {spare!r}")
         has_budget = goal is not None and goal.budget is not None
         self.residual_depth = residual_depth
         self.products = self._first_products = products or (PRODUCTS if has_budget else 0)
@@ -68,6 +76,7 @@ class Ledger:
         self.goal = goal
         self.timing: Timing | None = None  # times the rebuilds of the step that runs
         self._tuner = Tuner(goal) if goal is not None else None
+        self._host = HostLimit(spare if goal is None else 0.0)
         self._is_plain = False  # all is kept, so no region is opened
         self._lessons = 0  # what was learned and then was of no use
         self._pause = 0  # steps until the next one is recorded
@@ -89,11 +98,11 @@ class Ledger:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy has the same settings and has learned nothing."""
-        return _fresh, (self.residual_depth, self.min_bytes, self._first_products, self.goal)
+        return _fresh, (self.residual_depth, self.min_bytes, self._first_products, self.goal, self._host.spare)
 
     def fresh(self) -> Ledger:
         """One with the same settings that has learned nothing."""
-        ledger = _fresh(self.residual_depth, self.min_bytes, self._first_products, self.goal)
+        ledger = _fresh(self.residual_depth, self.min_bytes, self._first_products, self.goal, self._host.spare)
         ledger.remark = self.remark
         return ledger
 
@@ -180,7 +189,10 @@ class Ledger:
         _fused()
         if self._decisions is not None or self._plan():
             self._steps += 1
-            if tuner is None or self._follow(tuner.next_way()):
+            if tuner is None:
+                self._spare_host(module)
+                return None
+            if self._follow(tuner.next_way()):
                 return None
         if self._pause > 0:
             self._pause -= 1
@@ -190,6 +202,7 @@ class Ledger:
         if tuner is not None:
             self._recorder.is_tuned = True
             self._recorder.leaves_stay = module is not None and _has_no_gradients(module)
+            self._recorder.may_end_early = module is not None and _may_end_early(module)
         return self._recorder
 
     def _plan(self) -> bool:
@@ -210,8 +223,8 @@ class Ledger:
         if self.residual_depth == "auto":
             kept = lowest_peak(graph, backward.play)
         self._adopt(step, backward, kept)
+        self._replay = backward
         if self._tuner is not None:
-            self._replay = backward
             self._tuner.start(step, backward, kept, recorder.outputs_nbytes())
         return True
 
@@ -221,6 +234,18 @@ class Ledger:
         self.saved_kinds, self.trace = step.saved_kinds(kept), step.trace(kept, is_tuned=self.goal is not None)
         self._decisions = step.decisions(kept, frozenset() if kept is None else backward.held(kept))
         self._kept_items = kept
+
+    def _spare_host(self, module: nn.Module | None) -> None:
+        """Keep more where the GPU waits for the host: see [Note: the host is the limit]."""
+        recorder, kept = self._recorder, self._kept_items
+        if self._host.is_over or recorder is None or recorder.step is None or kept is None:
+            self.timing = None
+            return
+        step = recorder.step
+        found, self.timing = self._host.next_kept(step, self._replay, kept, on_gpu=_is_on_gpu(module))
+        if found != kept:
+            step.spared = found - kept
+            self._adopt(step, self._replay, found)
 
     def _follow(self, way: Way) -> bool:
         """Run the step that begins as the tuner says; False: it is to be recorded."""
@@ -244,6 +269,8 @@ class Ledger:
         """Forward has ended, and hands this out."""
         if self._tuner is not None:
             self._tuner.sees_output(output)
+        elif not self._host.is_over and (made := first_graded(output)) is not None:
+            self._host.sees_output(made)
 
     def end_step(self) -> None:
         """The next step is another ledger's."""
@@ -278,6 +305,7 @@ class Ledger:
             self._difference, self.differences = why, self.differences + 1
             self._forget()
             self._is_plain = False
+            self._host.restart()
             if self._tuner is not None:
                 self._tuner.restart()
                 self.products = self._first_products
@@ -374,8 +402,9 @@ class Ledger:
         Of the step that was recorded last, with the choices of the steps that follow it.
         """
         text = summarize(self.entries(planned=True), small_bytes=self.small_bytes(), status=self.trace_status)
-        if self._tuner is not None and self._tuner.status:
-            text = f"{text}\n{self._tuner.status}"
+        status = self._host.status if self._tuner is None else self._tuner.status
+        if status:
+            text = f"{text}\n{status}"
         if remark := self.remark(self.entries(planned=True)):
             text = f"{text}\n{remark}"
         fused = _fused()
@@ -413,12 +442,26 @@ def _is_on_gpu(module: nn.Module | None) -> bool:
     return torch.cuda.is_initialized() if parameter is None else parameter.is_cuda
 
 
+def _may_end_early(module: nn.Module) -> bool:
+    """Whether the override of a step may end before its forward: see [Note: the override ends early].
+
+    What is compiled is compiled anew where the override is gone.
+    """
+    if any(_torch.is_compiled(part) for part in module.modules()) or _torch.is_replica(module):
+        return False
+    return not may_write_unseen(module)
+
+
 def _has_no_gradients(module: nn.Module) -> bool:
     """Whether backward will make gradients anew: none stands when forward begins."""
     return all(parameter.grad is None for parameter in module.parameters() if parameter.requires_grad)
 
 
 def _fresh(
-    residual_depth: int | Literal["auto"], min_bytes: int, products: int = 0, goal: Goal | None = None
+    residual_depth: int | Literal["auto"],
+    min_bytes: int,
+    products: int = 0,
+    goal: Goal | None = None,
+    spare: float = 0.0,
 ) -> Ledger:
-    return Ledger(residual_depth=residual_depth, min_bytes=min_bytes, products=products, goal=goal)
+    return Ledger(residual_depth=residual_depth, min_bytes=min_bytes, products=products, goal=goal, spare=spare)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from leangrad import _torch
 from leangrad.ledger.decision import Decider, Decision, SavedKind
+from leangrad.ledger.learn.early_end import EarlyEnd
 from leangrad.ledger.learn.recorder import Recorder
 from leangrad.ledger.learn.timing import Timing
 from leangrad.ledger.learn.trace import Trace, TraceMode, TraceRecorder
@@ -106,6 +107,9 @@ class Region:
         self._follows = (
             recorder is None and outer is None and trace is not None and not _torch.saved_tensor_hooks_active()
         )
+        self._early_end: EarlyEnd | None = None
+        if self._follows and trace is not None and trace.border is not None and module is not None:
+            self._early_end = EarlyEnd(self, trace.border, module)
         if recorder is not None:
             self.hooks = Hooks(self.pack, recorder.unpack) if outer is None else Hooks(self.pack_again, unpack)
             recorder.recording = TraceRecorder(self, recorder.saved)
@@ -134,12 +138,16 @@ class Region:
         enter(self)
         if self.recorder is not None:
             self.recorder.start()
+        if self._early_end is not None:
+            self._early_end.wait()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         opened.region = None
+        if self._early_end is not None:
+            self._early_end.remove()
         if not self._follows and self.outer is None:
             self.hooks.take_back_all()
         self._calls.end()
@@ -160,7 +168,7 @@ class Region:
         """
         self.packing, self.packs = True, ENDED
         del self._calls, self.hooks, self.products, self._decider, self.recorder, self._ledger
-        self.outer = self._frame = self.changing = self.slots = None
+        self.outer = self._frame = self.changing = self.slots = self._early_end = None
         self._held.clear()
 
     # ---------------------------------------------------------------- pack
@@ -288,6 +296,17 @@ class Region:
         value = self._decider.find(tensor)
         if value is not None:
             self._held.append(value)
+
+    def end_early(self) -> None:
+        """The border has come after which the plan needs no override; see [Note: the override ends early]."""
+        self._calls.end_early()
+        if self._calls.has_ended:
+            self.products.let_go()
+
+    def changes(self, number: int) -> None:
+        """Memory changes in place that the node of this ``number`` has made; -1: one that is not known."""
+        if self.recorder is not None:
+            self.recorder.changes(number)
 
     @property
     def is_on_trace(self) -> bool:

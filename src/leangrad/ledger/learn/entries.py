@@ -10,6 +10,7 @@ SHARED = "kept or rebuilt once for all that read it"
 EXTRA = "larger tensors are rebuilt from it"
 LOWER_PEAK = "rebuilding it would raise the peak"
 HAS_ROOM = "the budget has room for it, or the time none to rebuild it"
+SPARED = "the GPU waits for the host, and rebuilding it would save little"
 TOO_MUCH_WORK = "too small for the work of rebuilding it"
 
 

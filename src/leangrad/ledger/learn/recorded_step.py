@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from leangrad.ledger.decision import Decision, SavedKind
-from leangrad.ledger.learn.entries import HAS_ROOM, LOWER_PEAK, TOO_MUCH_WORK, Entry
+from leangrad.ledger.learn.early_end import Ends
+from leangrad.ledger.learn.entries import HAS_ROOM, LOWER_PEAK, SPARED, TOO_MUCH_WORK, Entry
 from leangrad.ledger.learn.trace import ANY_SIZE, Call, RecordedCall, Trace
 from leangrad.policy import graph as policy
 
@@ -22,6 +23,7 @@ class SavedTensor(NamedTuple):
     is_bare: bool  # kept, and no recipe reads it
     has_node: bool
     small_bytes: int  # its bytes, if it was kept unseen for having so few; else -1
+    read_by: frozenset[int] | None = None  # if it is no item: those whose recipes read it; None: others may
 
 
 @dataclass
@@ -38,6 +40,8 @@ class RecordedStep:
     min_bytes: int
     why_kept: str = LOWER_PEAK  # what the plan keeps beside the least
     undecided: Mapping[int, int] = field(default_factory=dict)  # of entries that no decision made: their items
+    spared: frozenset[int] = frozenset()  # the items that are kept to spare the host
+    ends: Ends | None = None  # where the override may end before the step does; None: nowhere
 
     def entries_under(self, kept: frozenset[int] | None) -> list[Entry]:
         """The entries as later steps make them, in which the items ``kept`` are kept."""
@@ -45,12 +49,15 @@ class RecordedStep:
         for n, (item, was_kept) in enumerate(self.decided, self.first_decision):
             entry, stays = entries[n], self._stays(item, was_kept, kept)
             if stays != (entry.outcome == "kept"):
-                why = "" if not stays else TOO_MUCH_WORK if self.items[item].is_fixed else self.why_kept
+                why = "" if not stays else TOO_MUCH_WORK if self.items[item].is_fixed else self._why_kept(item)
                 entries[n] = replace(entry, outcome="kept" if stays else "rebuilt", why=why)
         for n, item in self.undecided.items():
             if kept is not None and item in kept:
                 entries[n] = replace(entries[n], outcome="kept", why=HAS_ROOM)
         return entries
+
+    def _why_kept(self, item: int) -> str:
+        return SPARED if item in self.spared else self.why_kept
 
     def decisions(self, kept: frozenset[int] | None, held: frozenset[int]) -> list[Decision | None]:
         """For every saved tensor in order: its op, whether it is simply kept, and its bytes; None: it has no value.
@@ -91,7 +98,14 @@ class RecordedStep:
                 seen.add(n)
                 read.update(self.items[n].inputs)
                 stack.extend(i for i in self.items[n].inputs if i not in staying and not self.items[i].is_fixed)
-        return [s.is_bare or (s.item >= 0 and s.item in staying and s.item not in read) for s in self.saved]
+        return [s.is_bare or (s.item in staying and not self._is_read(s, read, seen)) for s in self.saved]
+
+    @staticmethod
+    def _is_read(saved: SavedTensor, read: set[int], replayed: set[int]) -> bool:
+        """Whether a recipe reads what is kept: one of ``replayed``, which read the items ``read``."""
+        if saved.item >= 0:
+            return saved.item in read
+        return saved.read_by is None or not saved.read_by.isdisjoint(replayed)
 
     @property
     def unkept_bytes(self) -> int:
@@ -124,7 +138,7 @@ class RecordedStep:
         saves: dict[Any, bool] = {}
         for call in self.calls:
             saves[call.function] = bool(call.names) or call.begins or saves.get(call.function, False)
-        calls, seen = [], 0
+        calls, numbers, seen = [], [], 0
         for number, call in enumerate(self.calls):
             if saves[call.function]:
                 places = [(place, name) for place, name in enumerate(call.names, call.first) if not bare[place]]
@@ -134,6 +148,7 @@ class RecordedStep:
                 catches, quiet = call.nbytes if number in self.caught else 0, call.graded is False
                 grows, begins = self._may_grow(call), call.begins
                 calls.append(Call(call.function, call.first, last, anchors, catches, grows, quiet, begins))
+                numbers.append(number)
         handled = {call.function for call in self.calls if call.handled}
         graded = {call.function for call in self.calls if call.graded}
         unseen = frozenset(call.function for call in self.calls if call.graded is False) - graded
@@ -143,7 +158,9 @@ class RecordedStep:
         if not is_tuned:
             return Trace(calls, saves, unseen, passes)
         uses = [n for n, call in enumerate(calls) if call.last >= 0 or call.anchors or call.catches or call.begins]
-        return Trace(calls[: max(uses, default=-1) + 1], saves, unseen, passes, is_whole=False)
+        last_use = max(uses, default=-1)
+        border = None if self.ends is None else self.ends.border(numbers[last_use] if uses else -1)
+        return Trace(calls[: last_use + 1], saves, unseen, passes, is_whole=False, border=border)
 
     def _may_grow(self, call: RecordedCall) -> int:
         """How many elements the output of ``call`` may have before something of it is large enough to be looked into.

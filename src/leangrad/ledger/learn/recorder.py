@@ -11,6 +11,7 @@ from torch.compiler import is_dynamo_compiling
 
 from leangrad import _torch
 from leangrad.ledger.learn import scratch
+from leangrad.ledger.learn.early_end import Change, Ends, Exit
 from leangrad.ledger.learn.entries import EXTRA, HAS_ROOM, LOWER_PEAK, SHARED, Entry
 from leangrad.ledger.learn.recorded_step import KEPT, REBUILT, SHAPE, RecordedStep, SavedTensor
 from leangrad.ledger.learn.scratch import Convolution
@@ -89,6 +90,9 @@ class Recorder:
         self._saved_by: list[int] = []  # the number of the node that saved each
         self._saved_in: list[str] = []  # the module that ran
         self.recording: TraceRecorder | None = None
+        self.may_end_early = False  # whether the override of later steps may end before their forward does
+        self._leaves: list[Exit] = []
+        self._changes_seen: list[Change] = []
         self.step: RecordedStep | None = None  # once the region has ended
         self._dear: set[int] = set()  # the values that will be kept because rebuilding them is too much work
         self._segments: list[tuple[int, Segment]] = []  # which read is a segment that was run again
@@ -130,7 +134,9 @@ class Recorder:
     def leave(self) -> None:
         """The module that began last has run."""
         if self._stack:
-            self._stack.pop()
+            name = self._stack.pop()
+            if self.recording is not None:
+                self._leaves.append(Exit(name, len(self.recording.calls)))
         self._changes.append((_torch.next_sequence_nr(), self.module()))
 
     def _maker(self, number: int) -> str:
@@ -141,6 +147,11 @@ class Recorder:
     def module(self) -> str:
         """The path of the module that runs now."""
         return self._stack[-1] if self._stack else self._root_name
+
+    def changes(self, number: int) -> None:
+        """Memory changes in place that the node of this ``number`` has made; -1: one that is not known."""
+        if self.recording is not None:
+            self._changes_seen.append(Change(len(self.recording.calls), number))
 
     def saving(self) -> None:
         """A tensor is about to be saved, by the node that was made last."""
@@ -197,7 +208,10 @@ class Recorder:
     def _as_data(self, first_decision: int) -> RecordedStep:
         assert self.recording is not None
         ops = {id(value): op for op, (value, _, _) in zip(self._ops, self._decided, strict=True)}
-        needed = self._needed()
+        needed, read_by = self._needed(), self._read_by() if self.is_tuned else {}
+        recording, ends = self.recording, None
+        if self.may_end_early:
+            ends = Ends(self._leaves, self._changes_seen, recording.numbers)
         saved = []
         for packed in self.saved:
             value = _value_of(packed)
@@ -208,6 +222,7 @@ class Recorder:
                     is_bare=self._is_bare(packed, needed),
                     has_node=type(packed) is SavedView or (type(packed) is Value and packed.op != "input"),
                     small_bytes=self._bytes_if_small(packed),
+                    read_by=read_by.get(id(value)) if value is not None else None,
                 )
             )
         return RecordedStep(
@@ -218,7 +233,8 @@ class Recorder:
             first_decision=first_decision,
             undecided=self._undecided,
             why_kept=HAS_ROOM if self.is_tuned else LOWER_PEAK,
-            calls=self.recording.calls,
+            calls=recording.calls,
+            ends=ends,
             caught=self.caught,
             min_bytes=self.min_bytes,
         )
@@ -299,6 +315,35 @@ class Recorder:
                     if not self._is_kept(v):
                         stack.append(v)
         return needed
+
+    def _read_by(self) -> dict[int, frozenset[int]]:
+        """Of the values that are no items and that only recipes of items read: of which."""
+        found: dict[int, set[int]] = {}
+        others: set[int] = set()  # those that recipes of other values read
+        stack = [v for v in map(_value_of, self.saved) if v is not None]
+        for value in stack:
+            if value.recorder is not self:
+                found.setdefault(id(value), set())
+        stack += [value for value, _, _ in self._decided]
+        seen: set[int] = set()
+        while stack:
+            owner = stack.pop()
+            if id(owner) in seen:
+                continue
+            seen.add(id(owner))
+            inside, walked = [owner], set[int]()
+            while inside:
+                for v in inside.pop().inputs:
+                    if v.recorder is self:
+                        stack.append(v)
+                    elif id(v) not in walked:
+                        walked.add(id(v))
+                        if owner.recorder is self:
+                            found.setdefault(id(v), set()).add(owner.ordinal)
+                        else:
+                            others.add(id(v))
+                        inside.append(v)
+        return {n: frozenset(items) for n, items in found.items() if n not in others}
 
     def _item(self, packed: Packed) -> int:
         """The item that a saved tensor is, or a view of; KEPT, REBUILT or SHAPE where it is none."""

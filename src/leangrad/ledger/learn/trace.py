@@ -27,6 +27,7 @@ from torch import Tensor, is_grad_enabled
 from torch.compiler import is_compiling, is_dynamo_compiling
 
 from leangrad import _torch
+from leangrad.ledger.learn.early_end import Border
 from leangrad.ledger.learn.gradients import Graph
 from leangrad.ledger.learn.scratch import FUNCTIONS as CONVOLUTIONS
 from leangrad.ledger.learn.scratch import Convolution, convolution_of
@@ -80,6 +81,7 @@ class Trace(NamedTuple):
     quiet: frozenset[Any]  # those that gave tensors, and in none of whose calls autograd had a part
     passes: frozenset[Any]  # those that saved nothing, and of which nothing need be noted
     is_whole: bool = True  # else nothing is rebuilt after the last of the calls, and these are not followed
+    border: Border | None = None  # where the override is taken away: see [Note: the override ends early]
 
 
 class TracedRegion(ObservedRegion, Protocol):
@@ -127,6 +129,7 @@ class TraceRecorder:
 
     def __init__(self, book: TracedRegion, packed: Sequence[Packed]) -> None:
         self.calls: list[RecordedCall] = []
+        self.numbers: list[int] = []  # of the first node that was made since each of them began
         self.graph = Graph(_torch.next_sequence_nr())
         self._book = book
         self._packed = packed
@@ -135,6 +138,7 @@ class TraceRecorder:
         """Run one call and note what it saved."""
         first = self._book.packs
         self._book.call = len(self.calls)
+        self.numbers.append(_torch.next_sequence_nr())
         self._book.looks_around()
         try:
             out = function(*args, **kwargs) if handler is None else handler(notes, function, args, kwargs)
@@ -175,11 +179,23 @@ class TraceMode(FunctionMode):
         self._expected = self._suspended = next(self._rest, self._end)
         self._mark = object()
         self.is_on_trace = trace is not None  # and the step has been like the recorded one so far
+        self.has_ended = False  # and was taken away before the region has ended
 
     def leave_trace(self) -> None:
         """The step is another one: from now on hooks are set around every call that may save."""
         self.is_on_trace, self.book.catches = False, True
         self._expected = _END
+
+    def end_early(self) -> None:
+        """Take the override away, if nothing is rebuilt from here on and no mode of others lies over it."""
+        if self._expected is _DONE and self.is_on_trace and not self.has_ended and _torch.is_innermost_mode(self):
+            self.has_ended = True
+            super().__exit__(None, None, None)
+
+    def __exit__(self, *why: Any) -> None:
+        """Take it away, unless it is gone."""
+        if not self.has_ended:
+            super().__exit__(*why)
 
     def suspend(self) -> None:
         """Let no call lead on along the trace, nor off it."""

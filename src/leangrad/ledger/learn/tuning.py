@@ -41,7 +41,7 @@ from leangrad.policy.relax import Relaxation
 from leangrad.policy.replay import Replay
 from leangrad.sizes import size_text
 
-__all__ = ["PRODUCTS", "Goal", "Tuner", "Way"]
+__all__ = ["PRODUCTS", "Goal", "Tuner", "Way", "first_graded"]
 
 PRODUCTS = 8  # that one recipe may run through in a row, where there is a budget
 RECORDINGS = 3  # with products, without, and with them again
@@ -126,7 +126,7 @@ class Tuner:
     def sees_output(self, output: object) -> None:
         """Forward handed this out: read the allocator's peak when backward has ended."""
         if self._on_gpu and (self._is_reset or not self._is_settled):
-            made = next((t for t in _tensors_in(output) if t.grad_fn is not None and type(t) is Tensor), None)
+            made = first_graded(output)
             if made is not None:
                 made.register_hook(self._at_backward)
 
@@ -414,7 +414,8 @@ class Tuner:
     def _allowed_work(self, tried: dict[frozenset[int], float], plain: float) -> float:
         """The seconds of rebuilding with which a step is expected to take as long as it may.
 
-        A region takes some time whatever is rebuilt in it: two plans that were tried tell it from the rest.
+        A region takes some time whatever is rebuilt in it: two plans that were tried tell it from the rest. If that
+        alone is too much, a plan that rebuilds less may still do, because its override ends earlier: see `early_end`.
         """
         assert self.goal.slowdown is not None
         points = [(self._relaxation.play(kept).work, (ratio - 1) * plain) for kept, ratio in tried.items()]
@@ -423,6 +424,7 @@ class Tuner:
         if len(points) > 1 and points[0][0] > work:
             slope = max(0.0, (points[0][1] - lost) / (points[0][0] - work))
             fixed = min(max(0.0, lost - slope * work), lost)
+            fixed = fixed if fixed < allowed else 0.0
         return work * max(0.0, allowed - fixed) / max(lost - fixed, 1e-9)
 
     def _way(self, kept: frozenset[int]) -> Way:
@@ -484,9 +486,27 @@ class Tuner:
         rate = spent / max(1, sum(items[n].nbytes for n in cheap))  # of what was kept in this step, and so not timed
         seconds = [0.0 if item.is_fixed else rate * item.nbytes for item in items]
         seconds += [0.0] * (len(self._replay.graph.values) - len(items))
-        for n, cost in costs.items():
-            seconds[n] = max(cost)
+        for n, second in self._evened({n: max(cost) for n, cost in costs.items()}).items():
+            seconds[n] = second
         self._use(Replay(self._replay.graph, seconds))
+
+    def _evened(self, costs: dict[int, float]) -> dict[int, float]:
+        """The same cost for tensors that are alike, those of equal blocks: their mean.
+
+        One timing of each differs by chance, and then the plan would keep some of these and some of those. Of equal
+        ones the last layers' are kept first, and where nothing is rebuilt any more the override ends: `early_end`.
+        """
+        items, ops = self._step.items, {s.item: s.made_by[0] for s in self._step.saved if s.made_by is not None}
+        alike: dict[Any, list[int]] = {}
+        for n in costs:
+            kind = (ops.get(n), items[n].nbytes, items[n].products, len(items[n].inputs), items[n].may_end_chain)
+            alike.setdefault(kind, []).append(n)
+        return {n: sum(costs[i] for i in some) / len(some) for some in alike.values() for n in some}
+
+
+def first_graded(output: object) -> Tensor | None:
+    """The first tensor that backward may begin at, of what a forward handed out."""
+    return next((t for t in _tensors_in(output) if t.grad_fn is not None and type(t) is Tensor), None)
 
 
 def _tensors_in(tree: object) -> Iterator[Tensor]:

@@ -33,6 +33,9 @@ class ObservedRegion(Protocol):
     products: RecentProducts
     slots: list[PendingSave] | None  # of the tensors saved in the call that runs, if they are decided when it has ended
 
+    def changes(self, number: int) -> None:
+        """Memory that recipes may read changes in place; the node of this ``number`` has made it, if that is known."""
+
     def resolve(self, slots: Sequence[PendingSave], claimed: Mapping[int, ShapeOnlyReader]) -> None:
         """Decide what becomes of the tensors that a call has saved."""
 

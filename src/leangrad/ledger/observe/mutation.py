@@ -35,6 +35,8 @@ def before_change(notes: FunctionMode, target: Any) -> None:
         if unrecorded and _is_private(target):
             return
         book = notes.book
+        node = None if unrecorded else _node_of(target)
+        book.changes(-1 if node is None else node._sequence_nr())
         if book.watched_parameters:
             base = target._base
             _move(book.watched_parameters.pop(id(target if base is None else base), ()))

@@ -110,6 +110,10 @@ class RecentProducts:
         value.settle_lineage()
         return True
 
+    def let_go(self) -> None:
+        """Nothing will be caught any more."""
+        self._recent.clear()
+
     def _is_changing(self, tensor: Tensor) -> bool:
         changing = self._book.changing
         if not isinstance(changing, Tensor) or changing.layout is not torch.strided:

@@ -1,0 +1,155 @@
+"""What the host saves where the override of a step ends early: timm's models on images so small that only it counts.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.early_end --write early_end_cpu
+
+One row a model and goal: a budget halfway between plain's peak and that of `lean`, and `slowdown=1.1`. `ratio` is the
+CPU time of a step over plain's, `watched_ratio` that of the same plan with the override on to the end of forward and
+with a value for each small tensor that a recipe of the floor would read, as before; `forward_` the same of forward
+alone. `calls` is how many calls of torch the recorded forward makes (those of `leangrad.measure` among them where that
+runs it), `watched_calls` how many of them the override sees. All
+ways run in turns in one process, and the median of the ratios counts. The clock, that of the tuner too, is
+`time.thread_time`: other processes do not count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import leangrad
+from benchmarks.environment import write_rows
+from leangrad.ledger import Ledger
+from leangrad.ledger.learn.timing import Stopwatch
+from leangrad.ledger.learn.trace import Trace
+from tests.support import same_bits
+
+MODELS = ("resnet50", "efficientnet_b0", "mobilenetv3_large_100", "regnety_016", "swin_tiny_patch4_window7_224")
+SIZE, BATCH, MIN_BYTES = 32, 2, 1024
+SETTLED = {"budget": 28, "slowdown": 80}
+MEASURED = 10  # steps whose peaks correct the plan for a budget
+ROUNDS = 15
+
+
+def step(model: nn.Module, x: Tensor) -> tuple[float, float]:
+    """The CPU time of a step, and of its forward."""
+    for parameter in model.parameters():
+        parameter.grad = None
+    torch.manual_seed(0)
+    began = time.thread_time()
+    loss = model(x).square().mean()
+    forward = time.thread_time() - began
+    loss.backward()
+    return time.thread_time() - began, forward
+
+
+def peak(model: nn.Module, x: Tensor) -> int:
+    """What a step takes above what stood before it."""
+    return leangrad.measure(lambda: step(model, x), timed_runs=0).peak_bytes
+
+
+def measure(name: str) -> Iterator[dict[str, Any]]:
+    """The rows of one model."""
+    import timm
+
+    torch.manual_seed(0)
+    swin = {"img_size": 2 * SIZE, "window_size": 4} if name.startswith("swin") else {}
+    model: nn.Module = timm.create_model(name, num_classes=10, **swin).train()
+    x = torch.randn(BATCH, 3, *[swin.get("img_size", SIZE)] * 2)
+    plain = copy.deepcopy(model)
+    floor = leangrad.lean(copy.deepcopy(model), min_bytes=MIN_BYTES)
+    for _ in range(4):
+        step(plain, x)
+        step(floor, x)
+    most, least = peak(plain, x), peak(floor, x)
+    for goal, value in (("budget", (most + least) // 2), ("slowdown", 1.1)):
+        lean = leangrad.lean(copy.deepcopy(model), min_bytes=MIN_BYTES, **{goal: value})  # type: ignore[arg-type]
+        if goal == "budget":  # on a CPU a peak is known only where it is measured
+            for _ in range(MEASURED):
+                peak(lean, x)
+        for _ in range(SETTLED[goal]):
+            step(lean, x)
+        row = {"case": name, "goal": goal, "at": value, **_compare(plain, lean, x)}
+        peaks = {"plain_peak": most, "floor_peak": least, "peak": peak(lean, x)}
+        yield row | peaks
+
+
+def _compare(plain: nn.Module, lean: nn.Module, x: Tensor) -> dict[str, Any]:
+    ledger = leangrad.ledger_of(lean)
+    ways: dict[str, Callable[[], Any]] = {"": lambda: None}
+    row: dict[str, Any] = {}
+    if ledger.trace is not None and not ledger._is_plain:
+        now, before = (ledger.trace, ledger.saved_kinds), _watched(ledger)
+        ways = {"": partial(_use, ledger, *now), "watched_": partial(_use, ledger, *before)}
+        row = _calls(ledger, ledger.trace)
+    times: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
+    plains = []
+    for _ in range(ROUNDS):
+        plains.append(step(plain, x))
+        for way, make_ready in ways.items():
+            make_ready()
+            times[way].append(step(lean, x))
+            pairs = zip(plain.parameters(), lean.parameters(), strict=True)
+            row["same_bits"] = row.get("same_bits", True) and all(same_bits(a.grad, b.grad) for a, b in pairs)
+    ways[""]()
+    row["is_plain"] = ledger._is_plain
+    for way, taken in times.items():
+        for n, part in enumerate(("", "forward_")):
+            ratio = statistics.median(a[n] / b[n] for a, b in zip(taken, plains, strict=True))
+            row[f"{part}{way}ratio"] = round(ratio, 3)
+    return row
+
+
+def _calls(ledger: Ledger, trace: Trace) -> dict[str, int]:
+    recorder = ledger.last_recorder
+    assert recorder is not None
+    assert recorder.step is not None
+    ends, calls = recorder.step.ends, len(recorder.step.calls)
+    seen = calls
+    if ends is not None and trace.border is not None:
+        exits = [found.calls for found in ends.exits if found.module == trace.border.module]
+        seen = exits[trace.border.turn]
+    return {"calls": calls, "watched_calls": seen}
+
+
+def _watched(ledger: Ledger) -> tuple[Trace | None, Any]:
+    """The same plan as it would be followed to the end."""
+    recorder = ledger.last_recorder
+    assert recorder is not None
+    assert recorder.step is not None
+    saved = [tensor._replace(read_by=None) for tensor in recorder.step.saved]
+    step = replace(recorder.step, saved=saved, ends=None)
+    return step.trace(ledger._kept_items, is_tuned=True), step.saved_kinds(ledger._kept_items)
+
+
+def _use(ledger: Ledger, trace: Trace | None, saved_kinds: Any) -> None:
+    ledger.trace, ledger.saved_kinds = trace, saved_kinds
+
+
+def main() -> None:
+    """Measure models and print a row for each goal."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.early_end", description=main.__doc__)
+    parser.add_argument("--case", nargs="+", metavar="NAME", default=MODELS)
+    parser.add_argument("--write", metavar="NAME", help="write the rows to benchmarks/results")
+    chosen = parser.parse_args()
+    Stopwatch.now = lambda self: time.thread_time()  # type: ignore[method-assign]
+    rows = []
+    for name in chosen.case:
+        for row in measure(name):
+            rows.append(row)
+            print(json.dumps(row), flush=True)
+            if chosen.write:
+                write_rows(chosen.write, "cpu", rows)
+
+
+if __name__ == "__main__":
+    main()

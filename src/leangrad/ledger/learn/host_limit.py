@@ -1,0 +1,164 @@
+"""Where the GPU waits for the host: what costs the host much to rebuild and saves little memory is kept.
+
+[Note: the host is the limit]
+A rebuild costs the host 40 to 150 microseconds, however many bytes it saves. Where the GPU has enough to do nobody
+notices; a model of many small kernels becomes slower. And much of what is rebuilt does not matter to the peak: it is
+read, and gone, before backward comes to the layers whose tensors are large.
+
+So a model without a budget or a bound on the time is measured, once its plan stands: in a few steps the host waits for
+the GPU when backward has been issued, and notes how long. If that is next to nothing, the GPU had nothing left to do:
+it waits for the host. Then every rebuild of one step is timed, and what is dearest to the host for each of its bytes is
+kept, as long as the peak that is foreseen is no more than a small share above the least. If the allocator's peak shows
+that a step took more than that, all is as it was before.
+
+Everything else is as ever: the whole step is followed, and one that differs is learned from anew.
+"""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+
+import torch
+from torch import Tensor
+
+from leangrad import _torch
+from leangrad.ledger.learn.recorded_step import RecordedStep
+from leangrad.ledger.learn.timing import Timing
+from leangrad.policy.relax import Relaxation
+from leangrad.policy.replay import Replay
+from leangrad.sizes import size_text
+
+__all__ = ["HostLimit"]
+
+STEADY = 8  # steps along the plan before any is measured: kernels are proven and caches filled in the first ones
+RUNS = 5  # steps that are measured; the first of them only waits for what was issued before it
+IDLE = 0.03  # of the time of a step: if the host waits no longer than that, the GPU has waited for the host
+COURSES = 3  # a model whose steps differ again and again is not measured for ever
+SHARE = 0.5  # of the memory that the device has left: where more than that would be taken, nothing is
+
+
+class HostLimit:
+    """Finds out, from step to step of one ledger, whether the host is the limit, and what to keep if it is."""
+
+    def __init__(self, spare: float) -> None:
+        """``spare``: the share of the least peak that may be taken beside it."""
+        self.spare = spare
+        self.status = ""
+        self._courses = 0
+        self.restart()
+
+    def restart(self) -> None:
+        """A step differs from the recorded one."""
+        self._courses += 1
+        self.is_over = not self.spare or self._courses > COURSES
+        self.status = ""
+        self._steps = 0
+        self._began: float | None = None  # the step that is being measured
+        self._waits: list[float] = []  # for the GPU, as shares of the time of a step
+        self._timing: Timing | None = None
+        self._thread: int | None = None
+        self._before: tuple[frozenset[int], int] | None = None  # what the last step but one kept, and the peak so far
+
+    def next_kept(
+        self, step: RecordedStep, replay: Replay, kept: frozenset[int], *, on_gpu: bool
+    ) -> tuple[frozenset[int], Timing | None]:
+        """A step begins, and the last one has kept ``kept``: what it is to keep, and what times its rebuilds."""
+        self._began = None
+        if self.is_over:
+            return kept, None
+        thread = self._thread = self._thread or threading.get_ident()
+        if not on_gpu or thread != threading.get_ident():
+            self.is_over = True
+        elif self._steps < STEADY:
+            self._steps += 1
+        elif _torch.is_capturing():
+            self.is_over = True
+        elif self._before is not None:
+            return self._look_back(kept), None
+        elif self._timing is not None:
+            self._before = kept, _highest()
+            return self._more(step, replay, kept, self._timing), None
+        else:
+            self._steps += 1
+            if len(self._waits) >= RUNS:
+                self.is_over = statistics.median(self._waits[1:]) > IDLE
+                if not self.is_over:
+                    self._timing = Timing(on_gpu=True)
+            elif self._steps > STEADY + 2 * RUNS:  # of some of these nobody ran the backward
+                self.is_over = True
+            else:
+                self._began = time.perf_counter()
+        return kept, self._timing
+
+    def sees_output(self, made: Tensor) -> None:
+        """Forward handed this out: measure the step, if it is to be measured, when its backward has ended."""
+        if self._began is not None:
+            made.register_hook(self._at_backward)
+
+    def _at_backward(self, _: Tensor) -> None:
+        _torch.after_backward(self._at_end)
+
+    def _at_end(self) -> None:
+        """All of backward has been issued."""
+        began, self._began = self._began, None
+        if began is None or _torch.is_capturing():
+            return
+        issued = time.perf_counter()
+        _wait_for_gpu()
+        now = time.perf_counter()
+        self._waits.append((now - issued) / (now - began))
+
+    def _more(self, step: RecordedStep, replay: Replay, kept: frozenset[int], timing: Timing) -> frozenset[int]:
+        """What to keep beside ``kept``: the dearest to the host, within what may be taken."""
+        costs = timing.costs(step.items, [saved.item for saved in step.saved], kept)
+        seconds = [0.0] * len(replay.graph.values)
+        for n, cost in costs.items():
+            seconds[n] = cost.host
+        relaxation = Relaxation(Replay(replay.graph, seconds), kept)
+        least = relaxation.play(kept)
+        more = self.spare * least.peak_bytes
+        if more > SHARE * _room():
+            return kept
+        most = least.peak_bytes + more
+        found = relaxation.within(lambda outcome: outcome.peak_bytes <= most)
+        worth = kept | {n for n in found if n in costs}
+        if relaxation.play(worth).peak_bytes > most:
+            worth = kept
+        outcome = relaxation.play(worth)
+        if outcome.work < least.work:
+            grown = outcome.peak_bytes / max(1, least.peak_bytes) - 1
+            self.status = (
+                f"the GPU waits for the host: {len(worth - kept)} tensors are kept that could be rebuilt, which spares "
+                f"the host {1e3 * (least.work - outcome.work):.1f} of {1e3 * least.work:.1f} ms of rebuilding; saved "
+                f"tensors take {size_text(outcome.peak_bytes)} at most, {100 * max(0.0, grown):.1f}% above the least"
+            )
+        return worth
+
+    def _look_back(self, kept: frozenset[int]) -> frozenset[int]:
+        """The first step that kept more has run: if it took more than was foreseen, all is as it was."""
+        assert self._before is not None
+        before, highest = self._before
+        self.is_over = True
+        if kept != before and highest and _highest() > (1 + self.spare) * highest:
+            self.status = ""
+            return before
+        return kept
+
+
+def _wait_for_gpu() -> None:
+    torch.cuda.current_stream().synchronize()
+
+
+def _highest() -> int:
+    """The allocator's peak so far; 0: nobody counts."""
+    counters = _torch.cuda_counters(torch.device("cuda", _torch.current_device()))
+    return 0 if counters is None else counters.highest
+
+
+def _room() -> float:
+    """What the device has left above the allocator's peak."""
+    counters = _torch.cuda_counters(torch.device("cuda", _torch.current_device()))
+    free = torch.cuda.mem_get_info()[0]
+    return float(free if counters is None else max(0, free + counters.reserved - counters.highest))

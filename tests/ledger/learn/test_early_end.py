@@ -1,0 +1,637 @@
+"""The override ends where nothing is rebuilt any more: the gradients are plain's, or an error says why not."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
+
+import leangrad
+from leangrad.errors import ChangedError
+from leangrad.ledger import Goal, Region
+from leangrad.ledger.learn import early_end
+from leangrad.ledger.learn.early_end import Border, Change, Ends, Exit
+from leangrad.ledger.learn.recorded_step import RecordedStep
+from leangrad.ledger.learn.trace import TraceMode
+from leangrad.ledger.learn.tuning import Tuner, Way
+from leangrad.ledger.observe.unseen_writes import may_write_unseen
+from leangrad.policy.replay import Replay
+from tests.support import assert_same_bits
+
+STEPS = 5
+Extra = Callable[["Net", Tensor], Any]
+
+
+class Block(nn.Module):
+    """What it saves is rebuilt from its product, and from a shift that plain does not keep."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.norm, self.linear, self.drop = nn.LayerNorm(width), nn.Linear(width, width), nn.Dropout(0.3)
+        self.shift = nn.Parameter(torch.randn(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop((F.gelu(self.linear(self.norm(x))) + self.shift).sin())
+
+
+class Net(nn.Module):
+    """A head, whose blocks are rebuilt, and a tail, whose blocks are kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.head, self.tail = nn.Sequential(Block(), Block()), nn.Sequential(*(Block() for _ in range(4)))
+        self.step = 0
+        self.between: Extra = lambda net, h: h
+        self.inside: Extra = lambda net, h: h
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.between(self, self.head(x))
+        for block in self.tail[:2]:
+            h = block(h)
+        h = self.inside(self, h)
+        for block in self.tail[2:]:
+            h = block(h)
+        return h
+
+
+class KeepsTheTail(Tuner):
+    """Instead of a course: every step keeps all but the first few of what was saved."""
+
+    def __init__(self, rebuilds: int) -> None:
+        super().__init__(Goal(budget=2**60))
+        self._rebuilds = rebuilds
+
+    def start(self, step: RecordedStep, replay: Replay, kept: frozenset[int] | None, outputs_nbytes: int) -> None:
+        rebuilt = {n for n, item in enumerate(step.items[: self._rebuilds]) if not item.is_fixed}
+        assert rebuilt
+        self.kept = frozenset(range(len(step.items))) - rebuilt
+
+    def next_way(self) -> Way:
+        return Way(self.kept)
+
+
+def lean(net: nn.Module, rebuilds: int = 6) -> nn.Module:
+    made = leangrad.lean(net, budget=2**60, min_bytes=0)
+    ledger = leangrad.ledger_of(made)
+    ledger._tuner, ledger.products = KeepsTheTail(rebuilds), 0
+    return made
+
+
+@pytest.fixture(autouse=True)
+def always_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(early_end, "WORTH", 1)
+
+
+@pytest.fixture
+def ends(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How often an override was taken away, counted in its one element."""
+    count, end = [0], TraceMode.end_early
+
+    def counted(self: TraceMode) -> None:
+        had_ended = self.has_ended
+        end(self)
+        count[0] += self.has_ended and not had_ended
+
+    monkeypatch.setattr(TraceMode, "end_early", counted)
+    return count
+
+
+@pytest.fixture
+def x() -> Tensor:
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+
+
+def gradients(net: nn.Module, x: Tensor, seed: int = 0) -> list[Tensor | None]:
+    net.zero_grad()
+    torch.manual_seed(seed)
+    net(x).square().sum().backward()
+    return [p.grad for p in net.parameters()]
+
+
+def compare(net: nn.Module, x: Tensor, steps: int = STEPS, rebuilds: int = 6) -> nn.Module:
+    """Plain and lean for some steps, bit for bit. Returns the lean one."""
+    plain, made = copy.deepcopy(net), lean(net, rebuilds)
+    for step in range(steps):
+        for one in (plain, made):
+            if isinstance(one, Net):
+                one.step = step
+        for a, b in zip(gradients(plain, x, step), gradients(made, x, step), strict=True):
+            assert (a is None) == (b is None)
+            if a is not None:
+                assert_same_bits(a, b, f"step {step}")
+    return made
+
+
+def border(net: nn.Module) -> Border | None:
+    trace = leangrad.ledger_of(net).trace
+    return None if trace is None else trace.border
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing_behind() -> Iterator[None]:
+    yield
+    assert torch.overrides._get_current_function_mode_stack() == []
+
+
+def test_no_override_in_the_tail(x: Tensor, ends: list[int]) -> None:
+    seen: list[str] = []
+
+    def note(name: str) -> Callable[..., None]:
+        return lambda *_: seen.append(name) if torch.overrides._get_current_function_mode() is not None else None
+
+    net = Net()
+    for name, module in net.named_modules():
+        if isinstance(module, Block):
+            module.register_forward_pre_hook(note(name))
+    made = compare(net, x)
+    assert ends[0] == STEPS - 1
+    assert leangrad.ledger_of(made).differences == 0
+    blocks = ["head.0", "head.1", *(f"tail.{n}" for n in range(4))]
+    assert [name for name in seen if name.startswith("tail")].count("tail.3") == 1  # of the recorded step
+    assert seen.count("head.1") == STEPS
+    assert set(seen) == set(blocks)
+    assert any(entry.outcome == "rebuilt" for entry in leangrad.ledger_of(made).entries(planned=True))
+    assert all(not module._forward_hooks for module in made.modules() if not leangrad.is_lean(module))
+
+
+def test_where_all_is_rebuilt_it_stays(x: Tensor, ends: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(early_end, "WORTH", 4)
+    compare(Net(), x, rebuilds=99)
+    assert ends[0] == 0
+
+
+def test_without_a_goal_it_stays(x: Tensor, ends: list[int]) -> None:
+    made = leangrad.lean(Net(), min_bytes=0)
+    for step in range(STEPS):
+        gradients(made, x, step)
+    assert ends[0] == 0
+
+
+# ------------------------------------------------------------------------------------------------- changes in the tail
+
+
+def remember(net: Net, h: Tensor) -> Tensor:
+    net.__dict__["kept"] = h
+    return h
+
+
+def test_a_recorded_change_of_what_the_head_made(x: Tensor, ends: list[int]) -> None:
+    """The override stays until then, and what recipes read moves away before it."""
+
+    class Skips(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.head[0](x)
+            skip = self.head[1].linear(h)
+            other = self.tail[0](skip.sigmoid())
+            other = self.tail[1](other)
+            skip += other
+            return self.tail[3](self.tail[2](skip.sigmoid()))
+
+    made = compare(Skips(), x, rebuilds=8)
+    assert ends[0] == STEPS - 1
+    found = border(made)
+    assert found is not None
+    assert found.module.startswith("tail.2")
+
+
+def test_a_change_of_what_the_tail_made_itself(x: Tensor, ends: list[int]) -> None:
+    net = Net()
+    net.inside = lambda net, h: (h * 2).add_(1).relu_()
+    found = border(compare(net, x))
+    assert ends[0] == STEPS - 1
+    assert found is not None
+    assert found.module.startswith(("head", "tail.0"))
+
+
+def changes_a_parameter(net: Net, h: Tensor) -> Tensor:
+    with torch.no_grad():
+        net.head[0].shift.add_(1)
+    return h
+
+
+def test_a_parameter_that_the_head_has_read(x: Tensor, ends: list[int]) -> None:
+    net = Net()
+    net.inside = changes_a_parameter
+    found = border(compare(net, x))
+    assert found is not None
+    assert found.module.startswith("tail.2")
+    assert ends[0] == STEPS - 1
+
+
+def test_a_change_that_the_recorded_step_did_not_make(x: Tensor, ends: list[int]) -> None:
+    """It moves a version, and backward says so."""
+    net = Net()
+    net.inside = lambda net, h: changes_a_parameter(net, h) if net.step == 3 else h
+    with pytest.raises(ChangedError, match="a parameter or input"):
+        compare(net, x)
+    assert ends[0] == 3
+    net.step = 0
+    gradients(net, x)  # and goes on
+
+
+def writes_data(net: Net, h: Tensor) -> Tensor:
+    net.head[0].shift.data.add_(1)
+    return h
+
+
+def writes_data_once(net: Net, h: Tensor) -> Tensor:
+    return writes_data(net, h) if net.step == 3 else h
+
+
+@pytest.mark.parametrize("writes", [writes_data, writes_data_once])
+def test_a_write_that_moves_no_version(x: Tensor, ends: list[int], writes: Extra) -> None:
+    """Code that may make one is watched to the end, whether or not the recorded step came by."""
+    net = Net()
+    net.inside = writes
+    compare(net, x)
+    assert ends[0] == 0
+
+
+def test_running_statistics_and_counters_do_not_hold_it(x: Tensor, ends: list[int]) -> None:
+    net = Net()
+    net.norm = nn.BatchNorm1d(8)
+    net.inside = lambda net, h: net.norm(h)
+    made = compare(net, x)
+    assert ends[0] == STEPS - 1
+    assert made.norm.num_batches_tracked == STEPS
+
+
+# --------------------------------------------------------------------------------------------- ways of forward to go on
+
+
+def test_a_module_that_runs_twice(x: Tensor, ends: list[int]) -> None:
+    class Twice(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.head[1](self.head[0](x))
+            return self.head[1](self.head[0](h)) + self.tail(h)
+
+    for rebuilds in range(2, 20, 3):
+        compare(Twice(), x, rebuilds=rebuilds)
+    assert ends[0] > 3 * STEPS
+
+
+def test_the_turn_counts_the_runs_of_a_module() -> None:
+    exits = [Exit("a", 2), Exit("b", 4), Exit("a", 6), Exit("a", 8)]
+    assert Ends(exits, [], range(40)).border(4) == Border("a", 1)
+    assert Ends(exits, [], range(40)).border(6) == Border("a", 2)
+    assert Ends(exits, [], range(40)).border(8) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ([], "a"),
+        ([Change(1, -1)], "a"),  # before
+        ([Change(3, 30)], "a"),  # of what the third call has made itself
+        ([Change(3, 15)], "b"),  # of what the second one has
+        ([Change(3, -1)], "b"),
+        ([Change(3, 15), Change(5, 35)], "c"),  # and then of what lies before that one
+        ([Change(5, -1)], "c"),
+        ([Change(9, -1)], None),
+    ],
+)
+def test_the_border_comes_after_changes_of_what_was_made_before(changes: list[Change], expected: str | None) -> None:
+    exits = [Exit("a", 2), Exit("b", 4), Exit("c", 6)]
+    found = Ends(exits, changes, range(0, 100, 10)).border(1)
+    assert (None if found is None else found.module) == expected
+
+
+def test_an_end_that_is_not_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(early_end, "WORTH", 4)
+    assert Ends([Exit("a", 5)], [], range(9)).border(3) == Border("a", 0)
+    assert Ends([Exit("a", 6)], [], range(9)).border(3) is None
+
+
+def test_a_step_that_goes_another_way(x: Tensor, ends: list[int]) -> None:
+    """In the tail it is plain's; in the head it leads off the trace, and the override stays."""
+    net = Net()
+    net.inside = lambda net, h: h.exp().cumsum(0).tanh() if net.step == 2 else h
+    made = compare(net, x)
+    assert leangrad.ledger_of(made).differences == 0
+    assert ends[0] == STEPS - 1
+    net = Net()
+    net.between = lambda net, h: h
+    net.head[0].register_forward_hook(lambda m, a, out: out.exp().cumsum(0).tanh() if net.step == 2 else None)
+    compare(net, x, steps=2 * STEPS)
+    assert ends[0] > 0
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("at", [None, 0, 3])
+def test_a_checkpoint_in_the_tail(x: Tensor, ends: list[int], use_reentrant: bool, at: int | None) -> None:
+    """In every step, in the recorded one alone, or in a later one alone."""
+
+    class Checkpointed(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.tail[:2](self.head(x))
+            if at is None or self.step == at:
+                h = checkpoint(self.tail[2], h, use_reentrant=use_reentrant)
+            else:
+                h = self.tail[2](h)
+            return self.tail[3](h) + self.tail[1](h)
+
+    compare(Checkpointed(), x, steps=2 * STEPS)
+    assert ends[0] > 0
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+@pytest.mark.parametrize("where", ["between", "inside"])
+def test_an_exception(x: Tensor, ends: list[int], error: type[BaseException], where: str) -> None:
+    def fails(net: Net, h: Tensor) -> Tensor:
+        if net.step == -1:
+            raise error
+        return h
+
+    net = Net()
+    setattr(net, where, fails)
+    made = compare(net, x)
+    made.step = -1
+    for _ in range(2):
+        with pytest.raises(error):
+            made(x)
+        gc.collect()
+        assert torch.overrides._get_current_function_mode_stack() == []
+        assert all(not module._forward_hooks for module in made.modules() if module is not made)
+    made.step = 0
+    plain = leangrad.plain(copy.deepcopy(made))
+    for a, b in zip(gradients(plain, x), gradients(made, x), strict=True):
+        assert_same_bits(a, b)
+
+
+def test_a_lean_module_in_the_tail(x: Tensor, ends: list[int]) -> None:
+    """The region is open to the end of forward: none begins inside it."""
+    net = Net()
+    leangrad.lean(net.tail[2], min_bytes=0)
+    entered: list[Any] = []
+    compare(net, x)
+    assert ends[0] == STEPS - 1
+    assert leangrad.ledger_of(net.tail[2]).entries() == entered
+
+
+def test_backward_inside_the_tail(x: Tensor, ends: list[int]) -> None:
+    def penalty(net: Net, h: Tensor) -> Tensor:
+        (slope,) = torch.autograd.grad(h.square().sum(), h.grad_fn.next_functions and net.kept, create_graph=True)
+        return h + slope.mean()
+
+    net = Net()
+    net.between, net.inside = remember, penalty
+    compare(net, x)
+
+
+class Silent(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def test_under_a_mode_of_others_it_stays(x: Tensor, ends: list[int]) -> None:
+    class Watched(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            with Silent():
+                h = self.tail[:2](self.head(x))
+            return self.tail[2:](h)
+
+    compare(Watched(), x)
+    assert ends[0] == 0
+
+    class InTheTail(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.tail[:2](self.head(x))
+            with Silent():
+                return self.tail[2:](h)
+
+    compare(InTheTail(), x)
+    assert ends[0] == STEPS - 1
+
+
+def test_two_threads(x: Tensor, ends: list[int]) -> None:
+    plain, made = Net().eval(), lean(Net().eval())
+    expected = torch.autograd.grad(plain(x).square().sum(), list(plain.parameters()))
+    gradients(made, x)
+    failures: list[BaseException] = []
+
+    def train() -> None:
+        try:
+            for _ in range(30):
+                found = torch.autograd.grad(made(x).square().sum(), list(made.parameters()))
+                for a, b in zip(expected, found, strict=True):
+                    assert_same_bits(a, b)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=train) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures, failures[0]
+    assert ends[0] > 30
+    assert all(not module._forward_hooks for module in made.modules() if module is not made)
+
+
+def test_a_model_that_was_changed(x: Tensor, ends: list[int]) -> None:
+    made = compare(Net(), x)
+    found = border(made)
+    assert found is not None
+    path, _, name = found.module.rpartition(".")
+    setattr(made.get_submodule(path), name, nn.Identity())
+    plain = leangrad.plain(copy.deepcopy(made))
+    for a, b in zip(gradients(plain, x), gradients(made, x), strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            assert_same_bits(a, b)
+
+
+def test_the_region_dies_with_its_graph(x: Tensor, monkeypatch: pytest.MonkeyPatch, ends: list[int]) -> None:
+    regions: list[weakref.ref[Region]] = []
+    enter = Region.__enter__
+
+    def noted(self: Region) -> Region:
+        regions.append(weakref.ref(self))
+        return enter(self)
+
+    made = compare(Net(), x)
+    monkeypatch.setattr(Region, "__enter__", noted)
+    gc.disable()
+    try:
+        made(x)
+        assert [region() for region in regions] == [None]
+    finally:
+        gc.enable()
+    assert ends[0] == STEPS
+
+
+def test_compiled_parts_and_replicas_are_watched_to_the_end(x: Tensor, ends: list[int]) -> None:
+    net = Net()
+    net.tail[3]._compiled_call_impl = net.tail[3]._call_impl
+    made = lean(net)
+    for _ in range(3):
+        gradients(made, x)
+    assert ends[0] == 0
+    made = lean(Net())
+    made._is_replica = True
+    for _ in range(3):
+        made(x).sum().backward()
+    assert ends[0] == 0
+
+
+# -------------------------------------------------------------------------------------------- what the code may write
+
+
+def by_global(w: Tensor) -> None:
+    w.data.add_(1)
+
+
+def through_another(w: Tensor) -> None:
+    by_global(w)
+
+
+class Clamped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        x.detach().numpy()[:] = 0
+        return x.clone()
+
+
+def decorated(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def run(*args: Any) -> Any:
+        return function(*args)
+
+    return run
+
+
+class Writes(nn.Module):
+    def __init__(self, way: str = "") -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.weight.data.zero_()  # not in forward
+        self.way = way
+        if way == "attribute":
+            self.function = through_another
+        if way == "partial":
+            self.function = functools.partial(through_another, self.weight)
+        if way == "hook":
+            self.register_forward_hook(lambda module, args, out: module.weight.data.add_(1))
+        if way == "forward":
+            self.forward = lambda x: by_global(self.weight)
+
+
+class InMethod(Writes):
+    def forward(self, x: Tensor) -> Tensor:
+        return self._restart(x)
+
+    def _restart(self, x: Tensor) -> Tensor:
+        self.weight.data[0] = 1
+        return x
+
+
+class InProperty(Writes):
+    @property
+    def written(self) -> Tensor:
+        self.weight.data = self.weight.data * 2
+        return self.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.written
+
+
+class InGlobal(Writes):
+    def forward(self, x: Tensor) -> Tensor:
+        through_another(self.weight)
+        return x
+
+
+class InFunction(Writes):
+    def forward(self, x: Tensor) -> Tensor:
+        return Clamped.apply(x)
+
+
+class InLambda(Writes):
+    def forward(self, x: Tensor) -> Tensor:
+        return next(f(x) for f in [lambda x: x.data_ptr()]) * x
+
+
+class ByName(Writes):
+    def forward(self, x: Tensor) -> Tensor:
+        return getattr(self.weight, "data").add_(x)  # noqa: B009
+
+
+class Decorated(Writes):
+    @decorated
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight.data * x
+
+
+class Helper:
+    def update(self, weight: Tensor) -> None:
+        weight.data.add_(1)
+
+
+class InHelper(Writes):
+    def __init__(self) -> None:
+        super().__init__()
+        self.helper = Helper()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.helper.update(self.weight)
+        return x
+
+
+class InChild(Writes):
+    def __init__(self) -> None:
+        super().__init__()
+        self.child = InMethod()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.child._restart(x)
+
+
+TABLE = {"a": through_another}
+
+
+class InTable(Writes):
+    def forward(self, x: Tensor) -> Tensor:
+        TABLE["a"](self.weight)
+        return x
+
+
+class InBase(InMethod):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+class Reads(Writes):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.add_(1)
+        return torch.cat([x.detach(), self.weight]).relu_()
+
+
+KINDS = [InMethod, InProperty, InGlobal, InFunction, InLambda, ByName, Decorated, InHelper, InChild, InTable, InBase]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_code_that_may_write_unseen(kind: type[Writes]) -> None:
+    assert may_write_unseen(nn.Sequential(nn.Linear(3, 3), kind()))
+
+
+@pytest.mark.parametrize("way", ["attribute", "partial", "hook", "forward"])
+def test_what_stands_in_a_module_is_looked_into(way: str) -> None:
+    assert may_write_unseen(nn.Sequential(Reads(way)))
+
+
+def test_code_that_does_not(x: Tensor) -> None:
+    layers = nn.Sequential(nn.Conv1d(3, 3, 1), nn.BatchNorm1d(3), nn.ReLU(inplace=True), nn.Dropout(), nn.LSTM(3, 3))
+    assert not may_write_unseen(nn.Sequential(Reads(), layers, Net()))
