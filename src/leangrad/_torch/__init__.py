@@ -74,14 +74,24 @@ from leangrad._torch.modules import (
     has_hooks,
     has_hooks_of_others,
     is_compiled,
-    is_sharded,
     norm_tensors,
     registries,
     remove_forward_hooks,
-    shards_modules,
 )
 from leangrad._torch.present import ledger_names_present, private_names
 from leangrad._torch.settings import changed_settings, failed_allocations, product_settings
+from leangrad._torch.sharding import (
+    Shard,
+    count_states,
+    gathering_hooks,
+    gathering_node,
+    is_at_work,
+    is_flat,
+    is_sharded,
+    sharding_modules,
+    shards_modules,
+    shards_of,
+)
 from leangrad._torch.tensors import (
     assert_on_device,
     called_through_c,
@@ -106,6 +116,14 @@ from leangrad._torch.tensors import (
 )
 
 __all__ = [
+    "shards_of",
+    "sharding_modules",
+    "is_flat",
+    "is_at_work",
+    "gathering_node",
+    "gathering_hooks",
+    "count_states",
+    "Shard",
     "CHECKPOINTS",
     "HOOK_NODE",
     "Counters",

@@ -113,6 +113,9 @@ class Decider:
                 return Bare(tensor, tensor._version)
             if tensor.layout is not torch.strided or tensor.nbytes < self._book.min_bytes:
                 return Bare(tensor.detach(), tensor._version)
+            shards = self._book.shards
+            if shards is not None and shards.of(tensor) is not None:  # a frozen parameter
+                return Bare(tensor.detach(), tensor._version)
             value = self._kept(tensor, "input", free=True)  # it may turn out to be an op's second output, or its noise
             self._book.anchors.append(ref(value))
             value.readers += 1
@@ -156,7 +159,7 @@ class Decider:
                 elif fresh and value.function is not None and not value.blocked:
                     if value.layout is None and self._book.max_products:  # a product may read it
                         value.layout = (tensor.shape, tensor.stride())
-                    if self._has_room(node) and type(tensor) in PLAIN_TYPES:
+                    if (self._has_room(node) or self._is_out_of_reach(value)) and type(tensor) in PLAIN_TYPES:
                         value.keep(tensor)
                         self._book.anchors.append(ref(value))
                     self._share(value)
@@ -191,7 +194,8 @@ class Decider:
         if owner is None or base.dtype != tensor.dtype or tensor.is_conj() or tensor.is_neg():
             known = metadata.get(key)
             value = known() if known is not None else None
-            if type(value) is Value and value.tensor is None and value.function is not None and not value.blocked:
+            is_recipe = type(value) is Value and value.tensor is None and value.function is not None
+            if is_recipe and not value.blocked and not self._is_out_of_reach(value):
                 self._share(value)
                 return value
             found = self._kept(tensor, type(node).__name__, free=owner is None)
@@ -204,7 +208,9 @@ class Decider:
     def _cast(self, tensor: Tensor, owner: Tensor, node: Any) -> Cast | None:
         """The short way for ``owner``, or a view of it, if it is the cast of a parameter and to be rebuilt."""
         before = node.next_functions[0][0]
-        if type(before) is not AccumulateGrad or node._sequence_nr() < self._book.fence or self._book.sharded:
+        if type(before) is not AccumulateGrad or node._sequence_nr() < self._book.fence:
+            return None
+        if self._book.sharded or self._book.shards is not None:
             return None
         metadata = node.metadata
         if metadata and (VALUES[0] in metadata or OPAQUE in metadata):
@@ -239,6 +245,11 @@ class Decider:
         """Whether the plan keeps what a recipe of an earlier tensor has run through."""
         learned = self.learned if self._book.decisions is not None else None
         return learned is not None and learned.keeps and learned.op == type(node).__name__
+
+    def _is_out_of_reach(self, value: Value) -> bool:
+        """Whether parameters that the recipe of ``value`` reads are not gathered where it is saved now."""
+        shards = self._book.shards
+        return bool(value.gathers) and (shards is None or not shards.are_at_work(value.gathers))
 
     def _share(self, value: Value) -> None:
         if self._recorder is not None:
@@ -291,6 +302,8 @@ class Decider:
                 value = waiting
             if value.function is None:
                 raise NoRecipeError(f"{value.op} is never computed twice")
+            if value.gathers and self._is_out_of_reach(value):
+                raise NoRecipeError("it is made from a sharded parameter that is not gathered when it is read")
         except NoRecipeError as reason:
             value, why = waiting or Value(type(node).__name__), str(reason)
             value.keep(tensor)
@@ -425,7 +438,7 @@ class Decider:
             origin = self._walk.start(node, nr, node.metadata)
         except NoRecipeError:
             return
-        if origin.blocked or self._is_too_long(origin, self._book.cap):
+        if origin.blocked or origin.gathers or self._is_too_long(origin, self._book.cap):
             if self._book.max_products:
                 origin.unread()
             return

@@ -16,6 +16,7 @@ from leangrad.ledger.learn.timing import Timing
 from leangrad.ledger.learn.trace import Trace, TraceMode, TraceRecorder
 from leangrad.ledger.observe.active_region import enter, opened
 from leangrad.ledger.observe.checkpoint import Placeholder, Recomputation, SegmentLedger, is_settled
+from leangrad.ledger.observe.gathers import Gathers
 from leangrad.ledger.observe.hooks import Hooks
 from leangrad.ledger.origins.graph_walk import UnsavedInput
 from leangrad.ledger.values.cast import Anchor, Packed
@@ -35,7 +36,7 @@ class LedgerState(Protocol):
     products: int  # that a recipe may run through in a row
     saved_kinds: Sequence[SavedKind]  # of each saved tensor of the recorded step
     trace: Trace | None
-    sharded: bool
+    gathers: Gathers
     timing: Timing | None  # times the rebuilds of this step
 
     @property
@@ -82,7 +83,9 @@ class Region:
         self.packing = False
         self.changing: Any = None
         self.sizes = recorder is not None
-        self.sharded = ledger.sharded  # parameters come and go between forward and backward: no recipe reads them
+        self.sharded = ledger.gathers.is_flat  # parameters come and go, and nobody tells: no recipe reads them
+        self.shards = ledger.gathers.shards()
+        self._swapped: list[Any] = []  # hooks of FSDP2
         self.watched_parameters: dict[int, list[weakref.ref[Anchor]]] = {}
         self.watched_memory: dict[int, list[weakref.ref[Anchor]]] = {}
         self.anchors: list[weakref.ref[Value]] = []  # what recipes may read and autograd keeps as well
@@ -132,6 +135,10 @@ class Region:
         if not self._follows and self.outer is None:
             self.hooks.set_all()
         enter(self)
+        if self.shards is not None:
+            self.suspend()
+            self._swapped = self._ledger.gathers.begin(self.shards)
+            self.resume()
         if self.recorder is not None:
             self.recorder.start()
         return self
@@ -140,6 +147,8 @@ class Region:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         opened.region = None
+        if self.shards is not None:
+            self._ledger.gathers.end(self.shards, self._swapped)
         if not self._follows and self.outer is None:
             self.hooks.take_back_all()
         self._calls.end()
@@ -160,7 +169,7 @@ class Region:
         """
         self.packing, self.packs = True, ENDED
         del self._calls, self.hooks, self.products, self._decider, self.recorder, self._ledger
-        self.outer = self._frame = self.changing = self.slots = None
+        self.outer = self._frame = self.changing = self.slots = self.shards = None
         self._held.clear()
 
     # ---------------------------------------------------------------- pack

@@ -1,0 +1,137 @@
+"""FSDP: modules that gather their parameters for forward and for backward, and free them in between."""
+
+import sys
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+
+class Shard(NamedTuple):
+    """A parameter that FSDP2 shards."""
+
+    whole: Tensor  # gathered: the same tensor in every step, whose memory comes and goes below its version
+    part: Tensor  # what this rank owns of it, and the optimizer changes
+    group: Any  # the parameters that are gathered with it
+
+
+def _kinds(*names: str) -> tuple[type, ...]:
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return tuple(getattr(fsdp, name) for name in names if hasattr(fsdp, name))
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether a part of this module gathers its parameters for forward and backward and frees them in between."""
+    kinds = _kinds("FSDPModule", "FullyShardedDataParallel")
+    return bool(kinds) and any(isinstance(m, kinds) for m in module.modules())
+
+
+def is_flat(module: nn.Module | None) -> bool:
+    """Whether a part of this module is of FSDP's first kind, or of the second and torch does not tell about it."""
+    kinds = _kinds("FullyShardedDataParallel") + (() if _tells() else _kinds("FSDPModule"))
+    return module is not None and bool(kinds) and any(isinstance(m, kinds) for m in module.modules())
+
+
+def shards_modules() -> bool:
+    """Whether FSDP2 frees the parameters of some module of this process; True where torch does not tell."""
+    if "torch.distributed.fsdp" not in sys.modules:
+        return False
+    states, kind = _states(), _kinds("FSDPModule")
+    return states is None or not kind or any(isinstance(module, kind) for module in list(states))
+
+
+def _states() -> Any:
+    """By module: what was made of it by `fully_shard` and its kin. None where torch does not tell."""
+    from torch.distributed import _composable_state
+
+    return getattr(_composable_state, "_module_state_mapping", None)
+
+
+def count_states() -> int:
+    """A number that changes when a module of this process is sharded; 0 while there is none."""
+    states = _states() if "torch.distributed.fsdp" in sys.modules else None
+    return 0 if states is None else len(states)
+
+
+def sharding_modules(module: nn.Module | None) -> tuple[list[nn.Module], list[nn.Module]]:
+    """The modules inside ``module``, itself included, that FSDP2 gathers, and those around it; None: all there are."""
+    kind = _kinds("FSDPModule")
+    if not kind or not _tells():
+        return [], []
+    known = [m for m in list(_states() or ()) if isinstance(m, kind)]
+    if module is None:
+        return known, []
+    inside = [m for m in module.modules() if isinstance(m, kind)]
+    around = [m for m in known if m not in inside and any(part is module for part in m.modules())]
+    return inside, around
+
+
+def shards_of(module: nn.Module) -> list[Shard]:
+    """The parameters that FSDP2 gathers for this very module, once it has."""
+    found = []
+    for group in _groups(module):
+        for parameter in group.fsdp_params:
+            whole = getattr(parameter, "_unsharded_param", None)
+            if whole is not None:
+                found.append(Shard(whole, parameter.sharded_param, group))
+    return found
+
+
+def _groups(module: nn.Module) -> list[Any]:
+    state: Any = module._get_fsdp_state()  # type: ignore[operator]
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # torch 2.11 has one of them
+        group = getattr(state, "_fsdp_param_group", None)
+        groups = [] if group is None else [group]
+    return list(groups)
+
+
+def is_at_work(group: Any) -> bool:
+    """Whether the forward of the module of ``group`` runs, or its backward: what is saved now is read while it is there.
+
+    Its parameters are gathered when the gradient of its output comes, before any node that its forward has made runs,
+    and freed when that of its input is there.
+    """
+    return group._training_state.name in ("FORWARD", "PRE_BACKWARD")
+
+
+def _tells() -> bool:
+    """Whether this torch has the names that tell of a sharded parameter."""
+    if not _kinds("FSDPModule"):
+        return False
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+    set_by = {FSDPParam: ("sharded_param",), FSDPParamGroup: ("fsdp_params", "_training_state")}
+    return (
+        hasattr(FSDPModule, "_get_fsdp_state")
+        and "_unsharded_param" in FSDPParam.init_unsharded_param.__code__.co_names
+        and all(name in names_set(kind) for kind, names in set_by.items() for name in names)
+    )
+
+
+def names_set(kind: type) -> set[str]:
+    """The names of attributes that the functions of a class use."""
+    codes = [getattr(function, "__code__", None) for function in vars(kind).values()]
+    return {name for code in codes if code is not None for name in code.co_names}
+
+
+def gathering_node() -> type | None:
+    """The class of the nodes that FSDP2 puts before a module to see the end of its backward: they hand on their inputs.
+
+    None where FSDP2 is not used, or torch does not tell.
+    """
+    group = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_param_group")
+    function = getattr(group, "RegisterPostBackwardFunction", None)
+    return getattr(function, "_backward_cls", None)
+
+
+def gathering_hooks(module: nn.Module) -> list[tuple[dict[int, Any], int]]:
+    """The hooks of this module that gather its parameters and free them: each by its dictionary and its key there."""
+    found = []
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for key, hook in hooks.items():
+            if str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp"):
+                found.append((hooks, key))
+    return found

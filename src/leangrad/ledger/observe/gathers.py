@@ -1,0 +1,90 @@
+"""The hooks by which FSDP2 gathers parameters: the region does not look at what they do, and takes what they gather.
+
+In these hooks FSDP2 writes into buffers in place and resizes storages, where nobody tells whose memory they are. All of
+it would pass for changes of the model's tensors behind autograd's back, and end every recipe.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from torch import nn
+
+from leangrad import _torch
+from leangrad.ledger.observe.active_region import open_region
+from leangrad.ledger.origins.functions import hands_on
+from leangrad.ledger.origins.shards import Shards, listen
+
+
+class Gathers:
+    """The modules of a ledger that FSDP2 shards, from step to step."""
+
+    def __init__(self) -> None:
+        self.is_flat = False  # FSDP of the first kind: nothing is known of its parameters, and no recipe reads any
+        self._count = 0  # of sharded modules in this process, when they were looked for
+        self._of: weakref.ref[nn.Module] | None = None
+        self._inside: list[weakref.ref[nn.Module]] = []
+        self._around: list[weakref.ref[nn.Module]] = []
+        self._wanted: set[int] | None = None  # the ids of the parameters that recipes have read
+
+    def look(self, module: nn.Module | None) -> None:
+        """A region is about to be opened: find the sharded modules in ``module`` and around it, if some may be new."""
+        count = _torch.count_states()
+        is_known = module is None if self._of is None else self._of() is module
+        if count == self._count and is_known:
+            return
+        self._count, self._of = count, None if module is None else weakref.ref(module)
+        inside, around = _torch.sharding_modules(module)
+        self._inside, self._around = [*map(weakref.ref, inside)], [*map(weakref.ref, around)]
+        self._wanted = None
+        if inside or around:
+            listen()
+            hands_on(_torch.gathering_node())
+
+    def shards(self) -> Shards | None:
+        """For one region: the parameters that are gathered while it runs; None: there are none."""
+        return Shards(self._wanted) if self._inside or self._around else None
+
+    def begin(self, shards: Shards) -> list[tuple[dict[int, Any], int, Any]]:
+        """A region begins: stand in for the hooks that gather; gives back what `end` needs."""
+        swapped = []
+        for ref in self._inside:
+            module = ref()
+            if module is not None:
+                for hooks, key in _torch.gathering_hooks(module):
+                    swapped.append((hooks, key, hooks[key]))
+                    hooks[key] = Aside(hooks[key])
+        for ref in (*self._inside, *self._around):  # the module itself is gathered before its region begins
+            module = ref()
+            if module is not None:
+                shards.gathered(_torch.shards_of(module))
+        return swapped
+
+    def end(self, shards: Shards, swapped: list[tuple[dict[int, Any], int, Any]]) -> None:
+        """The region has ended: put the hooks back, and remember what recipes have read."""
+        for hooks, key, hook in swapped:
+            if isinstance(hooks.get(key), Aside):
+                hooks[key] = hook
+        self._wanted = shards.read | (self._wanted or set())
+
+
+class Aside:
+    """Stands for a hook of FSDP2 while a region is open."""
+
+    is_leangrads = True
+
+    def __init__(self, hook: Any) -> None:
+        self._hook = hook
+
+    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        region = open_region()
+        if region is None or region.shards is None:
+            return self._hook(module, *args, **kwargs)
+        region.suspend()
+        try:
+            result = self._hook(module, *args, **kwargs)
+            region.shards.gathered(_torch.shards_of(module))
+        finally:
+            region.resume()
+        return result
