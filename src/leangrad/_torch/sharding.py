@@ -92,7 +92,7 @@ def is_at_work(group: Any) -> bool:
     Its parameters are gathered when the gradient of its output comes, before any node that its forward has made runs,
     and freed when that of its input is there.
     """
-    return group._training_state.name in ("FORWARD", "PRE_BACKWARD")
+    return group._training_state.name in ("FORWARD", "PRE_BACKWARD") and getattr(group, "unshard_in_backward", True)
 
 
 def _tells() -> bool:
@@ -127,11 +127,11 @@ def gathering_node() -> type | None:
     return getattr(function, "_backward_cls", None)
 
 
-def gathering_hooks(module: nn.Module) -> list[tuple[dict[int, Any], int]]:
-    """The hooks of this module that gather its parameters and free them: each by its dictionary and its key there."""
-    found = []
-    for hooks in (module._forward_pre_hooks, module._forward_hooks):
-        for key, hook in hooks.items():
-            if str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp"):
-                found.append((hooks, key))
-    return found
+def gathering_hooks(module: nn.Module) -> list[tuple[dict[int, Any], int, bool]]:
+    """The hooks of this module that gather its parameters (True) and free them: by dictionary, and their key there."""
+    return [
+        (hooks, key, gathers)
+        for hooks, gathers in ((module._forward_pre_hooks, True), (module._forward_hooks, False))
+        for key, hook in hooks.items()
+        if str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp")
+    ]

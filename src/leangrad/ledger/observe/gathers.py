@@ -52,9 +52,9 @@ class Gathers:
         for ref in self._inside:
             module = ref()
             if module is not None:
-                for hooks, key in _torch.gathering_hooks(module):
+                for hooks, key, gathers in _torch.gathering_hooks(module):
                     swapped.append((hooks, key, hooks[key]))
-                    hooks[key] = Aside(hooks[key])
+                    hooks[key] = Aside(hooks[key], gathers=gathers)
         for ref in (*self._inside, *self._around):  # the module itself is gathered before its region begins
             module = ref()
             if module is not None:
@@ -74,8 +74,8 @@ class Aside:
 
     is_leangrads = True
 
-    def __init__(self, hook: Any) -> None:
-        self._hook = hook
+    def __init__(self, hook: Any, *, gathers: bool) -> None:
+        self._hook, self._gathers = hook, gathers
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         region = open_region()
@@ -84,7 +84,8 @@ class Aside:
         region.suspend()
         try:
             result = self._hook(module, *args, **kwargs)
-            region.shards.gathered(_torch.shards_of(module))
+            if self._gathers and region.shards.gathered(_torch.shards_of(module)):
+                region.fence = _torch.next_sequence_nr()
         finally:
             region.resume()
         return result

@@ -230,7 +230,9 @@ class Walk:
             if book.sharded or not is_there(variable):
                 raise NoRecipeError("a sharded parameter, which is gone by the time a recipe runs")
             value = self._leaves[id(variable)] = leaf_value(variable, version)
-        book.watched_parameters.setdefault(id(variable), []).append(ref(value))
+        watched = book.watched_parameters.setdefault(id(variable), [])
+        if not watched or watched[-1]() is not value:
+            watched.append(ref(value))
         return value
 
     def _check_gathered(self, value: Value) -> None:

@@ -5,13 +5,15 @@ FSDP2 gathers the parameters of a module before its forward and frees them after
 gradient of the module's output comes, and when that of its input is there. The gathered parameter is one tensor in all
 steps, whose memory comes and goes below its version counter. So a recipe reads it in one of two ways.
 
-A copy       Up to ``COPIED_BYTES``, made while the module's forward runs: the weights of norms, scales, biases. Backward
-             of a linear layer asks for the output of the norm before it, which may be another module's, or the block's
-             before: its parameters are not there yet. A copy is what forward has read, whatever happens to the shards.
-In place     A larger one, if what is rebuilt is saved while the forward of the parameter's own module runs: the node
+A copy       Of a vector up to ``COPIED_BYTES``, made while the module's forward runs: the weights of norms, scales,
+             biases. Backward of a linear layer asks for the output of the norm before it, which may be another
+             module's, or the block's before: its parameters are not there yet. A copy is what forward has read,
+             whatever happens to the shards.
+In place     All others, if what is rebuilt is saved while the forward of the parameter's own module runs: the node
              that saves it runs in the backward of that module, with the parameter at hand. The value says which
-             modules have to be gathered for it (``Value.gathers``); what is saved elsewhere is kept. When it is read,
-             it has to be there, and the optimizer must not have changed it since.
+             modules have to be gathered for it (``Value.gathers``). When it is read, it has to be there, and the
+             optimizer must not have changed it since. What is saved elsewhere is rebuilt from a copy if the parameter
+             is small, and else kept.
 """
 
 from __future__ import annotations
@@ -38,43 +40,54 @@ class Shards:
 
     def __init__(self, wanted: set[int] | None) -> None:
         """``wanted``: the ids of those that recipes have read in earlier steps, if any were run."""
-        self.read: set[int] = set()  # the ids of those that recipes read
+        self.read: set[int] = set()  # the ids of those of which recipes read a copy
         self._wanted = wanted
         self._whole: dict[int, Shard] = {}  # by the id of the gathered parameter, which FSDP2 holds
         self._memory: dict[int, Shard] = {}  # by the address of its storage
-        self._values: dict[int, Value] = {}
+        self._copies: dict[int, Value] = {}  # by the same id
+        self._in_place: dict[int, Value] = {}
+        self._checks: dict[int, _Unchanged] = {}
 
-    def gathered(self, shards: Iterable[Shard]) -> None:
-        """These parameters may be there now: copy the small ones, before they are gone."""
+    def gathered(self, shards: Iterable[Shard]) -> bool:
+        """These parameters are there now: copy the small ones, before they are gone.
+
+        Gives back whether one of them has changed since it was there before: no recipe may reach back beyond this.
+        """
+        has_changed = False
         for shard in shards:
             whole = shard.whole
             if type(whole) not in (torch.nn.Parameter, Tensor):
                 continue
-            if id(whole) not in self._whole:
+            last = self._checks.get(id(whole))
+            if last is None:
                 self._whole[id(whole)] = shard
                 self._memory[_torch.storage_address(whole)] = shard
-            if self._wanted is None or id(whole) in self._wanted:
-                if whole.nbytes <= COPIED_BYTES and is_there(whole):
-                    self._copy(whole)
+            elif last.has_changed():
+                has_changed = True
+            self._checks[id(whole)] = _Unchanged(shard.part)
+            self._copies.pop(id(whole), None)
+            self._in_place.pop(id(whole), None)
+            is_wanted = self._wanted is None or id(whole) in self._wanted
+            if is_wanted and whole.nbytes <= COPIED_BYTES and is_there(whole):
+                self._copy(whole)
+        return has_changed
 
     def leaf(self, variable: Tensor) -> Value | None:
         """What a recipe reads of ``variable``; None: it is not sharded. NoRecipeError: it is gone by then."""
         shard = self._whole.get(id(variable))
         if shard is None:
             return None
-        self.read.add(id(variable))
-        value = self._values.get(id(variable))
-        if value is None or not _is_current(value, variable):
-            if not is_there(variable):
-                raise NoRecipeError("a sharded parameter that is gone by now")
-            if variable.nbytes <= COPIED_BYTES:
-                value = self._copy(variable)
-            else:
-                value = self._values[id(variable)] = leaf_value(variable, variable._version)
-                value.gathers, value.check = (shard.group,), _Unchanged(shard.part)
-        if value.gathers and not self.are_at_work(value.gathers):
+        is_small = variable.nbytes <= COPIED_BYTES
+        if _torch.is_at_work(shard.group) and (variable.dim() > 1 or not is_small) and is_there(variable):
+            value = self._in_place.get(id(variable))
+            if value is None or value.before is not None or value.version != variable._version:
+                value = self._in_place[id(variable)] = leaf_value(variable, variable._version)
+                value.gathers, value.check = (shard.group,), self._checks[id(variable)]
+            return value
+        if not is_small:
             raise NoRecipeError("a sharded parameter that is not gathered when it is read")
-        return value
+        self.read.add(id(variable))
+        return self._copy(variable)
 
     def of(self, tensor: Tensor) -> Tensor | None:
         """The sharded parameter in whose memory ``tensor`` lies; None: it lies in other memory."""
@@ -97,18 +110,14 @@ class Shards:
         return all(map(_torch.is_at_work, groups))
 
     def _copy(self, whole: Tensor) -> Value:
-        value = self._values.get(id(whole))
-        if value is None or not _is_current(value, whole):
-            value = self._values[id(whole)] = Value("operand")
+        value = self._copies.get(id(whole))
+        if value is None or value.before is not None or value.source != whole._version:
+            if not is_there(whole):
+                raise NoRecipeError("a sharded parameter that is gone by now")
+            value = self._copies[id(whole)] = Value("operand")
             value.keep(_torch.copy_unseen(whole.detach()))
             value.free, value.source = True, whole._version
         return value
-
-
-def _is_current(value: Value, variable: Tensor) -> bool:
-    """Whether ``value`` has what ``variable`` has: no change was seen since."""
-    version = value.version if value.gathers else value.source
-    return value.before is None and version == variable._version
 
 
 # ------------------------------------------------------------------------------- has the optimizer changed a parameter?
@@ -125,14 +134,19 @@ class _Unchanged:
     def __init__(self, part: Tensor) -> None:
         self.part, self.version, self.step = part, part._version, _steps.count
 
+    def has_changed(self) -> bool:
+        """Whether it was."""
+        if self.part._version != self.version:
+            return True
+        return self.step != _steps.count and _steps.hit(self.part, self.step)
+
     def __call__(self) -> None:
-        if self.part._version == self.version and (self.step == _steps.count or not _steps.hit(self.part, self.step)):
-            return
-        raise ChangedError(
-            f"a sharded parameter, {self.part.dtype} {list(self.part.shape)}, was changed between forward and "
-            "backward, by an optimizer for instance, and a tensor that backward reads has to be rebuilt from it. To "
-            "mend it, run backward before the change, or run this model plain: leangrad.plain(model)."
-        )
+        if self.has_changed():
+            raise ChangedError(
+                f"a sharded parameter, {self.part.dtype} {list(self.part.shape)}, was changed between forward and "
+                "backward, by an optimizer for instance, and a tensor that backward reads has to be rebuilt from it. "
+                "To mend it, run backward before the change, or run this model plain: leangrad.plain(model)."
+            )
 
 
 class _Steps:
