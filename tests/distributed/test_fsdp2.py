@@ -1,12 +1,13 @@
-"""FSDP2 in its forms, two and four real processes: gradients bit for bit as plain's there, kept bytes as on one device."""
+"""FSDP2 in its forms, two and four real processes: bits as plain's there, kept bytes as on one device."""
 
 from __future__ import annotations
 
 import functools
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -29,13 +30,14 @@ STEPS = 4  # the first is recorded, and the others follow it
 NEAR = 1.03  # of what one device keeps
 
 
-class Form(NamedTuple):
+@dataclass(frozen=True)
+class Form:
     """One way to shard."""
 
     name: str
     by: str = "block"
-    options: dict[str, Any] = {}
-    root: dict[str, Any] = {}
+    options: dict[str, Any] = field(default_factory=dict)
+    root: dict[str, Any] = field(default_factory=dict)
     block: type[PreNorm] = PreNorm
     autocast: bool = False
     dtype: torch.dtype = torch.float32

@@ -3,7 +3,6 @@
 import sys
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 
@@ -58,7 +57,7 @@ def sharding_modules(module: nn.Module | None) -> tuple[list[nn.Module], list[nn
     kind = _kinds("FSDPModule")
     if not kind or not _tells():
         return [], []
-    known = [m for m in list(_states() or ()) if isinstance(m, kind)]
+    known: list[Any] = [m for m in list(_states() or ()) if isinstance(m, kind)]
     if module is None:
         return known, []
     inside = [m for m in module.modules() if isinstance(m, kind)]
@@ -87,7 +86,7 @@ def _groups(module: nn.Module) -> list[Any]:
 
 
 def is_at_work(group: Any) -> bool:
-    """Whether the forward of the module of ``group`` runs, or its backward: what is saved now is read while it is there.
+    """Whether the forward of the module of ``group`` runs, or its backward: what is saved now finds it in backward.
 
     Its parameters are gathered when the gradient of its output comes, before any node that its forward has made runs,
     and freed when that of its input is there.

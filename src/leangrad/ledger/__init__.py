@@ -61,6 +61,7 @@ origins: where tensors come from
     graph_walk, Walk                walks from a saved tensor back to anchors and parameters: its recipe
     UnsavedInput                    an input of an op that its node does not save, because it needs no gradient
     WalkRegion                      protocol: what the walk asks of its region
+    shards, Shards                  what recipes read of parameters that FSDP2 shards: a copy, or they themselves
     functions, FunctionRule         autograd Functions written in Python that have a recipe; FunctionRule is that of one
     NoRecipeError                   raised in a walk: this tensor cannot be rebuilt, and why
     rules                           the folder with the table of rules
@@ -84,6 +85,8 @@ observe: what nodes forget
     rng                             the random state before an op, and the op run again from it
     hooks, Hooks                    the saved-tensor hooks of a region, and where they are set
     active_region                   the region that is open in this thread
+    gathers, Gathers                the modules whose parameters FSDP2 gathers, and the hooks by which it does
+    Aside                           stands for such a hook while a region is open, which does not look at what it does
     checkpoint, Recomputation       regions inside torch.utils.checkpoint, around what backward runs again
     Placeholder                     a tensor without memory that a checkpoint stores in place of one that is rebuilt
     SegmentLedger, OuterLedger      protocols: the ledger of a checkpointed segment, and that of the region around it

@@ -194,8 +194,13 @@ class Decider:
         if owner is None or base.dtype != tensor.dtype or tensor.is_conj() or tensor.is_neg():
             known = metadata.get(key)
             value = known() if known is not None else None
-            is_recipe = type(value) is Value and value.tensor is None and value.function is not None
-            if is_recipe and not value.blocked and not self._is_out_of_reach(value):
+            if (
+                type(value) is Value
+                and value.tensor is None
+                and value.function is not None
+                and not value.blocked
+                and not self._is_out_of_reach(value)
+            ):
                 self._share(value)
                 return value
             found = self._kept(tensor, type(node).__name__, free=owner is None)

@@ -78,6 +78,7 @@ class Aside:
         self._hook, self._gathers = hook, gathers
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Call the hook."""
         region = open_region()
         if region is None or region.shards is None:
             return self._hook(module, *args, **kwargs)

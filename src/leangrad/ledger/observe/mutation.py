@@ -31,6 +31,8 @@ def before_change(notes: FunctionMode, target: Any) -> None:
     So do all others where autograd will not record the change, if the memory has other names than ``target``.
     """
     if isinstance(target, Tensor):
+        for inner in _torch.wrapped_tensors(target):
+            before_change(notes, inner)
         unrecorded = not (target.requires_grad and is_grad_enabled())
         if unrecorded and _is_private(target):
             return
@@ -149,7 +151,7 @@ def _node_of(tensor: Any) -> Any:
 
 def _memory_of(tensor: Any) -> int:
     strided = isinstance(tensor, Tensor) and tensor.layout is torch.strided
-    return tensor.untyped_storage().data_ptr() if strided else 0
+    return tensor.untyped_storage().data_ptr() if strided and not _torch.wrapped_tensors(tensor) else 0
 
 
 def swapped(notes: FunctionMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
