@@ -98,8 +98,9 @@ def test_lower_rooms_do_not_know_higher_ones(low: str, high: str) -> None:
 
 # The tests
 
-# Folders of the tests that are no folders of the source: what tests share, and the models that promises are held over.
-SHARED = {"support", "support/rule_cases", "zoo"}
+# Folders of the tests that are no folders of the source: what tests share, the models that promises are held over, and what
+# many processes do together.
+SHARED = {"distributed", "support", "support/rule_cases", "zoo"}
 
 
 def imported_tests(graph: Graph) -> Graph:
