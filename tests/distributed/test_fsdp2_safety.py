@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import leangrad
+from leangrad.compiled import compile_lean
 from leangrad.errors import ChangedError, LeangradError
 from leangrad.lean import lean, ledger_of, plain
 from tests.support import same_bits
@@ -463,3 +464,29 @@ def some_ranks(rank: int) -> None:
 @pytest.mark.slow
 def test_lean_on_one_rank_only(tmp_path: Path) -> None:
     run_ranks(some_ranks, 2, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("alone")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_compiled_blocks_in_a_lean_model() -> None:
+    """The hooks of a compiled module run where Dynamo does not look; ours stand in for them there too."""
+
+    def make(*, compiled: bool) -> Any:
+        net = Transformer(Scaled, depth=2)
+        for block in net.blocks:
+            if compiled:
+                block.compile(backend=compile_lean, options={"leangrad.exact": True})
+            fully_shard(block)
+        return fully_shard(net)
+
+    def run(model: Any) -> None:
+        optimizer = optimizer_of(model)
+        for step in range(3):
+            loss_of(model, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    second = lean(make(compiled=True), min_bytes=0)
+    assert_same_run(run, make(compiled=False), second)
+    assert ledger_of(second).totals().rebuilt_bytes > 0  # the norm after the blocks

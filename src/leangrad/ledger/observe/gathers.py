@@ -6,9 +6,11 @@ it would pass for changes of the model's tensors behind autograd's back, and end
 
 from __future__ import annotations
 
+import sys
 import weakref
 from typing import Any
 
+import torch
 from torch import nn
 
 from leangrad import _torch
@@ -27,6 +29,8 @@ class Gathers:
         self._inside: list[weakref.ref[nn.Module]] = []
         self._around: list[weakref.ref[nn.Module]] = []
         self._wanted: set[int] | None = None  # the ids of the parameters that recipes have read
+        # By the id of a hook, which its stand-in holds. One for all steps, or a compiled module is compiled anew.
+        self._stand_ins: dict[int, Aside] = {}
 
     def look(self, module: nn.Module | None) -> None:
         """A region is about to be opened: find the sharded modules in ``module`` and around it, if some may be new."""
@@ -38,6 +42,7 @@ class Gathers:
         inside, around = _torch.sharding_modules(module)
         self._inside, self._around = [*map(weakref.ref, inside)], [*map(weakref.ref, around)]
         self._wanted = None
+        self._stand_ins.clear()
         if inside or around:
             listen()
             hands_on(_torch.gathering_node())
@@ -53,8 +58,12 @@ class Gathers:
             module = ref()
             if module is not None:
                 for hooks, key, gathers in _torch.gathering_hooks(module):
-                    swapped.append((hooks, key, hooks[key]))
-                    hooks[key] = Aside(hooks[key], gathers=gathers)
+                    hook = hooks[key]
+                    stand_in = self._stand_ins.get(id(hook))
+                    if stand_in is None:
+                        stand_in = self._stand_ins[id(hook)] = Aside(hook, gathers=gathers)
+                    swapped.append((hooks, key, hook))
+                    hooks[key] = stand_in
         for ref in (*self._inside, *self._around):  # the module itself is gathered before its region begins
             module = ref()
             if module is not None:
@@ -76,9 +85,13 @@ class Aside:
 
     def __init__(self, hook: Any, *, gathers: bool) -> None:
         self._hook, self._gathers = hook, gathers
+        self._run = torch.compiler.disable(self._call) if "torch._dynamo" in sys.modules else self._call
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Call the hook."""
+        """Call the hook; in a compiled module, where Dynamo does not look either."""
+        return self._run(module, *args, **kwargs)
+
+    def _call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         region = open_region()
         if region is None or region.shards is None:
             return self._hook(module, *args, **kwargs)
