@@ -113,10 +113,17 @@ def check(form: Form, rank: int) -> float:
         assert same_bits(a, b), (form.name, n)
     assert ledger_of(net).differences == 0, (form.name, ledger_of(net).trace_status)
     assert "lean" in ledger_of(net).summary()
-    alone = [kept(form, form.net().to(form.dtype), rank, 1)]
-    alone.append(kept(form, lean(form.net().to(form.dtype), min_bytes=0), rank, 3))
-    gathered = kept(form, plain, rank, 0) - alone[0]
-    return (kept(form, model, rank, 0) - gathered) / alone[1]
+    plain_bytes, lean_bytes = alone(form.block, form.autocast, form.dtype, form.around)
+    gathered = kept(form, plain, rank, 0) - plain_bytes
+    return (kept(form, model, rank, 0) - gathered) / lean_bytes
+
+
+@functools.cache
+def alone(block: type[PreNorm], autocast: bool, dtype: torch.dtype, around: Any) -> tuple[int, int]:
+    """What one device keeps, plain and lean."""
+    form = Form("alone", block=block, autocast=autocast, dtype=dtype, around=around)
+    plain, net = (form.net().to(dtype) for _ in range(2))
+    return kept(form, plain, 0, 1), kept(form, lean(net, min_bytes=0), 0, 3)
 
 
 def work(rank: int, names: list[str]) -> None:

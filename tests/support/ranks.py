@@ -41,17 +41,17 @@ def group(rank: int, world: int, store: str) -> Iterator[None]:
 
 
 class Attention(nn.Module):
-    """Causal, with four heads."""
+    """Causal, with heads of 8 units: as many as there are, where they are split among ranks."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.q, self.k, self.v, self.proj = (nn.Linear(width, width) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        b, t, d = x.shape
-        q, k, v = self.qkv(x).view(b, t, 3, 4, d // 4).permute(2, 0, 3, 1, 4)
+        b, t, _ = x.shape
+        q, k, v = (part(x).view(b, t, -1, 8).transpose(1, 2) for part in (self.q, self.k, self.v))
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.proj(mixed.transpose(1, 2).reshape(b, t, d))
+        return self.proj(mixed.transpose(1, 2).reshape(b, t, -1))
 
 
 class PreNorm(nn.Module):
@@ -91,11 +91,11 @@ class Scaled(PreNorm):
 class Transformer(nn.Module):
     """Tokens to logits; ``around`` is what calls a block: a checkpoint, say."""
 
-    def __init__(self, block: type[PreNorm] = PreNorm, depth: int = 3, width: int = 32) -> None:
+    def __init__(self, block: type[PreNorm] = PreNorm, depth: int = 3, width: int = 32, length: int = 64) -> None:
         super().__init__()
         torch.manual_seed(7)
         self.embedding = nn.Embedding(WORDS, width)
-        self.position = nn.Parameter(torch.randn(64, width))
+        self.position = nn.Parameter(torch.randn(length, width))
         self.blocks = nn.ModuleList(block(width) for _ in range(depth))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 40)
         self.around: Callable[[nn.Module, Tensor], Tensor] = lambda block, x: block(x)
@@ -112,9 +112,9 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def loss_of(model: nn.Module, seed: int) -> Tensor:
-    """The loss of a batch of 4 x 64 tokens that is drawn with ``seed``."""
+def loss_of(model: nn.Module, seed: int, batch: tuple[int, int] = (4, 64)) -> Tensor:
+    """The loss of a batch of tokens that is drawn with ``seed``."""
     generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(0, WORDS, (4, 64), generator=generator)
+    tokens = torch.randint(0, WORDS, batch, generator=generator)
     torch.manual_seed(seed)  # of dropout
     return F.cross_entropy(model(tokens).flatten(0, 1).float(), tokens.flatten() % 40)
