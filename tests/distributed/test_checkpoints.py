@@ -95,4 +95,6 @@ def test_a_rank_that_dies_leaves_the_other_with_torchs_own_error(tmp_path: Path)
     mp.spawn(work_until_death, (str(tmp_path / "store"), str(found)), nprocs=2)
     assert found.exists(), f"no error after {time.monotonic() - start:.0f} s"
     assert "leangrad" not in found.read_text()
-    assert any(word in found.read_text() for word in ("gloo", "Connection", "Timed out", "timed out")), found.read_text()
+    assert any(word in found.read_text() for word in ("gloo", "Connection", "Timed out", "timed out")), (
+        found.read_text()
+    )

@@ -81,10 +81,12 @@ from leangrad._torch.modules import (
 from leangrad._torch.present import ledger_names_present, private_names
 from leangrad._torch.settings import changed_settings, failed_allocations, product_settings
 from leangrad._torch.sharding import (
+    WRITING_COLLECTIVES,
     Shard,
     count_states,
     gathering_hooks,
     gathering_node,
+    has_process_groups,
     is_at_work,
     is_flat,
     is_sharded,
@@ -119,6 +121,7 @@ from leangrad._torch.tensors import (
 __all__ = [
     "CHECKPOINTS",
     "HOOK_NODE",
+    "WRITING_COLLECTIVES",
     "Counters",
     "DispatchMode",
     "Shard",
@@ -152,6 +155,7 @@ __all__ = [
     "has_hooks",
     "has_hooks_of_others",
     "has_memory",
+    "has_process_groups",
     "has_tensor_hooks",
     "hook_of",
     "innermost_pack_hook",

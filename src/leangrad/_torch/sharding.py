@@ -3,6 +3,7 @@
 import sys
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 
@@ -12,6 +13,21 @@ class Shard(NamedTuple):
     whole: Tensor  # gathered: the same tensor in every step, whose memory comes and goes below its version
     part: Tensor  # what this rank owns of it, and the optimizer changes
     group: Any  # the parameters that are gathered with it
+
+
+# The methods of a process group that write into tensors: into their first argument, a tensor or lists of them.
+WRITING_COLLECTIVES = (
+    *("allreduce", "allreduce_coalesced", "broadcast", "reduce", "recv", "recv_anysource", "gather", "scatter"),
+    *("allgather", "_allgather_base", "allgather_coalesced", "allgather_into_tensor_coalesced"),
+    *("all_gather_single", "all_gather_single_coalesced", "alltoall", "alltoall_base", "all_to_all_single"),
+    *("reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced"),
+    *("reduce_scatter_single", "reduce_scatter_single_coalesced"),
+)
+
+
+def has_process_groups() -> bool:
+    """Whether this process is one of several that know each other, or may be."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def _kinds(*names: str) -> tuple[type, ...]:

@@ -81,6 +81,7 @@ observe: what nodes forget
     handlers                        for some torch functions: which constants to note while they run
     call_args                       the arguments of one call by name
     mutation                        changes in place that autograd does not record
+    collectives                     those that collectives of torch.distributed make
     random_ops, DropoutMask         random ops that are drawn again; DropoutMask is the random factor of one dropout
     rng                             the random state before an op, and the op run again from it
     hooks, Hooks                    the saved-tensor hooks of a region, and where they are set

@@ -14,6 +14,7 @@ from leangrad.ledger.decision import Decider, Decision, SavedKind
 from leangrad.ledger.learn.recorder import Recorder
 from leangrad.ledger.learn.timing import Timing
 from leangrad.ledger.learn.trace import Trace, TraceMode, TraceRecorder
+from leangrad.ledger.observe import collectives
 from leangrad.ledger.observe.active_region import enter, opened
 from leangrad.ledger.observe.checkpoint import Placeholder, Recomputation, SegmentLedger, is_settled
 from leangrad.ledger.observe.gathers import Gathers
@@ -135,6 +136,7 @@ class Region:
         if not self._follows and self.outer is None:
             self.hooks.set_all()
         enter(self)
+        self._is_watching = collectives.watch()
         if self.shards is not None:
             self.suspend()
             self._swapped = self._ledger.gathers.begin(self.shards)
@@ -147,6 +149,8 @@ class Region:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         opened.region = None
+        if self._is_watching:
+            collectives.unwatch()
         if self.shards is not None:
             self._ledger.gathers.end(self.shards, self._swapped)
         if not self._follows and self.outer is None:
