@@ -44,7 +44,8 @@ def fsdp2(model: Any, parts: Callable[[Any], list[nn.Module]], **options: Any) -
     """Shard these parts, and the rest with the root."""
     for part in parts(model):
         fully_shard(part, **options)
-    return fully_shard(model, **options)
+    whole: nn.Module = fully_shard(model, **options)
+    return whole
 
 
 def blocks(model: Any) -> list[nn.Module]:

@@ -98,7 +98,7 @@ def test_lower_rooms_do_not_know_higher_ones(low: str, high: str) -> None:
 
 # The tests
 
-# Folders of the tests that are no folders of the source: what tests share, the models that promises are held over, and what
+# Folders of the tests that are no folders of the source: what tests share, the models that promises are held over, what
 # many processes do together.
 SHARED = {"distributed", "support", "support/rule_cases", "zoo"}
 

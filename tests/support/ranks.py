@@ -51,7 +51,8 @@ class Attention(nn.Module):
         b, t, _ = x.shape
         q, k, v = (part(x).view(b, t, -1, 8).transpose(1, 2) for part in (self.q, self.k, self.v))
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.proj(mixed.transpose(1, 2).reshape(b, t, -1))
+        out: Tensor = self.proj(mixed.transpose(1, 2).reshape(b, t, -1))
+        return out
 
 
 class PreNorm(nn.Module):
@@ -65,7 +66,8 @@ class PreNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.drop(self.attention(self.norm1(x)))
-        return x + self.drop(self.down(self.act(self.up(self.norm2(x)))))
+        out: Tensor = x + self.drop(self.down(self.act(self.up(self.norm2(x)))))
+        return out
 
 
 class PostNorm(PreNorm):
@@ -73,7 +75,8 @@ class PostNorm(PreNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.norm1(x + self.attention(x))
-        return self.norm2(x + self.down(self.act(self.up(x))))
+        out: Tensor = self.norm2(x + self.down(self.act(self.up(x))))
+        return out
 
 
 class Scaled(PreNorm):
@@ -85,7 +88,8 @@ class Scaled(PreNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm1(x)) * self.scale1
-        return x + self.down(F.silu(self.up(self.norm2(x)))) * self.scale2
+        out: Tensor = x + self.down(F.silu(self.up(self.norm2(x)))) * self.scale2
+        return out
 
 
 class Transformer(nn.Module):
@@ -104,7 +108,8 @@ class Transformer(nn.Module):
         x = self.embedding(tokens) + self.position
         for block in self.blocks:
             x = self.around(block, x)
-        return self.head(self.norm(x)).clone()  # FSDP2 warns of a view
+        out: Tensor = self.head(self.norm(x)).clone()  # FSDP2 warns of a view
+        return out
 
 
 def local(tensor: Tensor) -> Tensor:

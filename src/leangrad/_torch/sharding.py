@@ -1,6 +1,8 @@
 """FSDP: modules that gather their parameters for forward and for backward, and free them in between."""
 
+import functools
 import sys
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -130,6 +132,48 @@ def names_set(kind: type) -> set[str]:
     """The names of attributes that the functions of a class use."""
     codes = [getattr(function, "__code__", None) for function in vars(kind).values()]
     return {name for code in codes if code is not None for name in code.co_names}
+
+
+class Part(NamedTuple):
+    """What the local part of a DTensor is: all of a tensor of the graph, or a view of it."""
+
+    local: Tensor
+    whole: Tensor  # that tensor, without its gradient
+    node: Any  # which made it, as its first output
+    wrap: Callable[[Tensor], Tensor]  # makes a DTensor of such a local part
+
+
+def part_of(tensor: Tensor) -> Part | None:
+    """The local part of a saved DTensor, if `DTensor.from_local` made it of a tensor of the graph; else None.
+
+    That is what a layer of tensor parallelism saves of its input. A view of it on the way is one of the local part too,
+    if that lies in the same memory and is contiguous.
+    """
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    if kind is None or type(tensor) is not kind:
+        return None
+    node: Any = tensor.grad_fn
+    while type(node).__name__ in ("ViewBackward0", "UnsafeViewBackward0"):
+        node = node.next_functions[0][0]
+    if type(node).__name__ != "_FromTorchTensorBackward":
+        return None
+    source, nr = node.next_functions[0]
+    base: Any = tensor if tensor._base is None else tensor._base
+    local, whole = getattr(tensor, "_local_tensor", None), getattr(base, "_local_tensor", None)
+    if source is None or nr != 0 or type(local) is not Tensor or type(whole) is not Tensor:
+        return None
+    if base.grad_fn is not node or local.untyped_storage()._cdata != whole.untyped_storage()._cdata:
+        return None
+    if not (local.is_contiguous() and whole.is_contiguous() and local.numel() == whole.numel()):
+        return None
+    if local.storage_offset() != whole.storage_offset() or tuple(source._input_metadata[0].shape) != tuple(whole.shape):
+        return None
+    facts: Any = tensor
+    placed = {"shape": facts.shape, "stride": facts.stride()}
+    wrap = functools.partial(
+        kind.from_local, device_mesh=facts.device_mesh, placements=facts.placements, run_check=False, **placed
+    )
+    return Part(local, whole.detach(), source, wrap)
 
 
 def gathering_node() -> type | None:

@@ -203,7 +203,8 @@ def has_memory(tensor: Tensor) -> bool:
 def wrapped_tensors(tensor: Tensor) -> list[Tensor]:
     """The tensors that a tensor of a wrapper's class is made of, as DTensor is: it has no memory of its own."""
     flatten = None if type(tensor) in (Tensor, torch.nn.Parameter) else getattr(tensor, "__tensor_flatten__", None)
-    return [] if flatten is None else [getattr(tensor, name) for name in flatten()[0]]
+    parts = [] if flatten is None else [getattr(tensor, name) for name in flatten()[0]]
+    return [part for part in parts if isinstance(part, Tensor)]  # a DTensor names its mesh too
 
 
 def tensor_without_memory(kind: type[Tensor], like: Tensor) -> Any:

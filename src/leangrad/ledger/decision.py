@@ -19,12 +19,13 @@ from leangrad.ledger.values.node_metadata import CAST, LIVE, OPAQUE, VALUES, Acc
 from leangrad.ledger.values.pending_inputs import wait
 from leangrad.ledger.values.pending_save import PendingSave, ShapeOnlyReader, packed_in
 from leangrad.ledger.values.saved import Bare
-from leangrad.ledger.values.saved_view import SavedView
+from leangrad.ledger.values.saved_view import SavedPart, SavedView
 from leangrad.ledger.values.shape_only import INDEXED, SIZES, ShapeOnly
 from leangrad.ledger.values.upstream_anchors import RecentProducts
 from leangrad.ledger.values.value import LONGEST_RECIPE, Value
 
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+TO_LOCAL = "_ToTorchTensorBackward"  # the local part of a DTensor: to autograd a view of a tensor out of the graph
 DEEPEST = 32  # joins that a recipe may run through: each takes some frames of Python's stack
 
 
@@ -79,6 +80,7 @@ class DecidingRegion(WalkRegion, Protocol):
     packs: int  # tensors that were saved so far, the one that is being decided included
     watched_memory: dict[int, list[weakref.ref[Anchor]]]
     waiting: list[weakref.ref[Value]]
+    runs_again: bool  # in a segment that a checkpoint runs again
     # Of the tensors saved in the call that runs, if they are decided when it has ended.
     slots: list[PendingSave] | None
 
@@ -120,6 +122,8 @@ class Decider:
             self._book.anchors.append(ref(value))
             value.readers += 1
             return value
+        if type(tensor) not in PLAIN_TYPES and (part := self._part(tensor)) is not None:
+            return part
         base = tensor._base
         owner: Any = node if base is None else base.grad_fn
         if type(owner).__name__ == NODE and self._recorder is None and _is_strided(tensor):
@@ -133,12 +137,24 @@ class Decider:
         value.readers += 1
         return found
 
+    def _part(self, tensor: Tensor) -> SavedPart | None:
+        """A DTensor that is made of a tensor of the graph is kept or rebuilt with that one.
+
+        Not in a segment that a checkpoint runs again, where a token of its shape would stand for it.
+        """
+        part = None if self._book.runs_again else _torch.part_of(tensor)
+        if part is None or part.node._sequence_nr() < self._book.fence or type(part.node) is AccumulateGrad:
+            return None
+        value = self.value(part.whole, part.node)
+        value.readers += 1
+        return SavedPart(value, part.local, part.wrap)
+
     def find(self, tensor: Tensor) -> Value | SavedView | None:
         """The value of ``tensor``, or that of its base and the view; None: no recipe can read it."""
         node, base = tensor.grad_fn, tensor._base
         if node is None or not _is_strided(tensor):
             return None
-        if base is None:
+        if base is None or type(node).__name__ == TO_LOCAL:
             return self.value(tensor, node)
         return None if base.grad_fn is None else self.seen(tensor, base, node)
 
@@ -168,7 +184,7 @@ class Decider:
                     self._book.anchors.append(ref(value))
                     return self._choose(tensor, node, metadata, waiting=value)
         if type(tensor) not in PLAIN_TYPES:
-            return self._kept(tensor, type(node).__name__)
+            return self._kept_whole(tensor, node)
         if not fresh:  # it cannot be rebuilt, but it is kept now as it is, and others may be rebuilt from it
             value = self._kept(tensor, type(node).__name__)
         elif tensor.nbytes < self._book.min_bytes:
@@ -182,11 +198,9 @@ class Decider:
     def seen(self, tensor: Tensor, base: Tensor, node: Any) -> Value | SavedView:
         """A view that autograd saves is its base, seen through a stride: kept or rebuilt once for all views."""
         metadata = node.metadata
-        if (
-            (metadata and OPAQUE in metadata)
-            or node._sequence_nr() < self._book.fence
-            or type(tensor) not in PLAIN_TYPES
-        ):
+        if type(tensor) not in PLAIN_TYPES:
+            return self._kept_whole(tensor, node)
+        if (metadata and OPAQUE in metadata) or node._sequence_nr() < self._book.fence:
             return self._kept(tensor, type(node).__name__)
         key = VALUES[tensor.output_nr]
         found: Value | SavedView
@@ -244,6 +258,16 @@ class Decider:
         value = Value(op)
         value.keep(tensor)
         value.free = free
+        return value
+
+    def _kept_whole(self, tensor: Tensor, node: Any) -> Value:
+        """A tensor of another class is kept as it is, and the summary says so."""
+        value = self._kept(tensor, type(node).__name__)
+        if parts := _torch.wrapped_tensors(tensor):
+            value.nbytes = sum(part.nbytes for part in parts)
+        if self._recorder is not None and value.nbytes >= self._book.min_bytes:
+            why = f"leangrad has no rules for tensors of class {type(tensor).__name__}"
+            self._recorder.decided(value, type(node).__name__, why, node._sequence_nr())
         return value
 
     def _has_room(self, node: Any) -> bool:

@@ -19,7 +19,7 @@ from leangrad.ledger.values.cast import Packed
 from leangrad.ledger.values.inplace_variants import WITH_OUT
 from leangrad.ledger.values.pending_save import PendingSave
 from leangrad.ledger.values.saved import unpack
-from leangrad.ledger.values.saved_view import SavedView
+from leangrad.ledger.values.saved_view import SavedPart, SavedView
 from leangrad.ledger.values.shape_only import ShapeOnly
 from leangrad.ledger.values.value import SUMS, Value
 from leangrad.policy import graph as policy
@@ -460,7 +460,9 @@ def _joins(value: Value) -> bool:
 
 def _value_of(packed: Packed | None) -> Value | None:
     """The value of a saved tensor, or of what it is a view of; None: it is kept with no value around it."""
-    return packed if type(packed) is Value else packed.owner if type(packed) is SavedView else None
+    if type(packed) is Value:
+        return packed
+    return packed.owner if type(packed) is SavedView or type(packed) is SavedPart else None
 
 
 # Of the kept bytes, on an accelerator: the casts of a ResNet's weights are half of its recipes and 1% of it; those of
