@@ -1,4 +1,4 @@
-"""Tensor parallelism, two real processes: bits as plain's there; inputs of split layers are rebuilt, others said why."""
+"""Tensor parallelism, two real processes: bits as plain's there; inputs of split layers are rebuilt."""
 
 from __future__ import annotations
 

@@ -19,7 +19,8 @@ WORDS = 640  # with 32 units 80 KiB: a parameter that is too large to be copied
 
 def run_ranks(work: Callable[..., None], world: int, folder: Path, *args: Any) -> None:
     """Call ``work(rank, *args)`` in ``world`` processes that know each other."""
-    mp.spawn(_run, (work, world, str(folder / f"store_{work.__name__}"), args), nprocs=world)
+    spawn: Any = mp.spawn  # type: ignore[attr-defined]
+    spawn(_run, (work, world, str(folder / f"store_{work.__name__}"), args), nprocs=world)
 
 
 def _run(rank: int, work: Callable[..., None], world: int, store: str, args: tuple[Any, ...]) -> None:

@@ -149,7 +149,7 @@ def part_of(tensor: Tensor) -> Part | None:
     That is what a layer of tensor parallelism saves of its input. A view of it on the way is one of the local part too,
     if that lies in the same memory and is contiguous.
     """
-    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    kind: Any = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     if kind is None or type(tensor) is not kind:
         return None
     node: Any = tensor.grad_fn

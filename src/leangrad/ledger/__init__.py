@@ -45,6 +45,7 @@ values: what backward may ask for
     saved, PackedTensor             base class: what stands for a saved tensor and gives it back in backward
     Bare                            a kept tensor with the version that it must still have, and nothing else
     saved_view, SavedView           a saved view: strides over a base, which is kept or rebuilt once for all its views
+    SavedPart                       a saved DTensor whose local part is kept or rebuilt
     cast, Cast                      a parameter in autocast's dtype, cast again whenever it is read
     shape_only, ShapeOnly           a saved tensor of which backward reads only sizes or strides, so it is not kept
     pending_save, PendingSave       what autograd holds for a tensor saved in a call, until the call has ended
