@@ -169,10 +169,8 @@ def part_of(tensor: Tensor) -> Part | None:
     if local.storage_offset() != whole.storage_offset() or tuple(source._input_metadata[0].shape) != tuple(whole.shape):
         return None
     facts: Any = tensor
-    placed = {"shape": facts.shape, "stride": facts.stride()}
-    wrap = functools.partial(
-        kind.from_local, device_mesh=facts.device_mesh, placements=facts.placements, run_check=False, **placed
-    )
+    placed = {"device_mesh": facts.device_mesh, "placements": facts.placements, "run_check": False}
+    wrap = functools.partial(facts.from_local, **placed, shape=facts.shape, stride=facts.stride())
     return Part(local, whole.detach(), source, wrap)
 
 
