@@ -1,6 +1,8 @@
 """FSDP: modules that gather their parameters for forward and for backward, and free them in between."""
 
+import contextlib
 import functools
+import importlib
 import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -16,6 +18,8 @@ class Shard(NamedTuple):
     part: Tensor  # what this rank owns of it, and the optimizer changes
     group: Any  # the parameters that are gathered with it
 
+
+GROUPS = ("_fsdp_param_groups", "_fsdp_param_group")  # what the state of a module calls them; torch 2.11 has one
 
 # The methods of a process group that write into tensors: into their first argument, a tensor or lists of them.
 WRITING_COLLECTIVES = (
@@ -45,8 +49,10 @@ def is_sharded(module: nn.Module) -> bool:
 
 def is_flat(module: nn.Module | None) -> bool:
     """Whether a part of this module is of FSDP's first kind, or of the second and torch does not tell about it."""
+    if module is None or not _kinds("FSDPModule", "FullyShardedDataParallel"):
+        return False
     kinds = _kinds("FullyShardedDataParallel") + (() if _tells() else _kinds("FSDPModule"))
-    return module is not None and bool(kinds) and any(isinstance(m, kinds) for m in module.modules())
+    return any(isinstance(m, kinds) for m in module.modules())
 
 
 def shards_modules() -> bool:
@@ -96,11 +102,11 @@ def shards_of(module: nn.Module) -> list[Shard]:
 
 def _groups(module: nn.Module) -> list[Any]:
     state: Any = module._get_fsdp_state()  # type: ignore[operator]
-    groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:  # torch 2.11 has one of them
-        group = getattr(state, "_fsdp_param_group", None)
-        groups = [] if group is None else [group]
-    return list(groups)
+    for name in GROUPS:
+        found = getattr(state, name, None)
+        if found is not None:
+            return list(found) if isinstance(found, list | tuple) else [found]
+    return []
 
 
 def is_at_work(group: Any) -> bool:
@@ -112,26 +118,32 @@ def is_at_work(group: Any) -> bool:
     return group._training_state.name in ("FORWARD", "PRE_BACKWARD") and getattr(group, "unshard_in_backward", True)
 
 
+@functools.cache
 def _tells() -> bool:
     """Whether this torch has the names that tell of a sharded parameter."""
-    if not _kinds("FSDPModule"):
-        return False
-    from torch.distributed.fsdp import FSDPModule
-    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-
-    set_by = {FSDPParam: ("sharded_param",), FSDPParamGroup: ("fsdp_params", "_training_state")}
-    return (
-        hasattr(FSDPModule, "_get_fsdp_state")
-        and "_unsharded_param" in FSDPParam.init_unsharded_param.__code__.co_names
-        and all(name in names_set(kind) for kind, names in set_by.items() for name in names)
-    )
+    wanted = {"_get_fsdp_state", "_unsharded_param", "_training_state", "fsdp_params", "sharded_param"}
+    names = sharding_names()
+    return wanted <= names and not names.isdisjoint(GROUPS)
 
 
-def names_set(kind: type) -> set[str]:
-    """The names of attributes that the functions of a class use."""
-    codes = [getattr(function, "__code__", None) for function in vars(kind).values()]
-    return {name for code in codes if code is not None for name in code.co_names}
+def sharding_names() -> set[str]:
+    """The names that FSDP2 and DTensor use of themselves."""
+    if not torch.distributed.is_available():
+        return set()
+    home = "torch.distributed.fsdp._fully_shard."
+    kinds: list[Any] = []
+    for module, kind in (
+        ("torch.distributed.fsdp", "FSDPModule"),
+        (home + "_fsdp_state", "FSDPState"),
+        (home + "_fsdp_param", "FSDPParam"),
+        (home + "_fsdp_param_group", "FSDPParamGroup"),
+        ("torch.distributed.tensor", "DTensor"),
+    ):
+        with contextlib.suppress(ImportError, AttributeError):
+            kinds.append(getattr(importlib.import_module(module), kind))
+    codes = [getattr(function, "__code__", None) for kind in kinds for function in vars(kind).values()]
+    used = {name for code in codes if code is not None for name in code.co_names}
+    return used.union(*map(dir, kinds))
 
 
 class Part(NamedTuple):
