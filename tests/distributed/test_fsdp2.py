@@ -44,7 +44,7 @@ class Form:
     around: Callable[..., Tensor] | None = None
 
     def net(self) -> Transformer:
-        net = Transformer(self.block)
+        net = Transformer(self.block, depth=2)
         if self.around is not None:
             net.around = self.around
         return net

@@ -120,6 +120,26 @@ def test_loaded_parameters_between_forward_and_backward() -> None:
 
 
 @pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("how", ["in place", "local parts", "local parts at once"])
+def test_an_optimizer_by_hand_between_forward_and_backward(how: str) -> None:
+    net = sharded(lean(Transformer(), min_bytes=0))
+    loss_of(net, 0).backward()
+    parameters = [*net.parameters()]  # as an optimizer has them; after forward some are gathered
+    loss = loss_of(net, 1)
+    with torch.no_grad():
+        if how == "in place":
+            for parameter in parameters:
+                parameter.add_(1.0)
+        elif how == "local parts":
+            for parameter in parameters:
+                local(parameter).add_(1.0)
+        else:
+            torch._foreach_add_([*map(local, parameters)], 1.0)
+    with pytest.raises(ChangedError, match="was changed between forward and backward"):
+        loss.backward()
+
+
+@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("reshards", [True, False])
 def test_steps_inside_of_one_region(reshards: bool) -> None:
     """A region around the whole loop: each forward has copies of its own."""

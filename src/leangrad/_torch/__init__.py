@@ -66,6 +66,7 @@ from leangrad._torch.modes import (
     no_override,
     peak_bytes,
     transforms_active,
+    without_override,
 )
 from leangrad._torch.modules import (
     bare_modules,
@@ -91,6 +92,7 @@ from leangrad._torch.sharding import (
     is_flat,
     is_sharded,
     part_of,
+    shard_versions,
     sharding_modules,
     shards_modules,
     shards_of,
@@ -205,6 +207,7 @@ __all__ = [
     "saved_tensor_hooks_allowed",
     "scale_",
     "schema",
+    "shard_versions",
     "sharding_modules",
     "shards_modules",
     "shards_of",
@@ -219,5 +222,6 @@ __all__ = [
     "version",
     "versions",
     "without_batches",
+    "without_override",
     "wrapped_tensors",
 ]

@@ -24,7 +24,7 @@ def private_names() -> dict[str, bool]:
     """
     tensor = torch.ones(1, requires_grad=True) * 1
     owners: list[Any] = [torch, torch._C, torch._C._autograd, torch.autograd, torch.autograd.forward_ad]
-    owners += [torch.autograd.profiler]
+    owners += [torch.autograd.profiler, torch.overrides]
     owners += [torch.autograd.Variable, torch.autograd.graph, torch.autograd.Function, torch.nn.modules]
     owners += [torch.nn.Module(), torch.nn.modules.module, torch.ops.aten, torch.ops.aten.add.Tensor]
     owners += [tensor, tensor.untyped_storage(), tensor.grad_fn]

@@ -100,6 +100,12 @@ def shards_of(module: nn.Module) -> list[Shard]:
     return found
 
 
+def shard_versions(part: Tensor) -> tuple[int, int]:
+    """The versions of a sharded parameter, and of the tensor that it wraps, which may be changed by itself."""
+    local = getattr(part, "_local_tensor", part)
+    return part._version, local._version
+
+
 def _groups(module: nn.Module) -> list[Any]:
     state: Any = module._get_fsdp_state()  # type: ignore[operator]
     for name in GROUPS:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -138,9 +139,8 @@ class Region:
         enter(self)
         self._is_watching = collectives.watch()
         if self.shards is not None:
-            self.suspend()
-            self._swapped = self._ledger.gathers.begin(self.shards)
-            self.resume()
+            with self.aside():
+                self._swapped = self._ledger.gathers.begin(self.shards)
         if self.recorder is not None:
             self.recorder.start()
         return self
@@ -292,6 +292,16 @@ class Region:
         """The segment has been run."""
         self._calls.resume()
         self.packing = False
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What runs now is not the model's: the region looks at no call."""
+        self.suspend()
+        try:
+            with _torch.without_override(self._calls):
+                yield
+        finally:
+            self.resume()
 
     # ------------------------------------------- along a trace: see [Note: hooks only where they are needed]
 

@@ -95,11 +95,8 @@ class Aside:
         region = open_region()
         if region is None or region.shards is None:
             return self._hook(module, *args, **kwargs)
-        region.suspend()
-        try:
+        with region.aside():
             result = self._hook(module, *args, **kwargs)
             if self._gathers and region.shards.gathered(_torch.shards_of(module)):
                 region.fence = _torch.next_sequence_nr()
-        finally:
-            region.resume()
         return result

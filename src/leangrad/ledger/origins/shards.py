@@ -129,14 +129,14 @@ class _Unchanged:
     Some steps of optimizers move no version counter of a DTensor, so these are counted too.
     """
 
-    __slots__ = ("part", "step", "version")
+    __slots__ = ("part", "step", "versions")
 
     def __init__(self, part: Tensor) -> None:
-        self.part, self.version, self.step = part, part._version, _steps.count
+        self.part, self.versions, self.step = part, _torch.shard_versions(part), _steps.count
 
     def has_changed(self) -> bool:
         """Whether it was."""
-        if self.part._version != self.version:
+        if _torch.shard_versions(self.part) != self.versions:
             return True
         return self.step != _steps.count and _steps.hit(self.part, self.step)
 
