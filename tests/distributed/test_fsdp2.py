@@ -113,6 +113,9 @@ def check(form: Form, rank: int) -> float:
         assert same_bits(a, b), (form.name, n)
     assert ledger_of(net).differences == 0, (form.name, ledger_of(net).trace_status)
     assert "lean" in ledger_of(net).summary()
+    plans: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(plans, ledger_of(net).entries(planned=True))
+    assert all(plan == plans[0] for plan in plans), form.name  # every rank plans alike
     plain_bytes, lean_bytes = alone(form.block, form.autocast, form.dtype, form.around)
     gathered = kept(form, plain, rank, 0) - plain_bytes
     return (kept(form, model, rank, 0) - gathered) / lean_bytes

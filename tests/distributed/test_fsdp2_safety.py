@@ -333,14 +333,15 @@ def test_frozen_parameters(reshards: bool) -> None:
 
 
 class Wide(nn.Module):
-    """A block with a table that is too large to be copied, and that what the next block saves is made from."""
+    """A block with a table that is too large to be copied; what is made from it is saved here, and after the block."""
 
     def __init__(self) -> None:
         super().__init__()
         self.table, self.linear = nn.Parameter(torch.rand(300, 64)), nn.Linear(64, 64)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return (self.linear(x.sin()) * self.table).tanh() + self.table
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = (self.linear(x.sin()) * self.table).tanh() + self.table
+        return y, y.sin().mean()
 
 
 class Tables(nn.Module):
@@ -351,7 +352,8 @@ class Tables(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
-            x = block(x).cos()
+            y, mean = block(x)
+            x = y.cos() + mean
         return x.exp()
 
 

@@ -25,6 +25,7 @@ from leangrad.ledger.values.upstream_anchors import RecentProducts
 from leangrad.ledger.values.value import LONGEST_RECIPE, Value
 
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+NOT_GATHERED = "it is made from a sharded parameter that is not gathered when it is read"
 TO_LOCAL = "_ToTorchTensorBackward"  # the local part of a DTensor: to autograd a view of a tensor out of the graph
 DEEPEST = 32  # joins that a recipe may run through: each takes some frames of Python's stack
 
@@ -63,6 +64,9 @@ class StepListener(Protocol):
 
     def decided(self, value: Value, op: str, why: str, number: int) -> None:
         """A saved tensor is kept or rebuilt as ``value``, because of ``why``; ``number``: of the node that made it."""
+
+    def kept_after_all(self, value: Value, why: str) -> None:
+        """A value that was to be rebuilt is kept, because of ``why``."""
 
     def shared(self, value: Value, nbytes: int) -> None:
         """A saved tensor is a value that was decided before."""
@@ -175,9 +179,12 @@ class Decider:
                 elif fresh and value.function is not None and not value.blocked:
                     if value.layout is None and self._book.max_products:  # a product may read it
                         value.layout = (tensor.shape, tensor.stride())
-                    if (self._has_room(node) or self._is_out_of_reach(value)) and type(tensor) in PLAIN_TYPES:
+                    is_out_of_reach = self._is_out_of_reach(value)
+                    if (self._has_room(node) or is_out_of_reach) and type(tensor) in PLAIN_TYPES:
                         value.keep(tensor)
                         self._book.anchors.append(ref(value))
+                        if is_out_of_reach and self._recorder is not None:
+                            self._recorder.kept_after_all(value, NOT_GATHERED)
                     self._share(value)
                     return value
                 elif fresh and type(tensor) in PLAIN_TYPES:  # absent until now, or its recipe waits for what is absent
@@ -332,7 +339,7 @@ class Decider:
             if value.function is None:
                 raise NoRecipeError(f"{value.op} is never computed twice")
             if value.gathers and self._is_out_of_reach(value):
-                raise NoRecipeError("it is made from a sharded parameter that is not gathered when it is read")
+                raise NoRecipeError(NOT_GATHERED)
         except NoRecipeError as reason:
             value, why = waiting or Value(type(node).__name__), str(reason)
             value.keep(tensor)

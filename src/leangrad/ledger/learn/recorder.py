@@ -157,6 +157,10 @@ class Recorder:
         self._ops.append(op)
         self._decided.append((value, self.module(), why))
 
+    def kept_after_all(self, value: Value, why: str) -> None:
+        """A value that was to be rebuilt is kept, because of ``why``."""
+        self._decided = [(v, module, why if v is value else reason) for v, module, reason in self._decided]
+
     def shared(self, value: Value, nbytes: int) -> None:
         """A tensor was asked for again."""
         if nbytes >= self.min_bytes:
