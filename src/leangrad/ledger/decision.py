@@ -234,17 +234,17 @@ class Decider:
     def _cast(self, tensor: Tensor, owner: Tensor, node: Any) -> Cast | None:
         """The short way for ``owner``, or a view of it, if it is the cast of a parameter and to be rebuilt."""
         before = node.next_functions[0][0]
-        if type(before) is not AccumulateGrad or node._sequence_nr() < self._book.fence:
-            return None
-        if self._book.sharded or self._book.shards is not None:
+        if type(before) is not AccumulateGrad or node._sequence_nr() < self._book.fence or self._book.sharded:
             return None
         metadata = node.metadata
         if metadata and (VALUES[0] in metadata or OPAQUE in metadata):
             return None
         parameter: Tensor = before.variable
+        shards = self._book.shards
         if (
             type(parameter) not in PLAIN_TYPES
             or type(tensor) is not Tensor
+            or (shards is not None and parameter in shards)
             or owner.nbytes < self._book.min_bytes
             or parameter.device != owner.device
             # Strides do not tell the rest.

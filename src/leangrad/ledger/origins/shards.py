@@ -72,6 +72,10 @@ class Shards:
                 self._copy(whole)
         return has_changed
 
+    def __contains__(self, variable: Tensor) -> bool:
+        """Whether it is one of them."""
+        return id(variable) in self._whole
+
     def leaf(self, variable: Tensor) -> Value | None:
         """What a recipe reads of ``variable``; None: it is not sharded. NoRecipeError: it is gone by then."""
         shard = self._whole.get(id(variable))

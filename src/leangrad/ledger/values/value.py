@@ -265,7 +265,12 @@ class Value(PackedTensor):
                 )
             if self.check is not None:
                 self.check()
-        elif self.stream != stream and not self.free and tensor.is_cuda and self.stream != _stream(tensor):
+        elif (
+            self.stream != stream
+            and (not self.free or self.op == "operand")  # which may be a copy of ours
+            and tensor.is_cuda
+            and self.stream != _stream(tensor)
+        ):
             # The allocator must not hand this memory out again before the recipe on this stream has read it.
             tensor.record_stream(torch.cuda.current_stream(tensor.device))
         return tensor
