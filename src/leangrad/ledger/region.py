@@ -130,6 +130,8 @@ class Region:
         self._held: list[Value | SavedView] = []  # what recipes may read and nobody else holds as a value
 
     def __enter__(self) -> Region:
+        if self.shards is not None:
+            self._ledger.gathers.begin(self.shards, self._swapped)
         if not self.runs_again:  # a region may be open around backward
             UnsavedInput.noted.clear()
         self.fence = self._began = _torch.next_sequence_nr()  # what was made before, nobody watched
@@ -138,9 +140,6 @@ class Region:
             self.hooks.set_all()
         enter(self)
         self._is_watching = collectives.watch()
-        if self.shards is not None:
-            with self.aside():
-                self._swapped = self._ledger.gathers.begin(self.shards)
         if self.recorder is not None:
             self.recorder.start()
         return self

@@ -12,10 +12,12 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from leangrad import _torch
 from leangrad.ledger.observe.active_region import open_region
-from leangrad.ledger.observe.mutation import after_change, before_change
+from leangrad.ledger.observe.mutation import after_change, before_change, is_private
+from leangrad.ledger.origins.graph_walk import UnsavedInput
 
 _lock = threading.Lock()
 _methods: dict[str, Any] = {}  # as they were, while any region watches
@@ -56,7 +58,9 @@ def _seen(method: Callable[..., Any]) -> Callable[..., Any]:
         region = open_region()
         if region is None or region.packing:
             return method(group, *args, **kwargs)
-        written = args[0] if args else next(iter(kwargs.values()), None)
+        written = _exposed(args[0] if args else next(iter(kwargs.values()), None))
+        if not written:
+            return method(group, *args, **kwargs)
         notes: Any = _Told(region)
         with torch.no_grad():  # autograd does not record it
             before_change(notes, written)
@@ -64,5 +68,16 @@ def _seen(method: Callable[..., Any]) -> Callable[..., Any]:
             return method(group, *args, **kwargs)
         finally:
             after_change(notes, written)
+            region.fence = _torch.next_sequence_nr()
 
     return run
+
+
+def _exposed(written: Any) -> list[Tensor]:
+    """Of the tensors that a collective writes into, those whose memory a recipe may read; not a count of its own, say.
+
+    Asked before it runs: afterwards what it returns holds them too.
+    """
+    if isinstance(written, Tensor):
+        return [] if is_private(written) and id(written) not in UnsavedInput.noted else [written]
+    return [one for part in written for one in _exposed(part)] if isinstance(written, list | tuple) else []

@@ -18,6 +18,8 @@ from leangrad.ledger.observe.active_region import open_region
 from leangrad.ledger.origins.functions import hands_on
 from leangrad.ledger.origins.shards import Shards, listen
 
+Swap = tuple[dict[int, Any], int, Any]  # the hooks of a module, the key of one, and that one
+
 
 class Gathers:
     """The modules of a ledger that FSDP2 shards, from step to step."""
@@ -51,9 +53,19 @@ class Gathers:
         """For one region: the parameters that are gathered while it runs; None: there are none."""
         return Shards(self._wanted) if self._inside or self._around else None
 
-    def begin(self, shards: Shards) -> list[tuple[dict[int, Any], int, Any]]:
-        """A region begins: stand in for the hooks that gather; gives back what `end` needs."""
-        swapped = []
+    def begin(self, shards: Shards, swapped: list[Swap]) -> None:
+        """A region is about to begin: stand in for the hooks that gather, which go into ``swapped``."""
+        try:
+            self._stand_in(swapped)
+            for ref in (*self._inside, *self._around):  # the module itself is gathered before its region begins
+                module = ref()
+                if module is not None:
+                    shards.gathered(_torch.shards_of(module))
+        except BaseException:
+            self.end(shards, swapped)
+            raise
+
+    def _stand_in(self, swapped: list[Swap]) -> None:
         for ref in self._inside:
             module = ref()
             if module is not None:
@@ -64,13 +76,8 @@ class Gathers:
                         stand_in = self._stand_ins[id(hook)] = Aside(hook, gathers=gathers)
                     swapped.append((hooks, key, hook))
                     hooks[key] = stand_in
-        for ref in (*self._inside, *self._around):  # the module itself is gathered before its region begins
-            module = ref()
-            if module is not None:
-                shards.gathered(_torch.shards_of(module))
-        return swapped
 
-    def end(self, shards: Shards, swapped: list[tuple[dict[int, Any], int, Any]]) -> None:
+    def end(self, shards: Shards, swapped: list[Swap]) -> None:
         """The region has ended: put the hooks back, and remember what recipes have read."""
         for hooks, key, hook in swapped:
             if isinstance(hooks.get(key), Aside):
