@@ -42,6 +42,7 @@ class Form:
     autocast: bool = False
     dtype: torch.dtype = torch.float32
     around: Callable[..., Tensor] | None = None
+    batch: tuple[int, int] = (4, 64)  # bfloat16 is slow on a CPU
 
     def net(self) -> Transformer:
         net = Transformer(self.block, depth=2)
@@ -61,7 +62,7 @@ class Form:
 
     def loss(self, model: nn.Module, seed: int) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
-            return loss_of(model, seed)
+            return loss_of(model, seed, self.batch)
 
 
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -74,9 +75,9 @@ FORMS = [
     Form("root only", "root"),
     Form("not resharded after forward", options={"reshard_after_forward": False}),
     Form("root resharded after forward", root={"reshard_after_forward": True}),
-    Form("mixed precision", options={"mp_policy": HALF}, dtype=torch.bfloat16),
+    Form("mixed precision", options={"mp_policy": HALF}, dtype=torch.bfloat16, batch=(1, 64)),
     Form("parameters on the CPU", options={"offload_policy": CPUOffloadPolicy(pin_memory=False)}),
-    Form("autocast", autocast=True),
+    Form("autocast", autocast=True, batch=(1, 64)),
     Form("checkpoint", around=functools.partial(checkpoint, use_reentrant=False)),
 ]
 
@@ -116,15 +117,17 @@ def check(form: Form, rank: int) -> float:
     plans: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(plans, ledger_of(net).entries(planned=True))
     assert all(plan == plans[0] for plan in plans), form.name  # every rank plans alike
-    plain_bytes, lean_bytes = alone(form.block, form.autocast, form.dtype, form.around)
+    plain_bytes, lean_bytes = alone(form.block, form.autocast, form.dtype, form.around, form.batch)
     gathered = kept(form, plain, rank, 0) - plain_bytes
     return (kept(form, model, rank, 0) - gathered) / lean_bytes
 
 
 @functools.cache
-def alone(block: type[PreNorm], autocast: bool, dtype: torch.dtype, around: Any) -> tuple[int, int]:
+def alone(
+    block: type[PreNorm], autocast: bool, dtype: torch.dtype, around: Any, batch: tuple[int, int]
+) -> tuple[int, int]:
     """What one device keeps, plain and lean."""
-    form = Form("alone", block=block, autocast=autocast, dtype=dtype, around=around)
+    form = Form("alone", block=block, autocast=autocast, dtype=dtype, around=around, batch=batch)
     plain, net = (form.net().to(dtype) for _ in range(2))
     return kept(form, plain, 0, 1), kept(form, lean(net, min_bytes=0), 0, 3)
 

@@ -86,7 +86,7 @@ class Region:
         self.changing: Any = None
         self.sizes = recorder is not None
         self.sharded = ledger.gathers.is_flat  # parameters come and go, and nobody tells: no recipe reads them
-        self.shards = ledger.gathers.shards()
+        self.shards = ledger.gathers.shards(is_recorded=recorder is not None)
         self._swapped: list[Any] = []  # hooks of FSDP2
         self.watched_parameters: dict[int, list[weakref.ref[Anchor]]] = {}
         self.watched_memory: dict[int, list[weakref.ref[Anchor]]] = {}

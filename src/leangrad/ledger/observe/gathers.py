@@ -49,9 +49,15 @@ class Gathers:
             listen()
             hands_on(_torch.gathering_node())
 
-    def shards(self) -> Shards | None:
-        """For one region: the parameters that are gathered while it runs; None: there are none."""
-        return Shards(self._wanted) if self._inside or self._around else None
+    def shards(self, *, is_recorded: bool) -> Shards | None:
+        """For one region: the parameters that are gathered while it runs; None: there are none.
+
+        is_recorded: which of them recipes will read is not known yet. A checkpointed segment has these gathers too, and
+        its own first step.
+        """
+        if not self._inside and not self._around:
+            return None
+        return Shards(None if is_recorded else self._wanted)
 
     def begin(self, shards: Shards, swapped: list[Swap]) -> None:
         """A region is about to begin: stand in for the hooks that gather, which go into ``swapped``."""
