@@ -98,8 +98,8 @@ def test_lower_rooms_do_not_know_higher_ones(low: str, high: str) -> None:
 
 # The tests
 
-# Folders of the tests that are no folders of the source: what tests share, the zoo, the docs as a site.
-SHARED = {"site", "support", "support/rule_cases", "zoo"}
+# Folders of the tests that are no folders of the source: what tests share, the zoo, the docs as a site, many processes.
+SHARED = {"distributed", "site", "support", "support/rule_cases", "zoo"}
 
 
 def imported_tests(graph: Graph) -> Graph:

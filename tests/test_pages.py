@@ -108,6 +108,34 @@ def cnn() -> Names:
     }
 
 
+class Blocks(nn.Module):
+    """Residual blocks, each with two layers that can be split."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(64), nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+        return out
+
+
+def distributed() -> Names:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{Path.cwd()}/store", rank=0, world_size=1)
+    return {**small(), "make_model": Blocks, "torch": torch}
+
+
 #: The page, what its reader has, and a word that its lines print.
 PAGES: dict[str, tuple[Callable[[], Names], str]] = {
     "index": (small, "equal, bit for bit"),
@@ -118,6 +146,7 @@ PAGES: dict[str, tuple[Callable[[], Names], str]] = {
     "peft": (peft, "plain keeps"),
     "diffusers": (diffusers, "plain keeps"),
     "cnns": (cnn, "convert_abn converted 2 of 2 batch norms"),
+    "distributed": (distributed, "plain keeps"),
     "measure": (small, "the floor"),
     "report": (small, "A step peaks at"),
     "limits": (small, ""),
@@ -231,6 +260,19 @@ def test_figures_of_the_page_on_cnns() -> None:
     peak, time, _ = abn_row()
     text = " ".join((DOCS / "cnns.md").read_text().split())
     assert f"{peak} and {time}; `abn_h200.json`" in text
+
+
+def test_the_table_of_the_page_on_many_gpus() -> None:
+    rows = json.loads((RESULTS / "sharded_cpu.json").read_text())["rows"]
+    assert all(one["bits"] for one in rows)
+    expected = []
+    for one in rows:
+        beyond = one.get("lean_beyond_gathered_bytes")
+        kept = f"{one['plain_kept_bytes'] / 1e6:.2f} → {one['lean_kept_bytes'] / 1e6:.2f} MB"
+        ratio = "" if beyond is None else f"{beyond / rows[0]['lean_kept_bytes']:.3f}"
+        expected.append(f"| {one['way']} | {kept} | {ratio} |")
+    text = (DOCS / "distributed.md").read_text().partition("## What each rank keeps")[2]
+    assert [line for line in text.splitlines() if "→" in line and "MB" in line] == expected
 
 
 def test_the_reference_has_every_name() -> None:

@@ -41,6 +41,16 @@ def peak_bytes(profiler: Any) -> int:
     return max(itertools.accumulate(changes), default=0)
 
 
+def without_override(mode: object) -> contextlib.AbstractContextManager[object]:
+    """A context in which ``mode`` sees no call, if it is the innermost function override; else it sees all."""
+    current = getattr(torch.overrides, "_get_current_function_mode", None)
+    aside = getattr(torch.overrides, "_pop_mode_temporarily", None)
+    if current is None or aside is None or current() is not mode:
+        return contextlib.nullcontext()
+    context: contextlib.AbstractContextManager[object] = aside()
+    return context
+
+
 _transforms_active: Callable[[], bool] | None = getattr(torch._C, "_are_functorch_transforms_active", None)
 
 

@@ -1,6 +1,5 @@
 """Hooks and parameters of modules."""
 
-import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -73,24 +72,6 @@ def is_compiled(module: torch.nn.Module) -> bool:
 def is_replica(module: torch.nn.Module) -> bool:
     """Whether DataParallel made this module for one forward: its hooks are those of the module that it stands for."""
     return bool(getattr(module, "_is_replica", False))
-
-
-def is_sharded(module: torch.nn.Module) -> bool:
-    """Whether a part of this module gathers its parameters for forward and backward and frees them in between."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    kinds = tuple(getattr(fsdp, n) for n in ("FSDPModule", "FullyShardedDataParallel") if hasattr(fsdp, n))
-    return bool(kinds) and any(isinstance(m, kinds) for m in module.modules())
-
-
-def shards_modules() -> bool:
-    """Whether FSDP2 frees the parameters of some module of this process; True where torch does not tell."""
-    if "torch.distributed.fsdp" not in sys.modules:
-        return False
-    from torch.distributed import _composable_state, fsdp
-
-    states = getattr(_composable_state, "_module_state_mapping", None)
-    kind = getattr(fsdp, "FSDPModule", None)
-    return states is None or kind is None or any(isinstance(module, kind) for module in list(states))
 
 
 def bare_modules(modules: Iterable[torch.nn.Module]) -> list[tuple[torch.nn.Module, dict[str, Any]]] | None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from leangrad._torch.dispatch import python_dispatch
+from leangrad._torch.sharding import sharding_names
 
 
 def private_names() -> dict[str, bool]:
@@ -30,7 +31,7 @@ def private_names() -> dict[str, bool]:
     owners += [torch.cuda, getattr(torch._C, "_StaticCudaLauncher", None), torch.utils, python_dispatch]
     if torch.distributed.is_available():
         owners.append(importlib.import_module("torch.distributed._composable_state"))
-    there = {name for owner in owners for name in dir(owner)}
+    there = {name for owner in owners for name in dir(owner)} | sharding_names()
     files = [path for path in Path(__file__).parent.glob("*.py") if path.stem != "compiler"]  # which has `missing`
     names = [name for path in sorted(files) for name in _private_names_in(ast.parse(path.read_text()))]
     if not torch.backends.cuda.is_built():

@@ -200,6 +200,13 @@ def has_memory(tensor: Tensor) -> bool:
         return False
 
 
+def wrapped_tensors(tensor: Tensor) -> list[Tensor]:
+    """The tensors that a tensor of a wrapper's class is made of, as DTensor is: it has no memory of its own."""
+    flatten = None if type(tensor) in (Tensor, torch.nn.Parameter) else getattr(tensor, "__tensor_flatten__", None)
+    parts = [] if flatten is None else [getattr(tensor, name) for name in flatten()[0]]
+    return [part for part in parts if isinstance(part, Tensor)]  # a DTensor names its mesh too
+
+
 def tensor_without_memory(kind: type[Tensor], like: Tensor) -> Any:
     """A tensor of class ``kind`` with the shape, strides, dtype and device of ``like``, and no memory."""
     return Tensor._make_wrapper_subclass(

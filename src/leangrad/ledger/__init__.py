@@ -45,6 +45,7 @@ values: what backward may ask for
     saved, PackedTensor             base class: what stands for a saved tensor and gives it back in backward
     Bare                            a kept tensor with the version that it must still have, and nothing else
     saved_view, SavedView           a saved view: strides over a base, which is kept or rebuilt once for all its views
+    SavedPart                       a saved DTensor whose local part is kept or rebuilt
     cast, Cast                      a parameter in autocast's dtype, cast again whenever it is read
     shape_only, ShapeOnly           a saved tensor of which backward reads only sizes or strides, so it is not kept
     pending_save, PendingSave       what autograd holds for a tensor saved in a call, until the call has ended
@@ -61,6 +62,7 @@ origins: where tensors come from
     graph_walk, Walk                walks from a saved tensor back to anchors and parameters: its recipe
     UnsavedInput                    an input of an op that its node does not save, because it needs no gradient
     WalkRegion                      protocol: what the walk asks of its region
+    shards, Shards                  what recipes read of parameters that FSDP2 shards: a copy, or they themselves
     functions, FunctionRule         autograd Functions written in Python that have a recipe; FunctionRule is that of one
     NoRecipeError                   raised in a walk: this tensor cannot be rebuilt, and why
     rules                           the folder with the table of rules
@@ -80,11 +82,14 @@ observe: what nodes forget
     handlers                        for some torch functions: which constants to note while they run
     call_args                       the arguments of one call by name
     mutation                        changes in place that autograd does not record
+    collectives                     those that collectives of torch.distributed make
     random_ops, DropoutMask         random ops that are drawn again; DropoutMask is the random factor of one dropout
     unseen_writes                   whether the code of a model may write to memory past the versions of tensors
     rng                             the random state before an op, and the op run again from it
     hooks, Hooks                    the saved-tensor hooks of a region, and where they are set
     active_region                   the region that is open in this thread
+    gathers, Gathers                the modules whose parameters FSDP2 gathers, and the hooks by which it does
+    Aside                           stands for such a hook while a region is open, which does not look at what it does
     checkpoint, Recomputation       regions inside torch.utils.checkpoint, around what backward runs again
     Placeholder                     a tensor without memory that a checkpoint stores in place of one that is rebuilt
     SegmentLedger, OuterLedger      protocols: the ledger of a checkpointed segment, and that of the region around it

@@ -19,12 +19,14 @@ from leangrad.ledger.values.node_metadata import CAST, LIVE, OPAQUE, VALUES, Acc
 from leangrad.ledger.values.pending_inputs import wait
 from leangrad.ledger.values.pending_save import PendingSave, ShapeOnlyReader, packed_in
 from leangrad.ledger.values.saved import Bare
-from leangrad.ledger.values.saved_view import SavedView
+from leangrad.ledger.values.saved_view import SavedPart, SavedView
 from leangrad.ledger.values.shape_only import INDEXED, SIZES, ShapeOnly
 from leangrad.ledger.values.upstream_anchors import RecentProducts
 from leangrad.ledger.values.value import LONGEST_RECIPE, Value
 
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+NOT_GATHERED = "it is made from a sharded parameter that is not gathered when it is read"
+TO_LOCAL = "_ToTorchTensorBackward"  # the local part of a DTensor: to autograd a view of a tensor out of the graph
 DEEPEST = 32  # joins that a recipe may run through: each takes some frames of Python's stack
 
 
@@ -63,6 +65,9 @@ class StepListener(Protocol):
     def decided(self, value: Value, op: str, why: str, number: int) -> None:
         """A saved tensor is kept or rebuilt as ``value``, because of ``why``; ``number``: of the node that made it."""
 
+    def kept_after_all(self, value: Value, why: str) -> None:
+        """A value that was to be rebuilt is kept, because of ``why``."""
+
     def shared(self, value: Value, nbytes: int) -> None:
         """A saved tensor is a value that was decided before."""
 
@@ -79,6 +84,7 @@ class DecidingRegion(WalkRegion, Protocol):
     packs: int  # tensors that were saved so far, the one that is being decided included
     watched_memory: dict[int, list[weakref.ref[Anchor]]]
     waiting: list[weakref.ref[Value]]
+    runs_again: bool  # in a segment that a checkpoint runs again
     # Of the tensors saved in the call that runs, if they are decided when it has ended.
     slots: list[PendingSave] | None
 
@@ -113,10 +119,15 @@ class Decider:
                 return Bare(tensor, tensor._version)
             if tensor.layout is not torch.strided or tensor.nbytes < self._book.min_bytes:
                 return Bare(tensor.detach(), tensor._version)
+            shards = self._book.shards
+            if shards is not None and shards.of(tensor) is not None:  # a frozen parameter
+                return Bare(tensor.detach(), tensor._version)
             value = self._kept(tensor, "input", free=True)  # it may turn out to be an op's second output, or its noise
             self._book.anchors.append(ref(value))
             value.readers += 1
             return value
+        if type(tensor) not in PLAIN_TYPES and (part := self._part(tensor)) is not None:
+            return part
         base = tensor._base
         owner: Any = node if base is None else base.grad_fn
         if type(owner).__name__ == NODE and self._recorder is None and _is_strided(tensor):
@@ -130,12 +141,24 @@ class Decider:
         value.readers += 1
         return found
 
+    def _part(self, tensor: Tensor) -> SavedPart | None:
+        """A DTensor that is made of a tensor of the graph is kept or rebuilt with that one.
+
+        Not in a segment that a checkpoint runs again, where a token of its shape would stand for it.
+        """
+        part = None if self._book.runs_again else _torch.part_of(tensor)
+        if part is None or part.node._sequence_nr() < self._book.fence or type(part.node) is AccumulateGrad:
+            return None
+        value = self.value(part.whole, part.node)
+        value.readers += 1
+        return SavedPart(value, part.local, part.wrap)
+
     def find(self, tensor: Tensor) -> Value | SavedView | None:
         """The value of ``tensor``, or that of its base and the view; None: no recipe can read it."""
         node, base = tensor.grad_fn, tensor._base
         if node is None or not _is_strided(tensor):
             return None
-        if base is None:
+        if base is None or type(node).__name__ == TO_LOCAL:
             return self.value(tensor, node)
         return None if base.grad_fn is None else self.seen(tensor, base, node)
 
@@ -156,16 +179,19 @@ class Decider:
                 elif fresh and value.function is not None and not value.blocked:
                     if value.layout is None and self._book.max_products:  # a product may read it
                         value.layout = (tensor.shape, tensor.stride())
-                    if self._has_room(node) and type(tensor) in PLAIN_TYPES:
+                    is_out_of_reach = self._is_out_of_reach(value)
+                    if (self._has_room(node) or is_out_of_reach) and type(tensor) in PLAIN_TYPES:
                         value.keep(tensor)
                         self._book.anchors.append(ref(value))
+                        if is_out_of_reach and self._recorder is not None:
+                            self._recorder.kept_after_all(value, NOT_GATHERED)
                     self._share(value)
                     return value
                 elif fresh and type(tensor) in PLAIN_TYPES:  # absent until now, or its recipe waits for what is absent
                     self._book.anchors.append(ref(value))
                     return self._choose(tensor, node, metadata, waiting=value)
         if type(tensor) not in PLAIN_TYPES:
-            return self._kept(tensor, type(node).__name__)
+            return self._kept_whole(tensor, node)
         if not fresh:  # it cannot be rebuilt, but it is kept now as it is, and others may be rebuilt from it
             value = self._kept(tensor, type(node).__name__)
         elif tensor.nbytes < self._book.min_bytes:
@@ -179,11 +205,9 @@ class Decider:
     def seen(self, tensor: Tensor, base: Tensor, node: Any) -> Value | SavedView:
         """A view that autograd saves is its base, seen through a stride: kept or rebuilt once for all views."""
         metadata = node.metadata
-        if (
-            (metadata and OPAQUE in metadata)
-            or node._sequence_nr() < self._book.fence
-            or type(tensor) not in PLAIN_TYPES
-        ):
+        if type(tensor) not in PLAIN_TYPES:
+            return self._kept_whole(tensor, node)
+        if (metadata and OPAQUE in metadata) or node._sequence_nr() < self._book.fence:
             return self._kept(tensor, type(node).__name__)
         key = VALUES[tensor.output_nr]
         found: Value | SavedView
@@ -191,7 +215,13 @@ class Decider:
         if owner is None or base.dtype != tensor.dtype or tensor.is_conj() or tensor.is_neg():
             known = metadata.get(key)
             value = known() if known is not None else None
-            if type(value) is Value and value.tensor is None and value.function is not None and not value.blocked:
+            if (
+                type(value) is Value
+                and value.tensor is None
+                and value.function is not None
+                and not value.blocked
+                and not self._is_out_of_reach(value)
+            ):
                 self._share(value)
                 return value
             found = self._kept(tensor, type(node).__name__, free=owner is None)
@@ -210,9 +240,11 @@ class Decider:
         if metadata and (VALUES[0] in metadata or OPAQUE in metadata):
             return None
         parameter: Tensor = before.variable
+        shards = self._book.shards
         if (
             type(parameter) not in PLAIN_TYPES
             or type(tensor) is not Tensor
+            or (shards is not None and parameter in shards)
             or owner.nbytes < self._book.min_bytes
             or parameter.device != owner.device
             # Strides do not tell the rest.
@@ -235,10 +267,25 @@ class Decider:
         value.free = free
         return value
 
+    def _kept_whole(self, tensor: Tensor, node: Any) -> Value:
+        """A tensor of another class is kept as it is, and the summary says so."""
+        value = self._kept(tensor, type(node).__name__)
+        if parts := _torch.wrapped_tensors(tensor):
+            value.nbytes = sum(part.nbytes for part in parts)
+        if self._recorder is not None and value.nbytes >= self._book.min_bytes:
+            why = f"leangrad has no rules for tensors of class {type(tensor).__name__}"
+            self._recorder.decided(value, type(node).__name__, why, node._sequence_nr())
+        return value
+
     def _has_room(self, node: Any) -> bool:
         """Whether the plan keeps what a recipe of an earlier tensor has run through."""
         learned = self.learned if self._book.decisions is not None else None
         return learned is not None and learned.keeps and learned.op == type(node).__name__
+
+    def _is_out_of_reach(self, value: Value) -> bool:
+        """Whether parameters that the recipe of ``value`` reads are not gathered where it is saved now."""
+        shards = self._book.shards
+        return bool(value.gathers) and (shards is None or not shards.are_at_work(value.gathers))
 
     def _share(self, value: Value) -> None:
         if self._recorder is not None:
@@ -291,6 +338,8 @@ class Decider:
                 value = waiting
             if value.function is None:
                 raise NoRecipeError(f"{value.op} is never computed twice")
+            if value.gathers and self._is_out_of_reach(value):
+                raise NoRecipeError(NOT_GATHERED)
         except NoRecipeError as reason:
             value, why = waiting or Value(type(node).__name__), str(reason)
             value.keep(tensor)
@@ -425,7 +474,7 @@ class Decider:
             origin = self._walk.start(node, nr, node.metadata)
         except NoRecipeError:
             return
-        if origin.blocked or self._is_too_long(origin, self._book.cap):
+        if origin.blocked or origin.gathers or self._is_too_long(origin, self._book.cap):
             if self._book.max_products:
                 origin.unread()
             return

@@ -25,6 +25,7 @@ from leangrad.ledger.learn.timing import Timing
 from leangrad.ledger.learn.trace import Trace
 from leangrad.ledger.learn.tuning import PRODUCTS, Goal, Tuner, Way, first_graded
 from leangrad.ledger.observe.active_region import region_is_open
+from leangrad.ledger.observe.gathers import Gathers
 from leangrad.ledger.observe.unseen_writes import may_write_unseen
 from leangrad.ledger.region import Region
 from leangrad.ledger.summary import bytes_for_backward, summarize
@@ -71,7 +72,7 @@ class Ledger:
         self.residual_depth = residual_depth
         self.products = self._first_products = products or (PRODUCTS if has_budget else 0)
         self.min_bytes = min_bytes
-        self.sharded = False  # whether the module's parameters are
+        self.gathers = Gathers()  # the modules whose parameters are sharded
         self.remark: Callable[[Sequence[Entry]], str] = lambda _: ""  # what else the summary says, of a recorded step
         self.goal = goal
         self.timing: Timing | None = None  # times the rebuilds of the step that runs
@@ -117,6 +118,7 @@ class Ledger:
             or not _torch.ledger_names_present()
         ):
             return None
+        self.gathers.look(module)
         outer = _torch.innermost_pack_hook()
         if outer is None or _is_ours(outer):
             with self._lock:
@@ -138,7 +140,7 @@ class Ledger:
         if segment is None:
             segment = _fresh(self.residual_depth, self.min_bytes, 0 if self.goal is not None else self.products)
             segment = self._segments.setdefault(key, segment)
-        segment.sharded = self.sharded
+        segment.gathers = self.gathers
         return segment
 
     def region_inside(self, module: nn.Module | None) -> Region | None:
@@ -197,7 +199,7 @@ class Ledger:
         if self._pause > 0:
             self._pause -= 1
             return None
-        self.sharded = module is not None and _torch.is_sharded(module)
+        self.gathers.is_flat = _torch.is_flat(module)
         self._recorder = self._recorded = Recorder(module, self.min_bytes)
         if tuner is not None:
             self._recorder.is_tuned = True

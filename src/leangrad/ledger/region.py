@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -15,8 +16,10 @@ from leangrad.ledger.learn.early_end import EarlyEnd
 from leangrad.ledger.learn.recorder import Recorder
 from leangrad.ledger.learn.timing import Timing
 from leangrad.ledger.learn.trace import Trace, TraceMode, TraceRecorder
+from leangrad.ledger.observe import collectives
 from leangrad.ledger.observe.active_region import enter, opened
 from leangrad.ledger.observe.checkpoint import Placeholder, Recomputation, SegmentLedger, is_settled
+from leangrad.ledger.observe.gathers import Gathers
 from leangrad.ledger.observe.hooks import Hooks
 from leangrad.ledger.origins.graph_walk import UnsavedInput
 from leangrad.ledger.values.cast import Anchor, Packed
@@ -36,7 +39,7 @@ class LedgerState(Protocol):
     products: int  # that a recipe may run through in a row
     saved_kinds: Sequence[SavedKind]  # of each saved tensor of the recorded step
     trace: Trace | None
-    sharded: bool
+    gathers: Gathers
     timing: Timing | None  # times the rebuilds of this step
 
     @property
@@ -83,7 +86,9 @@ class Region:
         self.packing = False
         self.changing: Any = None
         self.sizes = recorder is not None
-        self.sharded = ledger.sharded  # parameters come and go between forward and backward: no recipe reads them
+        self.sharded = ledger.gathers.is_flat  # parameters come and go, and nobody tells: no recipe reads them
+        self.shards = ledger.gathers.shards(is_recorded=recorder is not None)
+        self._swapped: list[Any] = []  # hooks of FSDP2
         self.watched_parameters: dict[int, list[weakref.ref[Anchor]]] = {}
         self.watched_memory: dict[int, list[weakref.ref[Anchor]]] = {}
         self.anchors: list[weakref.ref[Value]] = []  # what recipes may read and autograd keeps as well
@@ -108,8 +113,10 @@ class Region:
             recorder is None and outer is None and trace is not None and not _torch.saved_tensor_hooks_active()
         )
         self._early_end: EarlyEnd | None = None
-        if self._follows and trace is not None and trace.border is not None and module is not None:
-            self._early_end = EarlyEnd(self, trace.border, module)
+        # FSDP2's hooks suspend the override and bring it back: with these it stays to the end.
+        border = trace.border if self._follows and trace is not None and self.shards is None else None
+        if border is not None and module is not None:
+            self._early_end = EarlyEnd(self, border, module)
         if recorder is not None:
             self.hooks = Hooks(self.pack, recorder.unpack) if outer is None else Hooks(self.pack_again, unpack)
             recorder.recording = TraceRecorder(self, recorder.saved)
@@ -129,6 +136,8 @@ class Region:
         self._held: list[Value | SavedView] = []  # what recipes may read and nobody else holds as a value
 
     def __enter__(self) -> Region:
+        if self.shards is not None:
+            self._ledger.gathers.begin(self.shards, self._swapped)
         if not self.runs_again:  # a region may be open around backward
             UnsavedInput.noted.clear()
         self.fence = self._began = _torch.next_sequence_nr()  # what was made before, nobody watched
@@ -136,6 +145,7 @@ class Region:
         if not self._follows and self.outer is None:
             self.hooks.set_all()
         enter(self)
+        self._is_watching = collectives.watch()
         if self.recorder is not None:
             self.recorder.start()
         if self._early_end is not None:
@@ -148,6 +158,10 @@ class Region:
         opened.region = None
         if self._early_end is not None:
             self._early_end.remove()
+        if self._is_watching:
+            collectives.unwatch()
+        if self.shards is not None:
+            self._ledger.gathers.end(self.shards, self._swapped)
         if not self._follows and self.outer is None:
             self.hooks.take_back_all()
         self._calls.end()
@@ -168,7 +182,7 @@ class Region:
         """
         self.packing, self.packs = True, ENDED
         del self._calls, self.hooks, self.products, self._decider, self.recorder, self._ledger
-        self.outer = self._frame = self.changing = self.slots = self._early_end = None
+        self.outer = self._frame = self.changing = self.slots = self._early_end = self.shards = None
         self._held.clear()
 
     # ---------------------------------------------------------------- pack
@@ -287,6 +301,16 @@ class Region:
         """The segment has been run."""
         self._calls.resume()
         self.packing = False
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What runs now is not the model's: the region looks at no call."""
+        self.suspend()
+        try:
+            with _torch.without_override(self._calls):
+                yield
+        finally:
+            self.resume()
 
     # ------------------------------------------- along a trace: see [Note: hooks only where they are needed]
 

@@ -20,7 +20,7 @@ from leangrad.ledger.values.cast import Packed
 from leangrad.ledger.values.inplace_variants import WITH_OUT
 from leangrad.ledger.values.pending_save import PendingSave
 from leangrad.ledger.values.saved import unpack
-from leangrad.ledger.values.saved_view import SavedView
+from leangrad.ledger.values.saved_view import SavedPart, SavedView
 from leangrad.ledger.values.shape_only import ShapeOnly
 from leangrad.ledger.values.value import SUMS, Value
 from leangrad.policy import graph as policy
@@ -167,6 +167,10 @@ class Recorder:
         self._made_by[id(value)] = self._maker(number)
         self._ops.append(op)
         self._decided.append((value, self.module(), why))
+
+    def kept_after_all(self, value: Value, why: str) -> None:
+        """A value that was to be rebuilt is kept, because of ``why``."""
+        self._decided = [(v, module, why if v is value else reason) for v, module, reason in self._decided]
 
     def shared(self, value: Value, nbytes: int) -> None:
         """A tensor was asked for again."""
@@ -505,7 +509,9 @@ def _joins(value: Value) -> bool:
 
 def _value_of(packed: Packed | None) -> Value | None:
     """The value of a saved tensor, or of what it is a view of; None: it is kept with no value around it."""
-    return packed if type(packed) is Value else packed.owner if type(packed) is SavedView else None
+    if type(packed) is Value:
+        return packed
+    return packed.owner if type(packed) is SavedView or type(packed) is SavedPart else None
 
 
 # Of the kept bytes, on an accelerator: the casts of a ResNet's weights are half of its recipes and 1% of it; those of

@@ -31,8 +31,10 @@ def before_change(notes: FunctionMode, target: Any) -> None:
     So do all others where autograd will not record the change, if the memory has other names than ``target``.
     """
     if isinstance(target, Tensor):
+        for inner in _torch.wrapped_tensors(target):
+            before_change(notes, inner)
         unrecorded = not (target.requires_grad and is_grad_enabled())
-        if unrecorded and _is_private(target):
+        if unrecorded and is_private(target):
             return
         book = notes.book
         node = None if unrecorded else _node_of(target)
@@ -110,14 +112,14 @@ def after_change(notes: FunctionMode, target: Any) -> None:
     if isinstance(target, list | tuple):
         for t in target:
             after_change(notes, t)
-    elif isinstance(target, Tensor) and not _is_private(target):
+    elif isinstance(target, Tensor) and not is_private(target):
         node = _node_of(target)
         if node is not None:
             node.metadata[OPAQUE] = True
         notes.book.fence = _torch.next_sequence_nr()
 
 
-def _is_private(tensor: Tensor) -> bool:
+def is_private(tensor: Tensor) -> bool:
     """Whether no parameter and no tensor of the graph can lie in this memory."""
     if tensor.requires_grad:
         return False
@@ -134,7 +136,7 @@ def _is_nobodys(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> b
         return False
     if _needs_gradient(args) or (kwargs and _needs_gradient(kwargs.values())):
         return False
-    return _is_private(target)
+    return is_private(target)
 
 
 def _node_of(tensor: Any) -> Any:
@@ -151,7 +153,7 @@ def _node_of(tensor: Any) -> Any:
 
 def _memory_of(tensor: Any) -> int:
     strided = isinstance(tensor, Tensor) and tensor.layout is torch.strided
-    return tensor.untyped_storage().data_ptr() if strided else 0
+    return tensor.untyped_storage().data_ptr() if strided and not _torch.wrapped_tensors(tensor) else 0
 
 
 def swapped(notes: FunctionMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -175,7 +177,7 @@ def aliased(notes: FunctionMode, func: Any, args: tuple[Any, ...], kwargs: dict[
 
 def leaked(notes: FunctionMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The bare memory of a tensor leaves torch: it may be written at any time, and nobody will tell."""
-    if args and isinstance(args[0], Tensor) and not _is_private(args[0]):
+    if args and isinstance(args[0], Tensor) and not is_private(args[0]):
         before_change(notes, args[0])
         notes.book.fence = sys.maxsize
     return func(*args, **kwargs)

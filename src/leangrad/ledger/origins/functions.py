@@ -73,8 +73,15 @@ class _HandedOn:
 
 
 FUNCTIONS: dict[type, FunctionRule | _HandedOn] = {}  # by the class of the node
-if HOOK_NODE is not None:
-    FUNCTIONS[HOOK_NODE] = _HandedOn()
+
+
+def hands_on(kind: type | None) -> None:
+    """Nodes of this class hand on what they are given: full backward hooks, and FSDP2 before a module."""
+    if kind is not None:
+        FUNCTIONS[kind] = _HandedOn()
+
+
+hands_on(HOOK_NODE)
 
 
 def know(

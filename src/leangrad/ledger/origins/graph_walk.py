@@ -19,6 +19,7 @@ from leangrad import _torch
 from leangrad._torch import passed_no_hook
 from leangrad.ledger.origins.functions import NoRecipeError
 from leangrad.ledger.origins.rule_builder import ONLY, Origin, origin_of, product_of
+from leangrad.ledger.origins.shards import COPIED_BYTES, Shards
 from leangrad.ledger.values.cast import Anchor, Cast
 from leangrad.ledger.values.node_metadata import LIVE, NOTE, VALUES, AccumulateGrad, Node
 from leangrad.ledger.values.pending_inputs import wait
@@ -28,7 +29,6 @@ from leangrad.ledger.values.saved_view import SavedView
 from leangrad.ledger.values.value import Value, is_there, leaf_value
 
 NOTHING: dict[str, Any] = {}
-COPIED_BYTES = 64 * 1024  # operands up to this size are copied
 CONVOLUTION = "ConvolutionBackward0"
 MAX_WALK = 64  # nodes between a tensor and its anchors; beyond that the tensor is kept
 
@@ -68,7 +68,8 @@ class WalkRegion(Protocol):
     anchors: list[weakref.ref[Value]]  # what recipes may read and autograd keeps as well
     watched_parameters: dict[int, list[weakref.ref[Anchor]]]  # what recipes read of the caller's and must not change
     rewritten: dict[int, int]  # memory that was changed unseen, and the number of the first node after that
-    sharded: bool  # parameters are gathered for each module's forward and backward only: no recipe reads them
+    sharded: bool  # FSDP of the first kind: no recipe reads parameters
+    shards: Shards | None  # what FSDP2 gathers: see [Note: recipes that read sharded parameters]
     max_products: int  # products that a recipe may run through in a row
     product_settings: tuple[Any, ...]  # under which they run, as the region began
     failed_allocations: int  # by then
@@ -138,6 +139,8 @@ class Walk:
                         return found
                 elif value.tensor is None:
                     if node._sequence_nr() >= self._book.fence:
+                        if value.gathers:
+                            self._check_gathered(value)
                         return value  # type: ignore[no-any-return]
                 elif value.before is not None and node._sequence_nr() < self._book.fence:
                     raise NoRecipeError(f"the output of {value.op} was changed under no_grad or through .data")
@@ -222,11 +225,26 @@ class Walk:
         if type(variable) is not torch.nn.Parameter and type(variable) is not Tensor:
             raise NoRecipeError(f"a parameter of class {type(variable).__name__}")
         book = self._book
-        if book.sharded or not is_there(variable):
-            raise NoRecipeError("a sharded parameter, which is gone by the time a recipe runs")
-        value = self._leaves[id(variable)] = leaf_value(variable, version)
-        book.watched_parameters.setdefault(id(variable), []).append(ref(value))
+        value = None if book.shards is None else book.shards.leaf(variable)
+        if value is None:
+            if book.sharded or not is_there(variable):
+                raise NoRecipeError("a sharded parameter, which is gone by the time a recipe runs")
+            value = self._leaves[id(variable)] = leaf_value(variable, version)
+        watched = book.watched_parameters.setdefault(id(variable), [])
+        if not watched or watched[-1]() is not value:
+            watched.append(ref(value))
         return value
+
+    def _check_gathered(self, value: Value) -> None:
+        """A recipe reads ``value``, whose own recipe reads sharded parameters in place."""
+        if self._book.shards is None or not self._book.shards.are_at_work(value.gathers):
+            raise NoRecipeError("a sharded parameter that is not gathered when it is read")
+
+    def _sharded(self, tensor: Tensor) -> Value | None:
+        """What recipes read of ``tensor``, if that lies in the memory of a sharded parameter."""
+        if self._book.sharded:
+            raise NoRecipeError("a tensor that may be a sharded parameter")
+        return None if self._book.shards is None else self._book.shards.anchor(tensor)
 
     def listed(self, edges: Sequence[tuple[Node, int]], metadata: dict[Any, Any]) -> tuple[Any, ...]:
         """The operands of an op that takes a list of tensors."""
@@ -253,6 +271,8 @@ class Walk:
         if type(constant) is not UnsavedInput:
             return constant
         value = constant.value()
+        if constant.copy is None and value.tensor is not None and (found := self._sharded(value.tensor)) is not None:
+            return found
         self.operand_bytes += value.nbytes
         self._book.watch(value)
         return value
@@ -273,8 +293,8 @@ class Walk:
             return value
         if type(found) is not Bare:
             raise NoRecipeError(f"{name} is held by other saved-tensor hooks")
-        if parameter and self._book.sharded:
-            raise NoRecipeError("a tensor that may be a sharded parameter")
+        if parameter and (sharded := self._sharded(found.tensor)) is not None:
+            return sharded
         return self._anchor(node, found.tensor, found.version)
 
     def operand(self, node: Node, edge: int, place: int | None = None) -> Any:
@@ -321,8 +341,8 @@ class Walk:
             tensor = packed_in(raw)
         if tensor is None or (not tensor.dim() and _torch.is_number(tensor)):
             return tensor
-        if parameter and self._book.sharded:
-            raise NoRecipeError("a tensor that may be a sharded parameter")
+        if parameter and (sharded := self._sharded(tensor)) is not None:
+            return sharded
         return self._anchor(node, tensor, tensor._version)
 
     def _anchor(self, node: Node, tensor: Tensor, version: int) -> Value:

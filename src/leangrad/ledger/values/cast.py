@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from leangrad.ledger.values.saved import Bare, PackedTensor
-from leangrad.ledger.values.saved_view import SavedView, see, sight_of
+from leangrad.ledger.values.saved_view import SavedPart, SavedView, see, sight_of
 from leangrad.ledger.values.shape_only import ShapeOnly
 from leangrad.ledger.values.value import Value, leaf_value
 
@@ -47,4 +47,4 @@ class Cast(PackedTensor):
 
 
 Anchor = Value | Cast  # what holds a tensor that recipes read
-Packed = Value | Bare | Cast | SavedView | ShapeOnly  # what becomes of a saved tensor
+Packed = Value | Bare | Cast | SavedView | SavedPart | ShapeOnly  # what becomes of a saved tensor

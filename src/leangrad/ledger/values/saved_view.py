@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, as_strided
 
@@ -21,6 +23,22 @@ def see(base: Tensor, shape: torch.Size, stride: tuple[int, ...], offset: int) -
     if offset:
         return as_strided(base, shape, stride, base.storage_offset() + offset)
     return as_strided(base, shape, stride)  # from where the other begins, and a third cheaper
+
+
+class SavedPart(PackedTensor):
+    """A DTensor whose local part is a tensor of the graph, which is kept or rebuilt."""
+
+    __slots__ = ("__weakref__", "_shape", "_wrap", "nbytes", "owner")
+    tensor = None  # it has none of its own
+
+    def __init__(self, owner: Value, local: Tensor, wrap: Callable[[Tensor], Tensor]) -> None:
+        """``owner``: the value of the tensor that ``local`` is a view of; ``wrap``: makes a DTensor of it."""
+        self.owner, self.nbytes = owner, local.nbytes
+        self._shape, self._wrap = local.shape, wrap
+
+    def read(self) -> Tensor:
+        """The DTensor."""
+        return self._wrap(self.owner.read().view(self._shape))
 
 
 class SavedView(PackedTensor):

@@ -52,6 +52,10 @@ class Value(PackedTensor):
     kin: weakref.ref[Value] | None = None  # the value of another of them
     layout: Layout | None = None
     dtype: torch.dtype | None = None  # of the result, where the function alone would not tell: ``x_bf16 += y_float32``
+    # The modules that have to be gathered when it is rebuilt: [Note: recipes that read sharded parameters].
+    gathers: tuple[Any, ...] = ()
+    check: Callable[[], None] | None = None  # of a sharded parameter: raises an error if it is not what it was
+    source = 0  # of the copy of a sharded parameter: the version of what was copied
     pinned = False  # an autograd Function keeps this tensor for its own backward, in any case
     fleeting = False  # recipes that read it do not hold it for its readers: [Note: made again] in ``policy/replay.py``
     parents = 0  # how many recipes read it
@@ -93,6 +97,7 @@ class Value(PackedTensor):
         if tensor.is_cuda:
             self.stream = _torch.raw_stream(tensor.device)
         self.depth, self.root, self.length = 0, None, 0
+        self.gathers = ()
         if self.max_products:  # what is rebuilt from a weight is free; now it takes memory
             self.free = False
         if self.waiters is not None:
@@ -113,7 +118,9 @@ class Value(PackedTensor):
         depth, root = self.depth, self.root
         self.settle_lineage()
         if self.tensor is not None:
-            if self.depth <= self.cap and self.length <= LONGEST_RECIPE and self.products <= self.max_products:
+            is_short = self.depth <= self.cap and self.length <= LONGEST_RECIPE
+            # With what has to be gathered for its recipe it stays: it was saved where that may not be there.
+            if is_short and self.products <= self.max_products and not any(v.gathers for v in self.inputs):
                 self.tensor = None
             else:
                 self.depth, self.root, self.length = depth, root, 0
@@ -140,8 +147,13 @@ class Value(PackedTensor):
                 if inside:
                     inputs += inside
                     order.append(i)
+        gathers: tuple[Any, ...] = ()
         for v in inputs:
             v.parents += 1
+            if v.gathers:
+                gathers += v.gathers
+        if gathers:
+            self.gathers = tuple(dict.fromkeys(gathers))
         self.inputs = tuple(inputs)
         if blocked := blocking(inputs):
             self.blocked = blocked
@@ -251,7 +263,14 @@ class Value(PackedTensor):
                     f"a recipe needs a parameter, {tensor.dtype} {list(tensor.shape)}, whose memory was freed after "
                     "forward. With sharded parameters call leangrad.lean on the module that was given to fully_shard."
                 )
-        elif self.stream != stream and not self.free and tensor.is_cuda and self.stream != _stream(tensor):
+            if self.check is not None:
+                self.check()
+        elif (
+            self.stream != stream
+            and (not self.free or self.op == "operand")  # which may be a copy of ours
+            and tensor.is_cuda
+            and self.stream != _stream(tensor)
+        ):
             # The allocator must not hand this memory out again before the recipe on this stream has read it.
             tensor.record_stream(torch.cuda.current_stream(tensor.device))
         return tensor
