@@ -13,11 +13,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
 
 import leangrad
 from leangrad.compiled import compile_lean
 from leangrad.errors import ChangedError, LeangradError
 from leangrad.lean import lean, ledger_of, plain
+from leangrad.measure import measure
 from tests.support import same_bits
 from tests.support.ranks import PostNorm, PreNorm, Scaled, Transformer, group, local, loss_of, run_ranks
 
@@ -263,6 +265,42 @@ def test_resharding_by_hand() -> None:
             loss.backward()
 
     assert_same_run(run, *pair(lambda: Transformer(PostNorm), reshard_after_forward=False))
+
+
+class Pairs(Transformer):
+    """A checkpoint around each two blocks: backward gathers the first of them while it runs the segment again."""
+
+    def __init__(self, block: type[PreNorm]) -> None:
+        super().__init__(block, depth=4)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens) + self.position
+        for pair in (self.blocks[:2], self.blocks[2:]):
+            x = checkpoint(nn.Sequential.forward, pair, x, use_reentrant=False)
+        return self.head(self.norm(x)).clone()
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_checkpoint_around_two_blocks() -> None:
+    """The segment that is run again is as lean as on one device."""
+
+    def run(model: Any) -> None:
+        optimizer = optimizer_of(model)
+        for step in range(4):
+            loss_of(model, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    first, second = pair(lambda: Pairs(PostNorm))
+    assert_same_run(run, first, second)
+    alone = Pairs(PostNorm), lean(Pairs(PostNorm), min_bytes=0)
+    for model in alone:
+        run(model)
+    peaks = [
+        measure(lambda: loss_of(model, 9).backward(), timed_runs=0).peak_bytes  # noqa: B023
+        for model in (first, second, *alone)
+    ]
+    assert peaks[0] - peaks[1] > 0.97 * (peaks[2] - peaks[3]) > 0, peaks
 
 
 class Tied(Transformer):
