@@ -1,8 +1,9 @@
-"""DDP in its forms, two real processes, lean inside of it and around it: bits as plain's there, kept bytes as alone."""
+"""DDP in its forms, and FSDP's first kind, two real processes, lean inside and around: bits as plain's there."""
 
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -12,6 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 from leangrad.lean import lean, ledger_of
@@ -145,7 +148,26 @@ def packed(rank: int) -> None:
         assert_same(runs[1], runs[0], ("packed", views, pack_first))
 
 
+def first_fsdp(rank: int) -> None:
+    """FSDP's first kind, whose parameters no recipe reads."""
+    for uses_originals in (True, False):
+        options: Any = {"use_orig_params": uses_originals, "device_id": torch.device("cpu")}
+        options["auto_wrap_policy"] = ModuleWrapPolicy({Scaled})
+        expected = train(FullyShardedDataParallel(Transformer(Scaled), **options), loss_of, rank)
+        net = lean(Transformer(Scaled), min_bytes=0)
+        inside = FullyShardedDataParallel(net, **options)
+        around = lean(FullyShardedDataParallel(Transformer(Scaled), **options), min_bytes=0)
+        assert_same(train(inside, loss_of, rank), expected, ("FSDP inside", uses_originals))
+        assert_same(train(around, loss_of, rank), expected, ("FSDP around", uses_originals))
+        for ledger in (ledger_of(net), ledger_of(around)):
+            assert ledger.totals().rebuilt_bytes > 0
+            rebuilt = {entry.op for entry in ledger.entries() if entry.outcome == "rebuilt"}
+            assert "NativeLayerNormBackward0" not in rebuilt, rebuilt
+
+
 def work(rank: int) -> None:
+    warnings.filterwarnings("ignore", message="FullyShardedDataParallel|.*FSDP.*")
+    first_fsdp(rank)
     forms(rank)
     synchronized_norms(rank)
     packed(rank)
