@@ -25,7 +25,7 @@ from leangrad.ledger.learn.timing import Timing
 from leangrad.ledger.learn.trace import Trace
 from leangrad.ledger.learn.tuning import PRODUCTS, Goal, Tuner, Way, first_graded
 from leangrad.ledger.observe.active_region import region_is_open
-from leangrad.ledger.observe.gathers import Gathers
+from leangrad.ledger.observe.processes.gathers import Gathers
 from leangrad.ledger.observe.unseen_writes import may_write_unseen
 from leangrad.ledger.region import Region
 from leangrad.ledger.summary import bytes_for_backward, summarize

@@ -16,10 +16,10 @@ from leangrad.ledger.learn.early_end import EarlyEnd
 from leangrad.ledger.learn.recorder import Recorder
 from leangrad.ledger.learn.timing import Timing
 from leangrad.ledger.learn.trace import Trace, TraceMode, TraceRecorder
-from leangrad.ledger.observe import collectives
+from leangrad.ledger.observe.processes import collectives
 from leangrad.ledger.observe.active_region import enter, opened
 from leangrad.ledger.observe.checkpoint import Placeholder, Recomputation, SegmentLedger, is_settled
-from leangrad.ledger.observe.gathers import Gathers
+from leangrad.ledger.observe.processes.gathers import Gathers
 from leangrad.ledger.observe.hooks import Hooks
 from leangrad.ledger.origins.graph_walk import UnsavedInput
 from leangrad.ledger.values.cast import Anchor, Packed
