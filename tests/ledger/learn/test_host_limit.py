@@ -100,7 +100,7 @@ def peak(model: nn.Module, x: Tensor) -> int:
 
 
 def lean(**settings: Any) -> Any:
-    return leangrad.lean(Pyramid(), min_bytes=0, **settings)
+    return leangrad.lean(Pyramid(), min_bytes=0, **{"spare": 0.02, **settings})
 
 
 def test_where_the_host_is_the_limit_less_is_rebuilt(machine: Machine, x: Tensor) -> None:
