@@ -82,6 +82,7 @@ observe: what nodes forget
     handlers                        for some torch functions: which constants to note while they run
     call_args                       the arguments of one call by name
     mutation                        changes in place that autograd does not record
+    processes                       the folder of what torch.distributed does to tensors meanwhile
     collectives                     those that collectives of torch.distributed make
     random_ops, DropoutMask         random ops that are drawn again; DropoutMask is the random factor of one dropout
     unseen_writes                   whether the code of a model may write to memory past the versions of tensors

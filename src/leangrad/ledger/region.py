@@ -16,11 +16,11 @@ from leangrad.ledger.learn.early_end import EarlyEnd
 from leangrad.ledger.learn.recorder import Recorder
 from leangrad.ledger.learn.timing import Timing
 from leangrad.ledger.learn.trace import Trace, TraceMode, TraceRecorder
-from leangrad.ledger.observe.processes import collectives
 from leangrad.ledger.observe.active_region import enter, opened
 from leangrad.ledger.observe.checkpoint import Placeholder, Recomputation, SegmentLedger, is_settled
-from leangrad.ledger.observe.processes.gathers import Gathers
 from leangrad.ledger.observe.hooks import Hooks
+from leangrad.ledger.observe.processes import collectives
+from leangrad.ledger.observe.processes.gathers import Gathers
 from leangrad.ledger.origins.graph_walk import UnsavedInput
 from leangrad.ledger.values.cast import Anchor, Packed
 from leangrad.ledger.values.pending_save import PendingSave, ShapeOnlyReader

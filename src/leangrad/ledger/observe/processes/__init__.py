@@ -1,1 +1,1 @@
-"""What torch.distributed does to tensors while a region is open: parameters that are gathered, collectives that write."""
+"""What torch.distributed does to tensors while a region is open: it gathers parameters, and collectives write."""
