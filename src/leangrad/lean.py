@@ -25,8 +25,8 @@ from torch import nn
 
 from leangrad import _torch
 from leangrad._torch import compiler
-from leangrad.inert import Watch
-from leangrad.integrations.training_step import (
+from leangrad.attach.inert import Watch
+from leangrad.attach.training_step import (
     add_training_step,
     has_training_step,
     manual_parts,

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from leangrad import floor
-from leangrad.floor.aten_op import SHAPE_ONLY, Op, tensors_in
+from leangrad.floor.aten_op import SHAPE_ONLY, Op, stored_tensors
 from leangrad.floor.recorded_step import Recorder
 from tests.support import same_bits
 from tests.zoo import SMALL, Case
@@ -90,7 +90,7 @@ def eager_bytes(one: Case, model: nn.Module, batch: tuple[Any, ...]) -> int:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         one.step(model, batch)
-    owned = {leaf.data_ptr() for leaf in (*model.parameters(), *model.buffers(), *tensors_in(batch))}
+    owned = {leaf.data_ptr() for leaf in (*model.parameters(), *model.buffers(), *stored_tensors(batch))}
     return sum(tensor.untyped_storage().nbytes() for key, tensor in storages.items() if key not in owned)
 
 

@@ -1,6 +1,5 @@
 """One call of an ATen op, as its schema tells it: what it reads, what it writes, whether it may run twice."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -8,8 +7,9 @@ from torch import Tensor
 
 from leangrad import _torch
 from leangrad.policy.ops import is_product
+from leangrad.trees import tensors_in
 
-__all__ = ["SHAPE_ONLY", "UNWRITTEN", "Op", "tensors_in"]
+__all__ = ["SHAPE_ONLY", "UNWRITTEN", "Op", "stored_tensors"]
 
 #: In-place ops that do not look at what was there before.
 _OVERWRITING = {"copy_", "fill_", "zero_", "bernoulli_", "normal_", "uniform_", "random_", "exponential_"}
@@ -44,10 +44,10 @@ class Op:
         self.unread = self._unread() | {one.name for one in declared if one.is_out}
         if self.name in _OVERWRITING:
             self.unread |= written
-        self.tensors = tensors_in(self.given)
-        self.writes = [tensor for name in self.given if name in written for tensor in tensors_in(self.given[name])]
+        self.tensors = stored_tensors(self.given)
+        self.writes = [tensor for name in self.given if name in written for tensor in stored_tensors(self.given[name])]
         self.reads = [
-            tensor for name in self.given if name not in self.unread for tensor in tensors_in(self.given[name])
+            tensor for name in self.given if name not in self.unread for tensor in stored_tensors(self.given[name])
         ]
         self.is_view = not written and any(one.alias_info is not None for one in schema.returns)
         # Another library's op may hold a product.
@@ -89,10 +89,6 @@ class Op:
         return tuple(state.tolist())
 
 
-def tensors_in(tree: object) -> list[Tensor]:
+def stored_tensors(tree: object) -> list[Tensor]:
     """Every tensor with a storage in a tree of containers; a sparse tensor is its indices and its values."""
-    if isinstance(tree, Tensor):
-        return _torch.strided_parts(tree)
-    if isinstance(tree, Mapping):
-        tree = list(tree.values())
-    return [tensor for one in tree for tensor in tensors_in(one)] if isinstance(tree, tuple | list) else []
+    return [part for tensor in tensors_in(tree) for part in _torch.strided_parts(tensor)]

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from leangrad import _torch
 from leangrad.errors import LeangradError
-from leangrad.floor.aten_op import UNWRITTEN, Op, tensors_in
+from leangrad.floor.aten_op import UNWRITTEN, Op, stored_tensors
 
 __all__ = ["Recorder", "Value"]
 
@@ -143,7 +143,10 @@ class Recorder(_torch.DispatchMode):
         inputs = [self._read_written(tensor, op) for tensor in op.reads]
         key = None if op.name in UNWRITTEN else (func, self._freeze_call(op), op.random_state())
         result = func(*args, **kwargs)
-        outputs, given = tensors_in(result), {_torch.storage_address(tensor): tensor for tensor in reversed(op.tensors)}
+        outputs, given = (
+            stored_tensors(result),
+            {_torch.storage_address(tensor): tensor for tensor in reversed(op.tensors)},
+        )
         fresh = [tensor for tensor in outputs if _torch.storage_address(tensor) not in given]
         looks = [_Look.of(tensor) for tensor in (*op.writes, *fresh)]
         made = self._make(op.name, looks, inputs, key)
@@ -192,7 +195,7 @@ class Recorder(_torch.DispatchMode):
             content = self.read(tree).index if is_read else None
             return content, tree.shape, tree.stride(), tree.dtype, tree.device, tree.is_conj(), tree.is_neg()
         if isinstance(tree, Tensor):
-            return tree.layout, self._freeze(tensors_in(tree), is_read)
+            return tree.layout, self._freeze(stored_tensors(tree), is_read)
         if isinstance(tree, list | tuple):
             return tuple(self._freeze(one, is_read) for one in tree)
         return type(tree), tree.hex() if isinstance(tree, float) else tree  # 0.0 == -0.0

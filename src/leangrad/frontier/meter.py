@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from leangrad.measure import measure
-from leangrad.verify.subject import tensors_in
+from leangrad.trees import tensors_in
 
 __all__ = ["CudaMeter", "Meter", "Reading", "meter_for"]
 

@@ -2,7 +2,7 @@
 
     trainer = Trainer(callbacks=[Lean()])
 
-`leangrad.lean(model)` before `trainer.fit(model)` does the same: `integrations/training_step.py` says how it reaches
+`leangrad.lean(model)` before `trainer.fit(model)` does the same: `attach/training_step.py` says how it reaches
 `training_step`. The callback also logs what is saved, and gives the model back as it was when `fit` ends.
 """
 

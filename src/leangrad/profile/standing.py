@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 
 from leangrad.timeline.categories import GRADIENTS, OTHER, PARAMETERS, STATE
+from leangrad.trees import tensors_in
 
 __all__ = ["standing_bytes"]
 
@@ -26,23 +26,13 @@ def standing_bytes(
         groups[PARAMETERS] += [*module.parameters(), *module.buffers()]
     for optimizer in optimizers:
         groups[PARAMETERS] += [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        groups[STATE] += _tensors_in(list(optimizer.state.values()))
+        groups[STATE] += tensors_in(list(optimizer.state.values()))
     groups[GRADIENTS] = [parameter.grad for parameter in groups[PARAMETERS] if parameter.grad is not None]
     seen: set[int] = set()
     found = {name: sum(_new_bytes(tensor, device, seen) for tensor in tensors) for name, tensors in groups.items()}
     if device.startswith("cuda"):
         found[OTHER] = max(0, torch.cuda.memory_allocated(device) - sum(found.values()))
     return found
-
-
-def _tensors_in(tree: Any) -> Iterator[Tensor]:
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, Mapping):
-        yield from _tensors_in(list(tree.values()))
-    elif isinstance(tree, list | tuple):
-        for child in tree:
-            yield from _tensors_in(child)
 
 
 def _new_bytes(tensor: Tensor, device: str, seen: set[int]) -> int:

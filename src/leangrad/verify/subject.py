@@ -1,15 +1,16 @@
 """What `verify`, `floor` and `frontier` are given, a model with its batch and loss: checked, and called as one step."""
 
 import contextlib
-import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Arguments", "Subject", "default_loss", "describe", "tensors_in"]
+from leangrad.trees import tensors_in
+
+__all__ = ["Arguments", "Subject", "default_loss", "describe"]
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # of a call of the model
 
@@ -148,21 +149,6 @@ def _check_loss(value: Any) -> None:
         raise ValueError(f"expected the loss to be a scalar, got {describe(value)}; {mend}")
     if not value.requires_grad:
         raise ValueError(f"expected a loss that depends on a parameter, got one that requires no gradient; {mend}")
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors of a nest of mappings, tuples, lists and dataclasses."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for content in value.values():
-            yield from tensors_in(content)
-    elif isinstance(value, tuple | list):
-        for content in value:
-            yield from tensors_in(content)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, field.name))
 
 
 def describe(value: Any) -> str:

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from leangrad.verify.subject import describe, tensors_in
+from leangrad.trees import tensors_in
+from leangrad.verify.subject import describe
 
 __all__ = ["count_rows", "with_rows"]
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -40,6 +40,7 @@ from leangrad.policy.peak import Outcome
 from leangrad.policy.relax import Relaxation
 from leangrad.policy.replay import Replay
 from leangrad.sizes import size_text
+from leangrad.trees import tensors_in
 
 __all__ = ["PRODUCTS", "Goal", "Tuner", "Way", "first_graded"]
 
@@ -506,16 +507,7 @@ class Tuner:
 
 def first_graded(output: object) -> Tensor | None:
     """The first tensor that backward may begin at, of what a forward handed out."""
-    return next((t for t in _tensors_in(output) if t.grad_fn is not None and type(t) is Tensor), None)
-
-
-def _tensors_in(tree: object) -> Iterator[Tensor]:
-    """In nested tuples, lists and mappings, among them what transformers' models hand out."""
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, Mapping | tuple | list):
-        for child in tree.values() if isinstance(tree, Mapping) else tree:
-            yield from _tensors_in(child)
+    return next((t for t in tensors_in(output) if t.grad_fn is not None and type(t) is Tensor), None)
 
 
 def _counters() -> _torch.Counters | None:
