@@ -108,6 +108,15 @@ def test_private(script: Path, tmp_path: Path) -> None:
     assert "ended in step 3 by ValueError." in page
 
 
+def test_each_rank_has_its_file(script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    code, _, err = profiled("-o", "report.json", "train.py", "1")
+    assert code == 0
+    assert "the report is in report.rank1.json" in err
+    assert names(tmp_path / "report.rank1.json") == ["step 1"]
+
+
 @pytest.mark.slow
 def test_compared_with_a_second_run(script: Path, tmp_path: Path) -> None:
     code, _, _ = profiled("--compare", "-o", "report.json", "train.py", "7")

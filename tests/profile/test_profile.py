@@ -209,6 +209,14 @@ def test_a_model_that_is_lean_already() -> None:
     assert leangrad.is_lean(net)
 
 
+def test_where_leangrad_is_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LEANGRAD_DISABLE", "1")
+    with leangrad.profile() as profile:
+        train(*make(), steps=8)
+    assert names(profile.report) == ["step 1", "step 3"]
+    assert profile.report.notes == ("LEANGRAD_DISABLE is set: no step ran lean.",)
+
+
 def test_training_in_another_thread() -> None:
     net, optimizer = make()
     with leangrad.profile() as profile:

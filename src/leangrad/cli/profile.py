@@ -1,5 +1,6 @@
 """`leangrad profile` runs a training script and writes a report of where its memory goes."""
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -33,6 +34,8 @@ def profile(
         raise typer.BadParameter(f"found no file {name!r}; to run a module write `leangrad profile -m {name}`")
     if not output.absolute().parent.is_dir():
         raise typer.BadParameter(f"found no folder {str(output.parent)!r} to write the report to")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # each process of torchrun has its own
+        output = output.with_stem(f"{output.stem}.rank{os.environ.get('RANK', '0')}")
     called = Script(name, tuple(arguments), module)
     title = "Where the memory goes" if private else f"Where the memory of {called} goes"
     report, code = profile_script(called, output, title, tries_lean=lean, compares=compare, is_private=private)

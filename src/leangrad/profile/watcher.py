@@ -30,6 +30,7 @@ from leangrad.loss.lazy.heads import heads_of
 from leangrad.measure.instrument import Recording
 from leangrad.profile.standing import standing_bytes
 from leangrad.report import Report, StepRecord
+from leangrad.switch import disabled
 from leangrad.timeline.categories import ACTIVATIONS
 from leangrad.timeline.event import Event, format_bytes
 
@@ -227,6 +228,9 @@ class Watcher:
     # ---------------------------------------------------------------------------------------------------------- lean
 
     def _make_lean(self, roots: list[nn.Module]) -> None:
+        if disabled():
+            self._notes.append("LEANGRAD_DISABLE is set: no step ran lean.")
+            return
         for root in roots:
             if is_lean(root):
                 self._notes.append(f"{type(root).__name__} is lean already: these are the figures of a lean model.")
