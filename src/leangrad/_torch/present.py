@@ -26,7 +26,12 @@ def private_names() -> dict[str, bool]:
     owners: list[Any] = [torch, torch._C, torch._C._autograd, torch.autograd, torch.autograd.forward_ad]
     owners += [torch.autograd.profiler, torch.overrides]
     owners += [torch.autograd.Variable, torch.autograd.graph, torch.autograd.Function, torch.nn.modules]
-    owners += [torch.nn.Module(), torch.nn.modules.module, torch.ops.aten, torch.ops.aten.add.Tensor]
+    owners += [
+        torch.nn.Module()._replicate_for_data_parallel(),
+        torch.nn.modules.module,
+        torch.ops.aten,
+        torch.ops.aten.add.Tensor,
+    ]
     owners += [tensor, tensor.untyped_storage(), tensor.grad_fn]
     owners += [torch.cuda, getattr(torch._C, "_StaticCudaLauncher", None), torch.utils, python_dispatch]
     if torch.distributed.is_available():
