@@ -29,8 +29,8 @@ docs: .venv/installed-docs
 # What users install: both packages are built, and the wheel is tried in an environment that has nothing else.
 release: .venv/installed
 	rm -rf dist build/release
-	$(BIN)/python -m build --outdir dist . > build.log 2>&1 || { cat build.log; exit 1; }
-	rm build.log
+	mkdir -p build
+	$(BIN)/python -m build --outdir dist . > build/release.log 2>&1 || { cat build/release.log; exit 1; }
 	$(PYTHON) -m venv build/release
 	build/release/bin/pip install --quiet $(TORCH)
 	build/release/bin/pip install --quiet dist/*.whl

@@ -6,9 +6,11 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from leangrad.cli import app
@@ -20,6 +22,7 @@ import torch
 from torch import nn
 
 print("arguments", sys.argv[1:], __name__, __file__)
+torch.set_num_threads(1)  # the same sums in every process
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(16, 128), nn.GELU(), nn.LayerNorm(128), nn.Linear(128, 16))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -40,10 +43,12 @@ if __name__ == "__main__":
 
 
 @pytest.fixture
-def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(TRAIN)
-    return tmp_path / "train.py"
+    threads = torch.get_num_threads()
+    yield tmp_path / "train.py"
+    torch.set_num_threads(threads)
 
 
 def profiled(*arguments: str) -> tuple[int, str, str]:

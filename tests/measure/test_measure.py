@@ -349,6 +349,19 @@ def test_what_is_released_around_the_step_is_not_counted(monkeypatch: pytest.Mon
     assert not held
 
 
+def test_an_error_of_the_step_is_the_one_that_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No trace is read of a step that failed: an error in there would hide the user's."""
+    monkeypatch.setattr(instrument, "read_trace", lambda _: pytest.fail("read a trace"))
+
+    def step() -> None:
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine") as raised:
+        measure(step, timed_runs=0)
+    assert raised.value.__context__ is None
+    assert not instruments_left()
+
+
 def test_two_measurements_agree() -> None:
     mlp = TwoLayers(32, 8, 16, 4, torch.float32)
 

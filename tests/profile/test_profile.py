@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import leangrad
+from leangrad.errors import ChangedError
 from leangrad.report import Report
 from leangrad.timeline.categories import GRADIENTS, PARAMETERS, STATE
 from tests.support import assert_same_bits
@@ -215,6 +216,38 @@ def test_where_leangrad_is_switched_off(monkeypatch: pytest.MonkeyPatch) -> None
         train(*make(), steps=8)
     assert names(profile.report) == ["step 1", "step 3"]
     assert profile.report.notes == ("LEANGRAD_DISABLE is set: no step ran lean.",)
+
+
+def test_a_compiled_model_is_not_compiled_anew() -> None:
+    net, optimizer = make()
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, _: list[Tensor]) -> Callable[..., object]:
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(net, backend=backend, fullgraph=True)
+    train(compiled, optimizer, steps=1)
+    count = len(graphs)
+    with leangrad.profile() as profile:
+        train(compiled, optimizer, steps=4)
+    assert len(graphs) == count
+    assert names(profile.report) == ["step 1", "step 3"]
+    assert 'backend="leangrad"' in profile.report.notes[0]
+
+
+def test_an_error_of_leans_own_is_told_from_the_programs() -> None:
+    net, optimizer = make()
+
+    def fail_if_lean(*_: object) -> None:
+        if leangrad.is_lean(net):
+            raise ChangedError("changed")
+
+    net.register_forward_pre_hook(fail_if_lean)
+    with pytest.raises(ChangedError), leangrad.profile() as profile:
+        train(net, optimizer, steps=8)
+    assert profile.report.notes[0] == "The program ended in step 4 by ChangedError: changed."
+    assert "--no-lean" in profile.report.notes[1]
 
 
 def test_training_in_another_thread() -> None:

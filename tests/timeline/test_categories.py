@@ -45,6 +45,10 @@ def test_what_backward_finds_is_kept() -> None:
     ]
 
 
+def test_what_backward_releases_first_is_kept_too() -> None:
+    assert categories((0, 8, "forward"), (0, -8, "backward")) == [ACTIVATIONS] * 2
+
+
 def test_what_ends_in_its_phase_is_temporary() -> None:
     found = categories(
         (0, 8, "forward"),

@@ -35,9 +35,10 @@ def record(run: Callable[[], object]) -> tuple[Trace, list[Change]]:
     recording.start()
     try:
         run()
-    finally:
-        recorded = recording.stop()
-    return recorded
+    except BaseException:
+        recording.close()
+        raise
+    return recording.stop()
 
 
 class Recording:
@@ -70,10 +71,14 @@ class Recording:
             entered.enter_context(record_function(STEP_MARK))
             self._open = entered.pop_all()
 
+    def close(self) -> None:
+        """End, and leave everything as it was before."""
+        self._open.close()
+
     def stop(self) -> tuple[Trace, list[Change]]:
         """End; return the trace, and when older CPU memory was released."""
         assert self._profiler is not None
-        self._open.close()
+        self.close()
         with tempfile.TemporaryDirectory(prefix="leangrad-") as folder, _torch.muted_kineto():
             path = os.path.join(folder, "trace.json")
             self._profiler.export_chrome_trace(path)
@@ -139,7 +144,7 @@ def _marking_modules(*, lines: bool) -> Iterator[None]:
         if torch.compiler.is_compiling():
             return call(self, *args, **kwargs)
         path = paths.path_of(self)
-        marks_lines = lines and not paths.running
+        marks_lines = lines and not paths.running and not any(map(_torch.is_compiled, self.modules()))
         paths.running.append((self, path))
         try:
             with record_function(MODULE_MARK + path), _MarkingLines() if marks_lines else contextlib.nullcontext():
@@ -155,12 +160,15 @@ def _marking_modules(*, lines: bool) -> Iterator[None]:
 
 
 class _MarkingLines(TorchFunctionMode):
-    """Puts a mark with the source line that called it around each op."""
+    """Puts a mark with the source line that called it around each op.
+
+    Not around a model with compiled parts: what is compiled under a function mode is compiled anew without it.
+    """
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if getattr(func, "__name__", "") == "__get__":  # of .shape and the like
+        if torch.compiler.is_compiling() or getattr(func, "__name__", "") == "__get__":  # of .shape and the like
             return func(*args, **(kwargs or {}))
         with record_function(LINE_MARK + _source_line()):
             return func(*args, **(kwargs or {}))

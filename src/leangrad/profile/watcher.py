@@ -87,6 +87,8 @@ class Watcher:
         if self.is_here:
             if error is not None and not (isinstance(error, SystemExit) and not error.code):
                 self._notes.append(f"The program ended in step {self._step} by {self._in_words(error)}.")
+            if self._lean and not self._makes_lean and isinstance(error, LeangradError):
+                self._notes.append("That step ran lean, as a trial. To run all steps plain: --no-lean, or lean=False.")
             self._end_recording()
             self._undo.close()
             self._make_plain()
@@ -198,8 +200,8 @@ class Watcher:
             return
         try:
             trace, freed = recording.stop()
-        except LeangradError as error:
-            self._notes.append(f"Step {self._step} was not measured: {error}.")
+        except Exception as error:  # the program's own errors must not be lost to one of ours
+            self._notes.append(f"Step {self._step} was not measured: {self._in_words(error)}.")
             return
         timeline, kept_bytes = trace.timeline(self._device, freed if self._device == "cpu" else ())
         if self._is_private:

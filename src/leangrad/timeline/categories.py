@@ -29,10 +29,11 @@ def categories_of(timeline: Sequence[Event]) -> list[str]:
     for index, event in enumerate(timeline):
         if event.bytes > 0:
             end = ends.get(event.block, len(timeline))
-            lasts = end > after[index]  # beyond the phase that made it
-            if event.phase == "forward" and lasts and timeline[after[index]].phase == "backward":
+            lasts = end >= after[index]  # beyond the phase that made it
+            follows = timeline[after[index]].phase if after[index] < len(timeline) else ""
+            if event.phase == "forward" and lasts and follows == "backward":
                 of_block[event.block] = ACTIVATIONS
-            elif event.phase == "backward" and end >= after[index]:
+            elif event.phase == "backward" and lasts:
                 of_block[event.block] = GRADIENTS
             elif event.phase == "other" and end == len(timeline):
                 of_block[event.block] = STATE
