@@ -711,7 +711,7 @@ def test_inside_of_a_checkpoint() -> None:
 def test_a_weight_that_may_be_freed_is_read_at_once(monkeypatch: pytest.MonkeyPatch, fused: list[int]) -> None:
     from leangrad.compiled import lazy_outputs
 
-    monkeypatch.setattr(lazy_outputs, "shards_modules", lambda: True)
+    monkeypatch.setattr(lazy_outputs, "is_gathered", lambda parameter: True)
     model, ids = Language(returned), words()
     compiled = torch.compile(model, backend=compile_lean)
     assert type(compiled(ids)[1]) is Tensor
@@ -768,11 +768,21 @@ def test_fsdp2(is_apart: bool) -> None:
     for use in ("the loss", "both", "the loss"):
         ours.zero_grad()
         loss, logits = run(ids)
+        assert type(logits) is Tensor
         assert torch.isfinite(logits.detach()).all()  # its weight is gone by now, if it is apart
         (0.7 * USES[use](loss, logits)).backward()
         expected = results(plain, lambda ids, use=use: USES[use](*plain(ids)), ids)
         torch.testing.assert_close(USES[use](loss, logits).detach(), expected.pop("loss"), rtol=1e-4, atol=1e-6)
         assert_near({name: p.grad.full_tensor() for name, p in ours.named_parameters()}, expected)
+
+
+@pytest.mark.usefixtures("one_rank", "op_by_op")
+def test_another_model_of_the_process_is_sharded() -> None:
+    """Its parameters are freed; those of this model are not, and its logits are put off as ever."""
+    other = fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (1,)))
+    other(torch.ones(1, 4)).sum().backward()
+    model = Language(returned, bias=True)
+    assert isinstance(torch.compile(model, backend=compile_lean)(words())[1], LazyLogits)
 
 
 # Transformers

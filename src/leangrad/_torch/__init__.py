@@ -92,11 +92,11 @@ from leangrad._torch.sharding import (
     has_process_groups,
     is_at_work,
     is_flat,
+    is_gathered,
     is_sharded,
     part_of,
     shard_versions,
     sharding_modules,
-    shards_modules,
     shards_of,
 )
 from leangrad._torch.tensors import (
@@ -170,6 +170,7 @@ __all__ = [
     "is_checkpointing",
     "is_compiled",
     "is_flat",
+    "is_gathered",
     "is_innermost_mode",
     "is_number",
     "is_profiling",
@@ -213,7 +214,6 @@ __all__ = [
     "schema",
     "shard_versions",
     "sharding_modules",
-    "shards_modules",
     "shards_of",
     "softmax_backward",
     "storage_address",

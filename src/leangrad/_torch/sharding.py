@@ -55,12 +55,16 @@ def is_flat(module: nn.Module | None) -> bool:
     return any(isinstance(m, kinds) for m in module.modules())
 
 
-def shards_modules() -> bool:
-    """Whether FSDP2 frees the parameters of some module of this process; True where torch does not tell."""
+def is_gathered(weight: Tensor) -> bool:
+    """Whether FSDP2 has gathered this parameter and will free it; True where torch does not tell."""
     if "torch.distributed.fsdp" not in sys.modules:
         return False
     states, kind = _states(), _kinds("FSDPModule")
-    return states is None or not kind or any(isinstance(module, kind) for module in list(states))
+    if states is None or not kind or not _tells():
+        return True
+    memory = weight.untyped_storage()._cdata
+    sharded = [module for module in list(states) if isinstance(module, kind)]
+    return any(s.whole.untyped_storage()._cdata == memory for module in sharded for s in shards_of(module))
 
 
 def _states() -> Any:

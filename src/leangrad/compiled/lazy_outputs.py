@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from leangrad._torch import saved_tensor_hooks_active, shards_modules
+from leangrad._torch import is_gathered, saved_tensor_hooks_active
 from leangrad.compiled.logits_chain import Chain, known, logits_of
 from leangrad.loss.lazy.heads import Head
 from leangrad.loss.lazy.logits import project
@@ -139,7 +139,7 @@ class _PutOff:
         can_wait = (
             not self.head.why_eager
             and stays(weight)
-            and not shards_modules()
+            and not any(is_gathered(parameter) for parameter in (weight, bias) if parameter is not None)
             and not saved_tensor_hooks_active()  # a checkpoint's second run has to save what its first did
             and not any(map(_is_foreign, (x, weight, bias)))
         )
