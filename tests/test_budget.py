@@ -99,6 +99,7 @@ def ends(net: Net, x: Tensor) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("share", [0.0, 0.25, 0.5, 0.75, 1.0])
+@pytest.mark.sampled(2)
 def test_every_step_has_plains_gradients_and_the_peak_is_within(net: Net, x: Tensor, share: float) -> None:
     most, least = ends(net, x)
     budget = int(least + share * (most - least))
@@ -364,6 +365,7 @@ def test_a_batch_that_is_larger_by_a_keyword(net: Net, x: Tensor) -> None:
     assert leangrad.ledger_of(lean) is not ledger
 
 
+@pytest.mark.extended
 def test_shapes_that_take_turns_are_each_learned_once(net: Net, x: Tensor) -> None:
     """None of the two is larger than the other in every dimension."""
     wide, high = x.reshape(2, -1, WIDTH), x.reshape(-1, 2, WIDTH)
@@ -468,6 +470,7 @@ def test_beside_checkpoint_and_packed_gradients(net: Net, x: Tensor) -> None:
 
 
 @pytest.mark.parametrize("at", [1, 7, 20])
+@pytest.mark.sampled(3)
 def test_an_interrupt_while_it_plans(net: Net, x: Tensor, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     most, least = ends(net, x)
     plain, lean = copy.deepcopy(net), leangrad.lean(copy.deepcopy(net), budget=(most + least) // 2, min_bytes=0)
