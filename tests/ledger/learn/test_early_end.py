@@ -346,6 +346,7 @@ def test_a_checkpoint_in_the_tail(x: Tensor, ends: list[int], use_reentrant: boo
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 @pytest.mark.parametrize("where", ["between", "inside"])
+@pytest.mark.sampled(2)
 def test_an_exception(x: Tensor, ends: list[int], error: type[BaseException], where: str) -> None:
     def fails(net: Net, h: Tensor) -> Tensor:
         if net.step == -1:
