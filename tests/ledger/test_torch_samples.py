@@ -86,7 +86,7 @@ def deals() -> Iterator[Any]:
 
 
 @DEVICES
-@pytest.mark.parametrize(("dtype", "deal"), deals())
+@pytest.mark.parametrize(("dtype", "deal"), [*deals()], ids=str)
 def test_ops(dtype: torch.dtype, deal: int, device: str) -> None:
     counts = Counts()
     for op in dealt(deal):
