@@ -82,10 +82,10 @@ def modules_of(lightning: ModuleType) -> dict[str, type]:
         def __init__(self) -> None:
             super().__init__()
             self.automatic_optimization = False
-            self.critics = nn.ModuleList([block(), block()])
+            self.critics = nn.ModuleDict({"both": nn.ModuleList([block(), block()])})  # lists in dicts have no forward
 
         def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
-            for critic, optimizer in zip(self.critics, self.optimizers(), strict=True):
+            for critic, optimizer in zip(self.critics["both"], self.optimizers(), strict=True):
                 loss = critic(self.body(batch[0])).square().mean()
                 optimizer.zero_grad()
                 self.manual_backward(loss)
@@ -93,7 +93,7 @@ def modules_of(lightning: ModuleType) -> dict[str, type]:
                 self.losses.append(loss.item())
 
         def configure_optimizers(self) -> Any:
-            both = [[*self.body.parameters(), *critic.parameters()] for critic in self.critics]
+            both = [[*self.body.parameters(), *critic.parameters()] for critic in self.critics["both"]]
             return [torch.optim.AdamW(parameters, 1e-2) for parameters in both]
 
     return {"automatic": Automatic, "forward": CallsForward, "manual": Manual}
@@ -386,6 +386,20 @@ def test_a_compiled_module_is_told_of_the_backend(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=r'module\.part\.compile\(backend="leangrad"\)'):
         trainer_with([Lean()], tmp_path, max_steps=1, limit_val_batches=0).fit(model, data())
     torch.compiler.reset()
+
+
+@pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo's own
+def test_a_lean_module_that_is_compiled_runs_plain(tmp_path: Path) -> None:
+    """Its training_step has a graph break, after which Dynamo calls what stands behind ours."""
+    found = []
+    for module in (made("forward"), leangrad.lean(made("forward"))):
+        torch.manual_seed(1)
+        trainer_with([], tmp_path, max_steps=2, limit_val_batches=0).fit(torch.compile(module, backend="eager"), data())
+        found.append(module.losses)
+        torch.compiler.reset()
+    assert len(found[0]) == 2
+    assert found[1] == found[0]
 
 
 @pytest.mark.gpu
