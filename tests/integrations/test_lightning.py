@@ -334,10 +334,40 @@ def test_a_lean_module_is_copied_and_pickled(kind: str, tmp_path: Path) -> None:
     assert model.losses == []
 
 
-def test_the_callback_is_pickled() -> None:
-    other = pickle.loads(pickle.dumps(Lean(slowdown=1.5)))
+class OwnLean(Lean):
+    """A callback of the user's."""
+
+
+@pytest.mark.parametrize("kind", [Lean, OwnLean])
+def test_the_callback_is_pickled(kind: type) -> None:
+    assert issubclass(kind, pl.Callback)  # LightningCLI asks the class
+    other = pickle.loads(pickle.dumps(kind(slowdown=1.5)))
     assert other.settings == {"slowdown": 1.5}
+    assert isinstance(other, kind)
     assert isinstance(other, pl.Callback)
+
+
+def test_layers_that_are_made_when_fit_begins(tmp_path: Path) -> None:
+    """Callbacks are set up before the module is: its head is found all the same."""
+
+    class Late(pl.LightningModule):
+        def configure_model(self) -> None:
+            self.embed, self.head = nn.Embedding(512, 32), nn.Linear(32, 512)
+
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            words = (100 * batch[0]).long() % 512
+            logits = self.head(self.embed(words))
+            assert type(logits).__name__ == "LazyLogits"
+            return nn.functional.cross_entropy(logits.flatten(0, 1), words.flatten())
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+    model = Late()
+    trainer = trainer_with([Lean(exact=False)], tmp_path, max_steps=2)
+    trainer.fit(model, data())
+    assert trainer.global_step == 2
+    assert "forward" not in vars(model.head)
 
 
 def test_what_others_put_around_the_step_stays(tmp_path: Path) -> None:

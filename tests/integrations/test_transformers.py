@@ -301,6 +301,19 @@ def test_a_model_that_our_backend_compiles_has_no_need_of_the_callback(
     torch.compiler.reset()
 
 
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
+def test_what_it_says_where_no_layer_has_logits_of_words(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A vocabulary of ASCII is too small, and a classifier has none."""
+    callback, model = LeanCallback(exact=False), MODELS[name][0]()
+    state = type("State", (), {"is_world_process_zero": True})
+    callback.on_train_begin(arguments(tmp_path), state, None, model=model)
+    told = capsys.readouterr().out
+    assert "plain's, bit for bit; exact=False changes nothing, for no layer of this model" in told
+    assert "without its logits" not in told
+
+
 def test_what_it_says_beside_liger(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     args = arguments(tmp_path)
     args.use_liger_kernel = True

@@ -5,7 +5,8 @@ lightning        `Lean`, a callback for Lightning's Trainer, under the name ``li
 figures          what both log: the share of memory saved, and the peak
 library          one sentence for a library that is missing or too old
 
-`attach/training_step.py` is how `lean` reaches a LightningModule. Accelerate, PEFT, Fabric and diffusers need no module of ours: docs/ has the lines to copy.
+`attach/training_step.py` is how `lean` reaches a LightningModule. Accelerate, PEFT, Fabric and diffusers need no
+module of ours: docs/ has the lines to copy.
 """
 
 import importlib

@@ -18,6 +18,7 @@ from leangrad import _torch
 from leangrad.integrations.figures import lean_figures
 from leangrad.integrations.library import require
 from leangrad.lean import is_lean, lean, ledger_of, plain
+from leangrad.loss.lazy import heads_of
 
 __all__ = ["LeanCallback"]
 
@@ -108,10 +109,13 @@ class LeanCallback(TrainerCallback):  # type: ignore[misc, valid-type]
 
     def _sentence(self, args: Any, model: nn.Module) -> str:
         told = f"{type(model).__name__} keeps for backward only what cannot be rebuilt"
-        if self.settings.get("exact", True):
-            told += "; losses and gradients are plain's, bit for bit"
+        is_exact, heads = self.settings.get("exact", True), heads_of(model)
+        if not is_exact and heads:
+            told += "; the cross entropy is computed without its logits, with plain's error but not plain's bits"
         else:
-            told += "; the loss is computed without its logits, with plain's error but not plain's bits"
+            told += "; losses and gradients are plain's, bit for bit"
+        if not is_exact and not heads:
+            told += "; exact=False changes nothing, for no layer of this model is a projection to a large vocabulary"
         if args.gradient_checkpointing or getattr(model, "is_gradient_checkpointing", False):
             told += (
                 "; gradient_checkpointing is on too: its segments are run again, lean, which takes no more memory and "
