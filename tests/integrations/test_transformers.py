@@ -147,15 +147,18 @@ def test_one_callback_trains_twice_and_tells_what_it_did(tmp_path: Path) -> None
     assert_saved(trainer)
 
 
-def test_settings_are_those_of_lean(tmp_path: Path) -> None:
+def test_settings_are_those_of_lean(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ValueError, match="give a budget or a slowdown, not both"):
         LeanCallback(budget="1GB", slowdown=1.1)
     with pytest.raises(TypeError, match="no_such_setting"):
         LeanCallback(no_such_setting=True)
+    with pytest.raises(ValueError, match="exact must be True or False, got 'False'"):
+        LeanCallback(exact="False")
     plain = trainer_for(tmp_path, [])
     plain.train()
     lean = trainer_for(tmp_path, [LeanCallback(budget="1GB")])
     lean.train()
+    assert "keeps for backward as much as fits into the budget of 1GB; losses and" in capsys.readouterr().out
     assert_same_training(plain, lean)
     assert losses(lean, "lean_saved_share")[-1] < losses(lean, "lean_saved_share")[0]  # there is room: more is kept
 

@@ -19,6 +19,7 @@ from leangrad.integrations.figures import lean_figures
 from leangrad.integrations.library import require
 from leangrad.lean import is_lean, lean, ledger_of, plain
 from leangrad.loss.lazy import heads_of
+from leangrad.sizes import size_text
 
 __all__ = ["LeanCallback"]
 
@@ -107,8 +108,15 @@ class LeanCallback(TrainerCallback):  # type: ignore[misc, valid-type]
         _owners[model] = self
         return self._sentence(args, model)
 
+    def _how_much(self) -> str:
+        if (budget := self.settings.get("budget")) is not None:
+            return f"as much as fits into the budget of {budget if isinstance(budget, str) else size_text(budget)}"
+        if (slowdown := self.settings.get("slowdown")) is not None:
+            return f"as little as {slowdown} of plain's time allows"
+        return "only what cannot be rebuilt"
+
     def _sentence(self, args: Any, model: nn.Module) -> str:
-        told = f"{type(model).__name__} keeps for backward only what cannot be rebuilt"
+        told = f"{type(model).__name__} keeps for backward {self._how_much()}"
         is_exact, heads = self.settings.get("exact", True), heads_of(model)
         if not is_exact and heads:
             told += "; the cross entropy is computed without its logits, with plain's error but not plain's bits"
