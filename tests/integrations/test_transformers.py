@@ -273,6 +273,17 @@ def test_a_training_that_failed_is_begun_anew(tmp_path: Path) -> None:
     assert not leangrad.is_lean(trainer.model)
 
 
+def test_another_callback_takes_over_after_a_training_that_failed(tmp_path: Path) -> None:
+    model = FailOnce(gpt2())
+    with pytest.raises(MemoryError):
+        trainer_for(tmp_path, [LeanCallback()], model=model).train()
+    assert leangrad.is_lean(model)
+    trainer = trainer_for(tmp_path, [LeanCallback(min_bytes=2**40)], model=model, max_steps=2)
+    trainer.train()
+    assert losses(trainer, "lean_saved_share")[-1] == (0,)  # by its own settings nothing is rebuilt
+    assert not leangrad.is_lean(model)
+
+
 # Beside the trainer's own options
 
 
@@ -315,6 +326,16 @@ def test_what_it_says_where_no_layer_has_logits_of_words(
     told = capsys.readouterr().out
     assert "plain's, bit for bit; exact=False changes nothing, for no layer of this model" in told
     assert "without its logits" not in told
+
+
+def test_what_it_says_where_leangrad_is_switched_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LEANGRAD_DISABLE", "1")
+    trainer = trainer_for(tmp_path, [LeanCallback()], max_steps=1)
+    trainer.train()
+    told = capsys.readouterr().out
+    assert "leangrad: leangrad is switched off by LEANGRAD_DISABLE, so GPT2LMHeadModel trains as without it\n" in told
 
 
 def test_what_it_says_beside_liger(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
