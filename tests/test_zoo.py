@@ -141,6 +141,7 @@ def test_fast_bfloat16_is_bfloat16(kind: str) -> None:
 
 
 @every_case
+@pytest.mark.sampled(3)
 def test_every_parameter_learns_and_runs_repeat(one: Case) -> None:
     model, loss = train_once(one)
     again, same_loss = train_once(one)
@@ -168,6 +169,7 @@ def test_every_parameter_learns_and_runs_repeat(one: Case) -> None:
 
 
 @every_case
+@pytest.mark.sampled(3)
 def test_bfloat16_autocast(one: Case) -> None:
     model, batch = seeded(one)
     with FastBFloat16():

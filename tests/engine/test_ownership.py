@@ -279,6 +279,7 @@ run()
     ],
     ids=["plain", "default device", "traced", "dispatch mode", "no grad"],
 )
+@pytest.mark.sampled(2)
 def test_the_first_question_may_come_from_anywhere(before, inside, after):
     code = CALIBRATED_ELSEWHERE.format(before=before, inside=inside, after=after)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -328,6 +329,7 @@ def run_beside_a_compiled_function():
 @pytest.mark.slow
 @pytest.mark.parametrize("first", ["run()", "run_beside_a_compiled_function()", "raise_in_a_compile(); run()"])
 @pytest.mark.parametrize("then", ["run()", "run_beside_a_compiled_function()", "raise_in_a_compile(); run()"])
+@pytest.mark.sampled(3)
 def test_answers_do_not_depend_on_who_evaluates_frames(first, then):
     """Dynamo's evaluator holds a call's arguments once more. Rows of one state are compared with counts of another.
 

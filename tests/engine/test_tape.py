@@ -271,6 +271,7 @@ def chain(depth: int, activation: str, width: int = 128, rows: int = 4096):
 
 @pytest.mark.parametrize("activation", [name for name in ACTIVATIONS if name != "softmax"])
 @pytest.mark.parametrize("depth", [2, 9])
+@pytest.mark.sampled(3)
 def test_backward_of_a_chain_allocates_no_map_after_warm_up(depth, activation):
     step, map_bytes = chain(depth, activation)
     found = measure(step, timed_runs=1)

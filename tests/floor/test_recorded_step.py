@@ -107,6 +107,7 @@ def test_calls_that_differ_in_the_sign_of_zero(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("one", SMALL, ids=lambda one: one.name)
+@pytest.mark.sampled(3)
 def test_values_of_real_steps(one: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     recorders: list[CheckedRecorder] = []
 

@@ -187,6 +187,7 @@ def test_a_ledger_dies_with_its_model(way, is_checkpointed):
 
 @pytest.mark.parametrize("depth", DEPTHS)
 @pytest.mark.parametrize("way", ["backward", "never", "retained", "create_graph", "partial", "exception"])
+@pytest.mark.sampled(3)
 def test_memory_is_released_when_the_loss_is(way, depth):
     with no_garbage_collector():
         net = model()

@@ -260,6 +260,7 @@ def train(
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.sampled(3)
 def test_models_train_as_plain_ones(name: str, autocast: bool) -> None:
     """A recorded step, then steps along its trace; and fewer bytes are kept than without products."""
     plain = train(*MODELS[name], nullcontext(), autocast=autocast)

@@ -73,6 +73,7 @@ def made(case: Case) -> tuple[nn.Module, tuple[object, ...]]:
 
 @DTYPES
 @ZOO
+@pytest.mark.sampled(3)
 def test_gradients_and_buffers_are_the_same_bits(case: Case, autocast: bool) -> None:
     """Three steps with one ledger: the recorded one, and two that use what it learned."""
     (plain, batch), (lean, _) = made(case), made(case)
@@ -95,6 +96,7 @@ def test_gradients_and_buffers_are_the_same_bits(case: Case, autocast: bool) -> 
 @pytest.mark.usefixtures("_no_scratch")
 @DTYPES
 @ZOO
+@pytest.mark.sampled(3)
 def test_kept_bytes_and_peak(case: Case, autocast: bool) -> None:
     model, batch = made(case)
     ledger = leangrad.saving()

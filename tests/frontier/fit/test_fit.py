@@ -200,6 +200,7 @@ def test_a_budget_that_is_refused_does_not_fit(monkeypatch: pytest.MonkeyPatch) 
     assert [(fitted.way, fitted.rows) for fitted in found if fitted.way == "lean, budget"] == [("lean, budget", 6)]
 
 
+@pytest.mark.extended
 def test_a_real_budget_fits_no_less_than_the_floor() -> None:
     found = {fitted.way: fitted for fitted in fit(stack(4, 32), torch.randn(64, 32), memory=2_000_000).ways}
     assert found["lean, budget"].rows >= found["lean"].rows > found["plain"].rows
