@@ -2,7 +2,7 @@
 
 Read in this order: `peers` (what a user would pick in leangrad's stead), `ways` (the table of all ways), `job` (what a
 process is asked and what it answers), `machine` (where that was), `worker` (one way, measured), `run` (all of them,
-each in its process), `result` (rows as a table and as JSON), and `builtin` (small models for those who have none at hand).
+each in its process), `result` (rows as a table and as JSON), and `builtin` (small models).
 """
 
 from leangrad.bench.job import Job, Row

@@ -21,6 +21,7 @@ class Job:
     - `budget`: the peak that lean with a budget may take, above what stands before a step.
     - `floor`: find the floor of the model too.
     - `memory`: find the largest batch in so many bytes.
+    - `whole_traceback`: of an error, with the frames of torch and leangrad too.
     """
 
     target: str
@@ -32,6 +33,7 @@ class Job:
     budget: int | None = None
     floor: bool = False
     memory: int | None = None
+    whole_traceback: bool = False
 
     def to_json(self) -> str:
         """As text."""

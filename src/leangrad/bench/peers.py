@@ -4,6 +4,7 @@ A function here raises NotForThisError, with a sentence, for a model that it can
 """
 
 import importlib
+import itertools
 from functools import partial
 from typing import Any
 
@@ -90,7 +91,7 @@ def apply_inplace_abn(model: nn.Module) -> None:
     replaced = 0
     for part in [one for one in model.modules() if type(one) is nn.Sequential]:
         children = list(part.named_children())
-        for (name, norm), (activation_name, activation) in zip(children, children[1:], strict=False):
+        for (name, norm), (activation_name, activation) in itertools.pairwise(children):
             if type(norm) is nn.BatchNorm2d and type(activation) is nn.LeakyReLU:
                 made = layer(
                     norm.num_features,

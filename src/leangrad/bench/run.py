@@ -1,5 +1,6 @@
 """All ways on one model, each in a process of its own; a process that crashes or hangs costs its own row only."""
 
+import contextlib
 import json
 import os
 import signal
@@ -32,6 +33,7 @@ def bench(
     budget: int | None = None,
     memory: int | None = None,
     timeout: float = 900,
+    whole_traceback: bool = False,
     progress: Progress = lambda *_: None,
 ) -> Bench:
     """Measure each way to train a model in a process of its own.
@@ -50,6 +52,7 @@ def bench(
         memory: also search the largest batch of each way in so many bytes above what stands before a step. 0: in as
             many as plain takes for the batch that was given.
         timeout: seconds that a way may take.
+        whole_traceback: of an error in the user's code, with the frames of torch and leangrad.
         progress: called with what is going on, how many ways are done, and how many there are.
 
     Raises:
@@ -60,7 +63,7 @@ def bench(
     [('plain', True), ('lean', True)]
     """
     chosen = find(["plain", *(WAYS if ways is None else ways)])
-    job = Job(target, "plain", options or {}, autocast, rounds, steps, floor=True)
+    job = Job(target, "plain", options or {}, autocast, rounds, steps, floor=True, whole_traceback=whole_traceback)
     rows: list[Row] = []
     notes: list[str] = []
     for n, choice in enumerate(chosen):
@@ -124,10 +127,8 @@ def run_job(job: Job, timeout: float) -> Row:
 def _end(process: "subprocess.Popen[bytes]") -> None:
     """End what is left of a process and of those that it has started."""
     if hasattr(os, "killpg"):
-        try:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
-        except (ProcessLookupError, PermissionError):
-            pass
     process.kill()
     process.wait()
 

@@ -3,8 +3,8 @@
 In this order: plain takes three steps, which give the gradients to compare with. The way is applied to a copy of the
 model and trains until nothing changes more. Then the memory of one of its steps is measured. Last, plain and the way
 take turns, and the median of their ratios is the time: on a CPU with one thread that of the processor, which other
-programs do not change, else that of the clock on the wall. The copies share the model's parameters, and have gradients of
-their own. The row is written to the file ANSWER.
+programs do not change, else that of the clock on the wall. The copies share the model's parameters, and have
+gradients of their own. The row is written to the file ANSWER.
 """
 
 import gc
@@ -15,6 +15,7 @@ import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
+from traceback import format_exception
 from typing import Any
 
 import torch
@@ -54,7 +55,8 @@ def measure_way(job: Job) -> Row:
     except NotForThisError as reason:
         return Row(job.way, "not for this", note=str(reason))
     except Exception as error:
-        return Row(job.way, "failed", note=sentence_of(error), traceback=own_frames(error))
+        trace = "".join(format_exception(error)) if job.whole_traceback else own_frames(error)
+        return Row(job.way, "failed", note=sentence_of(error), traceback=trace)
 
 
 @dataclass
@@ -145,7 +147,7 @@ class _Measuring:
         return plain
 
     def _settle(self, plain: _Plain, standing: int) -> tuple[Training, float]:
-        """The way at work: trained until nothing changes more, and its memory read; and the seconds of its first step."""
+        """The way at work, trained until nothing changes more, its memory read; and the seconds of its first step."""
         budget, told = self.job.budget, self.job.budget and self.job.budget + standing
         for _ in range(_BUDGETS):
             way = self.choice.way(self._given(budget, told))

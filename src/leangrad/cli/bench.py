@@ -31,9 +31,7 @@ def bench(
     ] = "",
     memory: Annotated[
         str,
-        typer.Option(
-            metavar="24GB|plain", help="Search the largest batch in so much memory, or in as much as plain's."
-        ),
+        typer.Option(metavar="24GB|plain", help="Search the largest batch in so much, or in what plain takes."),
     ] = "",
     rounds: Annotated[int, typer.Option(min=0, help="Turns that plain and each way take; 0: no times.")] = 5,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds that one way may take.")] = 900,
@@ -71,10 +69,11 @@ def bench(
                 budget=allowed,
                 memory=room,
                 timeout=timeout,
+                whole_traceback=traceback,
                 progress=progress,
             )
         if one.rows[0].outcome == "failed":
-            typer.echo(one.rows[0].traceback if traceback or one.rows[0].traceback else one.rows[0].note, err=True)
+            typer.echo(one.rows[0].traceback or one.rows[0].note, err=True)
             raise typer.Exit(2)
         typer.echo(f"{one}\n")
         found.append(one)
