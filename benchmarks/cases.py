@@ -33,12 +33,12 @@ DEMO = {"gpt2_medium": gpt, "llama_1b": swiglu}
 SHAPES = {"batch": 4, "length": 64, "layers": 3, "width": 64}
 WORDS = {"gpt2_medium": 512, "llama_1b": 2048}
 MAMBA_LENGTH = 64
-SMALL = ("resnet50", "vit_l", "gpt2_medium", "llama_1b", "bert_large", "unet", "mamba", "convnext", "mobilenet", "resnet_inplace")  # fmt: skip
 
 TABLE = ("resnet50", "vit_l", "gpt2_medium", "llama_1b")
+SMALL = (*TABLE, *(name for name in ZOO if name not in TABLE))
 TIMM = (
-    "convnext_tiny", "densenet121", "efficientnet_b0", "hrnet_w18", "mixer_b16_224", "mobilenetv3_large_100", "nf_resnet50",
-    "regnety_016", "swin_tiny_patch4_window7_224", "vit_base_patch16_224",
+    "convnext_tiny", "densenet121", "efficientnet_b0", "hrnet_w18", "mixer_b16_224", "mobilenetv3_large_100",
+    "nf_resnet50", "regnety_016", "swin_tiny_patch4_window7_224", "vit_base_patch16_224",
 )  # fmt: skip
 FULL = (*TABLE, "bert_large", "unet", "mamba", *(f"timm:{name}" for name in TIMM))
 PLAIN_DTYPE = ("llama_1b",)  # in bfloat16 itself; all others run under autocast

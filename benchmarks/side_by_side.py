@@ -3,7 +3,7 @@
     make bench                                                                # the CPU set, as the next line
     OMP_NUM_THREADS=1 python -m benchmarks --workers 2 --write side_by_side_cpu
     python -m benchmarks --device cuda --write side_by_side_h200               # full shapes, the models of the table
-    python -m benchmarks --readme                                             # README's table and pictures, from the rows
+    python -m benchmarks --readme                                              # README's table and pictures, from rows
 
 A row is one way on one model (`leangrad.bench`, which says what is measured and how): its peak above what stands before
 a step, what it keeps over the floor, its time over plain's in the same process, its largest difference of a gradient
@@ -26,6 +26,7 @@ from benchmarks.cases import FULL, PLAIN_DTYPE, SHAPES, SMALL
 from benchmarks.environment import RESULTS, commit
 from leangrad.bench import WAYS, Bench, bench
 
+TARGET = "benchmarks.cases:make"
 COMPILED = ("gpt2_medium", "resnet50")
 LARGEST = ("gpt2_medium", "resnet50")
 AXES = {"layers": "depth", "width": "width", "length": "length", "batch": "batch"}
@@ -49,9 +50,6 @@ def side_by_side(name: str, device: str, ways: list[str] | None) -> list[Bench]:
     if rest:
         found.append(bench(TARGET, rest, name=name, options=options, **settings))
     return found
-
-
-TARGET = "benchmarks.cases:make"
 
 
 def rows_of(name: str, device: str, ways: list[str] | None) -> list[dict[str, Any]]:

@@ -164,6 +164,10 @@ class _Measuring:
                 self.meter.release()
                 continue
             self.notes += [note for note in (way.note,) if note]
+            if way.budget is not None and training.reading is not None:
+                peak = training.reading.peak_bytes - self.meter.peak_at(standing)
+                if peak > way.budget:
+                    self.notes.append(f"its peak is above its budget of {format_bytes(way.budget)}")
             return training, first_seconds
         raise BudgetError(f"named a larger budget {_BUDGETS} times", told or 0)
 
