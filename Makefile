@@ -8,13 +8,18 @@ BIN    := .venv/bin
 # One thread per test worker: two workers on two cores, and the same sums on every machine.
 TEST   := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest
 
-.PHONY: demo test check docs release fix fuzz clean
+.PHONY: demo test bench check docs release fix fuzz clean
 
 demo: .venv/installed
 	$(BIN)/leangrad demo
 
 test: .venv/installed
 	$(TEST) -n 2 --dist worksteal -q
+
+# Everything side by side, as far as a CPU can tell: about ten minutes on two cores. The pages quote its rows.
+bench: .venv/installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks --workers 2 --write side_by_side_cpu
+	$(BIN)/python -m benchmarks --readme
 
 check: .venv/installed
 	$(BIN)/ruff check .

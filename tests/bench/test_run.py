@@ -1,7 +1,6 @@
 """All ways, each in its process: which jobs are run, what becomes of a process, and how rows are shown."""
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -85,9 +84,9 @@ def test_a_process_that_takes_too_long_is_ended_with_its_children(
     monkeypatch.setattr(subprocess.Popen, "communicate", communicate)
     row = run_job(Job(f"{factories}:slow", "lean"), timeout=7)
     assert row == Row("lean", "failed", note="took longer than 7 s, and was ended")
-    assert "600.25" not in subprocess.run(["ps", "axo", "stat,args"], capture_output=True, text=True).stdout.replace(
-        "Z", ""
-    )
+    monkeypatch.undo()
+    listed = subprocess.run(["ps", "axo", "stat=,args="], capture_output=True, text=True, check=True).stdout
+    assert [line for line in listed.splitlines() if "sleep 600.25" in line and not line.startswith("Z")] == []
 
 
 # Which jobs are run
@@ -122,7 +121,7 @@ def test_on_a_cpu_what_compiles_is_left_out_unless_it_is_named(monkeypatch: pyte
     asked = answers(monkeypatch)
     found = bench("a:b")
     assert [job.way for job in asked] == [name for name, choice in WAYS.items() if not choice.compiles]
-    assert sum("is left out: to compile for a CPU takes minutes" in note for note in found.notes) == 3
+    assert sum("was left out: to compile for a CPU takes minutes" in note for note in found.notes) == 3
     asked.clear()
     assert bench("a:b", list(WAYS)).notes == ()
     assert [job.way for job in asked] == list(WAYS)
@@ -182,7 +181,7 @@ ROWS = (
     Row("save_on_cpu", "not for this", note="on a CPU there is nothing to move"),
     Row("compile", "failed", note="took longer than 7 s, and was ended"),
     Row("lean", peak_bytes=10_000, kept_bytes=8_400, ratio=1.251, bitwise=True, gradient_error=0.0, first_seconds=0.25),
-    Row("convert_abn", peak_bytes=9_000, kept_bytes=8_000, bitwise=False, gradient_error=2.5e-6, largest_batch=16),
+    Row("convert_abn", peak_bytes=9_000, kept_bytes=8_000, bitwise=False, gradient_error=2.6e-6, largest_batch=16),
 )
 
 
@@ -196,7 +195,7 @@ def test_the_table_shows_every_way() -> None:
         "save_on_cpu": "not shown: on a CPU there is nothing to move",
         "compile": "took longer than 7 s, and was ended",
         "lean": "10.00 kB 0.50 8,400 B 1.05 1.25 0.2 s same bits",
-        "convert_abn": "9,000 B 0.45 8,000 B 1.00 off by 2e-06 16",
+        "convert_abn": "9,000 B 0.45 8,000 B 1.00 off by 3e-06 16",
     }
 
 
@@ -223,4 +222,3 @@ def test_the_builtin_models_are_the_demos() -> None:
         model, batch = make(name)
         assert leangrad.verify(model, batch).equal
     assert len(NAMES) == 3
-    assert os.path.exists(leangrad.__file__)
