@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import time
 from concurrent.futures import ThreadPoolExecutor
 from threading import Lock
 from typing import Any
@@ -77,29 +76,39 @@ def scaled_rows(axis: str, factor: int, shape: dict[str, int]) -> list[dict[str,
 
 
 class Rows:
-    """What has been measured so far; written after each model."""
+    """What has been measured so far; written after each model. `keep`: beside the rows of earlier runs."""
 
-    def __init__(self, write: str, order: list[str]) -> None:
+    def __init__(self, write: str, order: list[str], keep: bool) -> None:
         self.write, self.order, self.lock = write, order, Lock()
-        self.found: list[dict[str, Any]] = []
-        self.began = time.perf_counter()
+        self.found: dict[tuple[Any, ...], dict[str, Any]] = {}
+        self.machine: dict[str, Any] = {}
+        if keep:
+            content = json.loads((RESULTS / f"{write}.json").read_text())
+            self._put([{"commit": content["commit"], **row} for row in content["rows"]])
+
+    def _put(self, rows: list[dict[str, Any]]) -> None:
+        for row in rows:
+            self.found[row.get("axis"), row.get("factor"), row["case"], row["way"]] = row
 
     def add(self, rows: list[dict[str, Any]]) -> None:
         """Print the rows, and write all there are."""
         with self.lock:
-            self.found += rows
             for row in rows:
-                print(json.dumps({key: value for key, value in row.items() if key != "machine"}), flush=True)
+                self.machine = row.pop("machine") or self.machine
+                row["commit"] = commit()
+                print(json.dumps(row), flush=True)
+            self._put(rows)
             if self.write:
                 self.save()
 
     def save(self) -> None:
         """Write what there is, in the order of the models."""
-        machine = next((row["machine"] for row in self.found if row["machine"]), {})
-        ordered = sorted(self.found, key=lambda row: (row.get("axis") is not None, self.order.index(row["case"])))
-        rows = [{key: value for key, value in row.items() if key != "machine"} for row in ordered]
-        seconds = round(time.perf_counter() - self.began)
-        content = {**machine, "commit": commit(), "seconds": seconds, "rows": rows}
+        ways = list(WAYS)
+        rows = sorted(
+            self.found.values(),
+            key=lambda row: ("axis" in row, self.order.index(row["case"]), ways.index(row["way"])),
+        )
+        content = {**self.machine, "commit": commit(), "rows": rows}
         (RESULTS / f"{self.write}.json").write_text(json.dumps(content, indent=1) + "\n")
 
 
@@ -112,6 +121,10 @@ def main() -> None:
     parser.add_argument("--no-scaling", action="store_true", help="leave out how the peak grows")
     parser.add_argument("--workers", type=int, default=1, help="models that are measured at the same time, on a CPU")
     parser.add_argument("--write", default="", metavar="NAME", help="write the rows to benchmarks/results")
+    parser.add_argument(
+        "--keep", action="store_true", help="with --write: keep rows of earlier runs that are not run again"
+    )
+    parser.add_argument("--scaling", action="store_true", help="also with --case: how the peak grows")
     parser.add_argument("--readme", action="store_true", help="write README's table and the pictures, and nothing else")
     chosen = parser.parse_args()
     if chosen.readme:
@@ -125,10 +138,10 @@ def main() -> None:
         parser.error(f"there is no model {unknown[0]!r}; there are {', '.join(known)}")
     if chosen.device == "cpu":
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread has a clock that other programs do not change
-    rows = Rows(chosen.write, list(known))
+    rows = Rows(chosen.write, list(known), chosen.keep)
     with ThreadPoolExecutor(chosen.workers if chosen.device == "cpu" else 1) as pool:
         jobs = [pool.submit(lambda name=name: rows.add(rows_of(name, chosen.device, chosen.ways))) for name in names]
-        if chosen.device == "cpu" and not chosen.no_scaling and not chosen.case:
+        if chosen.device == "cpu" and (chosen.scaling or not (chosen.no_scaling or chosen.case)):
             jobs += [pool.submit(lambda one=one: rows.add(scaled_rows(*one))) for one in scaling()]
         for job in jobs:
             job.result()

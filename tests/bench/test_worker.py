@@ -53,6 +53,10 @@ def sized(rows: int = 64) -> Any:
     return Sized(), torch.randn(rows, 32)
 
 
+def exact() -> Any:
+    return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 1)), torch.randn(8, 16), torch.mean
+
+
 def small() -> Any:
     return Small(), torch.randn(64, 32)
 
@@ -85,10 +89,28 @@ def test_plain_and_lean_by_the_bytes_that_measure_and_floor_count() -> None:
     assert (plain.outcome, plain.rows, plain.bitwise, plain.gradient_error) == ("measured", 32, True, 0.0)
     assert plain.machine["torch"] == torch.__version__
     assert plain.ratio is None
+    assert plain.float64_error is None  # it has dropout, whose masks are others in float64
     lean = measured("lean", options={"rows": 32})
     assert lean.bitwise
     assert lean.kept_bytes is not None
     assert plain.floor_bytes <= lean.kept_bytes < plain.kept_bytes  # type: ignore[operator]
+
+
+def test_plains_own_error_is_told() -> None:
+    """Against float64, of a model that draws nothing."""
+    found = measured("plain", "exact", floor=True).float64_error
+    torch.manual_seed(0)
+    model, batch, loss = exact()
+    loss(model(batch)).backward()
+    single = [parameter.grad for parameter in model.parameters()]
+    model.double().zero_grad()
+    loss(model(batch.double())).backward()
+    double = [parameter.grad for parameter in model.parameters()]
+    pairs = zip(single, double, strict=True)
+    expected = max(((a - b).abs().max() / b.abs().max()).item() for a, b in pairs)  # type: ignore[operator, union-attr]
+    assert found is not None
+    assert 0 < expected <= found < 1e-5
+    assert measured("lean", "exact").float64_error is None
 
 
 def test_times_are_ratios_of_steps_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,9 +162,10 @@ def test_a_budget_that_is_raised_again_and_again_ends(monkeypatch: pytest.Monkey
 def test_the_largest_batch_in_a_memory() -> None:
     plain = measured("plain")
     assert plain.peak_bytes is not None
-    rows = {way: measured(way, memory=plain.peak_bytes).largest_batch for way in ("plain", "lean")}
+    rows = {way: measured(way, memory=plain.peak_bytes).largest_batch for way in ("plain", "lean", "packed")}
     assert rows["plain"] == 64
     assert rows["lean"] > 70  # type: ignore[operator]
+    assert rows["packed"] is not None
 
 
 def test_where_plain_does_not_fit_lean_has_its_row_all_the_same() -> None:
@@ -212,7 +235,7 @@ def test_a_way_for_the_whole_process_is_timed_after_plain(monkeypatch: pytest.Mo
     ("factory", "note"),
     [
         ("broken", "failed with KeyError: 'no such data'"),
-        ("frozen", "failed with ValueError: expected a model with at least one parameter that requires a gradient"),
+        ("frozen", "failed with ValueError: expected a model with a parameter that requires a gradient"),
         ("missing", "failed with TargetError: expected a function 'missing'"),
     ],
 )
@@ -233,4 +256,7 @@ def test_a_job_as_json_on_stdin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("sys.stdin", io.StringIO(job.to_json()))
     monkeypatch.setattr("sys.argv", ["worker", str(tmp_path / "answer")])
     worker.main()
-    assert Row(**json.loads((tmp_path / "answer").read_text())).outcome == "not for this"
+    row = Row(**json.loads((tmp_path / "answer").read_text()))
+    assert row.outcome == "not for this"
+    assert row.process_seconds is not None
+    assert row.process_seconds > 0

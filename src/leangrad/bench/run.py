@@ -49,18 +49,14 @@ def bench(
         rounds, steps: plain and the way take so many turns of so many timed steps.
         budget: the peak that lean with a budget may take, in bytes above what stands before a step. None: the peak of
             the checkpoint around each block, which is what most people would use; or 0.8 of lean's, if there is none.
-        memory: also search the largest batch of each way in so many bytes above what stands before a step. 0: in as
-            many as plain takes for the batch that was given.
+        memory: also search the largest batch of each way in so many bytes, which count what `leangrad fit` counts: on a
+            GPU the model and the batch too. 0: in as many as plain takes for the batch that was given.
         timeout: seconds that a way may take.
         whole_traceback: of an error in the user's code, with the frames of torch and leangrad.
         progress: called with what is going on, how many ways are done, and how many there are.
 
     Raises:
         ValueError: a name is none of a way.
-
-    >>> found = bench("leangrad.bench.builtin:make", ["lean"], options={"name": "residual_net"}, rounds=0)
-    >>> [(row.way, row.bitwise) for row in found.rows]
-    [('plain', True), ('lean', True)]
     """
     chosen = find(["plain", *(WAYS if ways is None else ways)])
     job = Job(target, "plain", options or {}, autocast, rounds, steps, floor=True, whole_traceback=whole_traceback)
@@ -77,7 +73,7 @@ def bench(
         if choice.name == "lean_budget":
             asked = replace(asked, budget=budget or _usual_budget(rows))
         if memory is not None and (n > 0 or memory > 0):
-            asked = replace(asked, memory=memory or rows[0].peak_bytes)
+            asked = replace(asked, memory=memory or (rows[0].peak_bytes or 0) + (rows[0].standing_bytes or 0))
         row = run_job(asked, timeout)
         if n == 0 and memory == 0:
             row = replace(row, largest_batch=row.rows)  # by definition

@@ -25,7 +25,7 @@ from leangrad.frontier.ways import Way, budget_way, checkpoint_way, lean_way, no
 from leangrad.lean import lean
 from leangrad.loss.lazy.heads import heads_of
 from leangrad.nn import convert_abn
-from leangrad.packed import pack_gradients
+from leangrad.packed import PackedGradients, pack_gradients
 
 __all__ = ["BUDGET_OF_TORCH", "WAYS", "Choice", "Given", "find"]
 
@@ -142,6 +142,15 @@ def _no_logits(given: Given) -> Way:
     return Way("no_logits", lambda model: lean(model, exact=False), _LEAN_STEPS)
 
 
+_packed: list[PackedGradients] = []  # of the copy before, which has the same parameters
+
+
+def _pack(model: nn.Module) -> None:
+    while _packed:
+        _packed.pop().unpack()
+    _packed.append(pack_gradients(model))
+
+
 def _convert_abn(model: nn.Module) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that nothing was converted is said below
@@ -177,7 +186,7 @@ _CHOICES = (
         compiles=True,
     ),
     Choice("convert_abn", "leangrad.nn.convert_abn(model)", _in_place("convert_abn", _convert_abn)),
-    Choice("packed", "leangrad.pack_gradients(model)", _in_place("packed", pack_gradients)),
+    Choice("packed", "leangrad.pack_gradients(model)", _in_place("packed", _pack)),
     Choice(
         "liger",
         "Liger's kernels",

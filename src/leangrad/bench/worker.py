@@ -7,8 +7,10 @@ programs do not change, else that of the clock on the wall. The copies share the
 gradients of their own. The row is written to the file ANSWER.
 """
 
+import copy
 import gc
 import json
+import os
 import random
 import statistics
 import sys
@@ -19,6 +21,7 @@ from traceback import format_exception
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from leangrad.bench.job import Job, Row
 from leangrad.bench.machine import describe_machine
@@ -30,12 +33,12 @@ from leangrad.frontier.copies import Copies
 from leangrad.frontier.failure import is_out_of_memory, sentence_of
 from leangrad.frontier.fit import MOST_ROWS, Search
 from leangrad.frontier.fit.rows import count_rows
-from leangrad.frontier.meter import Meter, meter_for
+from leangrad.frontier.meter import Meter, bytes_on, meter_for
 from leangrad.frontier.training import Setup, Training
 from leangrad.frontier.ways import Way, budget_way, plain_way
 from leangrad.timeline.event import format_bytes
 from leangrad.verify import check_gradients, check_trainable
-from leangrad.verify.comparison import Outcome, differences, largest
+from leangrad.verify.comparison import Outcome, collect, differences, largest
 from leangrad.verify.generators import global_states
 from leangrad.verify.memory import Memory
 from leangrad.verify.subject import Subject
@@ -102,6 +105,9 @@ class _Measuring:
                 first_seconds=first_seconds,
                 budget=training.way.budget,
                 rows=_rows_of(self.batch),
+                standing_bytes=bytes_on(self.device, self.subject.model, self.batch)
+                if self.device.type == "cuda"
+                else 0,
                 machine=describe_machine(str(self.device)),
             )
             if self.job.rounds and plain.reference is not None:
@@ -116,7 +122,7 @@ class _Measuring:
                 row = replace(row, largest_batch=self._largest_batch(training.way))
         if self.job.floor:
             found = floor(self.subject.model, self.batch, self.subject.loss, autocast=self.subject.autocast)
-            row = replace(row, floor_bytes=found.bytes)
+            row = replace(row, floor_bytes=found.bytes, float64_error=self._float64_error(plain))
         return replace(row, note="; ".join(self.notes))
 
     # -- the steps that are compared -------------------------------------------------------------------------------
@@ -202,6 +208,25 @@ class _Measuring:
         way = self.choice.way(replace(self._given(None, None), draws_as_eager=True))
         return self._warm_up(self._training(way))
 
+    def _float64_error(self, plain: _Plain) -> float | None:
+        """How far plain's loss and gradients are from those in float64; None where that is not asked."""
+        if plain.reference is None or plain.draws or self.device.type != "cpu" or self.subject.autocast is not None:
+            return None
+        self.start.restore()
+        model, batch = copy.deepcopy((self.subject.model, self.batch))
+        subject = Subject.of(model.double(), _in_float64(batch), self.subject.loss, None, caller="bench")
+        arguments, inputs = subject.fresh_arguments()
+        try:
+            value = subject.forward(arguments)
+            value.backward()
+        except RuntimeError:  # the model or the loss asks for float32
+            return None
+        if value.dtype is not torch.float64:
+            return None
+        exact = collect(model, inputs, value)
+        wide = {key: one.double() for key, one in plain.reference.items() if one is not None and key[0] in _COMPARED}
+        return largest(one for one in differences({key: exact.get(key) for key in wide}, wide))
+
     # -- time ------------------------------------------------------------------------------------------------------
 
     def _take_turns(self, plain: Training, training: Training) -> tuple[list[float], list[float]]:
@@ -245,10 +270,9 @@ class _Measuring:
         assert self.job.memory is not None
         self.start.restore()
         gc.collect()
-        memory = self.job.memory + self.meter.peak_at(self.meter.standing_bytes())
-        search = Search(self.subject, self.batch, count_rows(self.batch), memory, MOST_ROWS, None)
+        search = Search(self.subject, self.batch, count_rows(self.batch), self.job.memory, MOST_ROWS, None)
         if way.budget is not None:
-            way = budget_way(memory, search.meter.budget_for(memory))
+            way = budget_way(self.job.memory, search.meter.budget_for(self.job.memory))
         fitted = search.run(way, lambda said: None)
         if fitted.rows is None:
             self.notes.append(f"no largest batch: {fitted.note}")
@@ -258,6 +282,15 @@ class _Measuring:
 def _with_times(row: Row, plain: list[float], own: list[float]) -> Row:
     ratio = statistics.median(b / a for a, b in zip(plain, own, strict=True))
     return replace(row, seconds=statistics.median(own), ratio=ratio)
+
+
+def _in_float64(batch: Any) -> Any:
+    """A batch with its floating tensors in float64."""
+    if isinstance(batch, Tensor):
+        return batch.double() if batch.is_floating_point() else batch
+    if type(batch) in (tuple, list):
+        return type(batch)(map(_in_float64, batch))
+    return {key: _in_float64(one) for key, one in batch.items()} if isinstance(batch, dict) else batch
 
 
 def _rows_of(batch: Any) -> int | None:
@@ -278,6 +311,7 @@ def _seed() -> None:
 def main() -> None:
     """Measure what stdin asks for."""
     row = measure_way(Job(**json.load(sys.stdin)))
+    row = replace(row, process_seconds=round(sum(os.times()[:4]), 2))  # with those of its children
     Path(sys.argv[1]).write_text(json.dumps(row.as_dict()))
 
 
