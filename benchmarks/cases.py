@@ -143,9 +143,9 @@ def _bert_large() -> tuple[nn.Module, tuple[Tensor, ...]]:
 def _unet() -> tuple[nn.Module, tuple[Tensor, ...]]:
     from diffusers import UNet2DModel
 
-    model = UNet2DModel(sample_size=64, block_out_channels=(128, 256, 512, 512), layers_per_block=2).train()
+    model: Any = UNet2DModel(sample_size=64, block_out_channels=(128, 256, 512, 512), layers_per_block=2)
     noisy, noise = torch.randn(16, 3, 64, 64), torch.randn(16, 3, 64, 64)
-    return Denoiser(model), (noisy, noise, torch.randint(0, 1000, (16,)))
+    return Denoiser(model).train(), (noisy, noise, torch.randint(0, 1000, (16,)))
 
 
 def _mamba() -> tuple[nn.Module, tuple[Tensor, ...]]:

@@ -159,7 +159,9 @@ def median(rows: list[dict[str, Any]], key: str) -> str:
 
 
 def error_of(rows: list[dict[str, Any]]) -> str:
-    """How far gradients are from plain's at worst."""
+    """How far gradients are from plain's at worst; and plain's own from those in float64."""
+    if own := [row["float64_error"] for row in rows if "float64_error" in row]:
+        return f"off float64's by up to {max(own):.0e}"
     told = [row for row in rows if "gradient_error" in row]
     if told and all(row.get("bitwise") for row in told):
         return "same bits"

@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from threading import Lock
 from typing import Any
@@ -140,8 +141,13 @@ def main() -> None:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread has a clock that other programs do not change
     rows = Rows(chosen.write, list(known), chosen.keep)
     with ThreadPoolExecutor(chosen.workers if chosen.device == "cpu" else 1) as pool:
-        jobs = [pool.submit(lambda name=name: rows.add(rows_of(name, chosen.device, chosen.ways))) for name in names]
+        jobs = [pool.submit(measure, rows_of, rows, name, chosen.device, chosen.ways) for name in names]
         if chosen.device == "cpu" and (chosen.scaling or not (chosen.no_scaling or chosen.case)):
-            jobs += [pool.submit(lambda one=one: rows.add(scaled_rows(*one))) for one in scaling()]
+            jobs += [pool.submit(measure, scaled_rows, rows, *one) for one in scaling()]
         for job in jobs:
             job.result()
+
+
+def measure(of: Callable[..., list[dict[str, Any]]], rows: Rows, *asked: Any) -> None:
+    """Measure some rows, and add them."""
+    rows.add(of(*asked))

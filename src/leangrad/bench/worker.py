@@ -224,8 +224,10 @@ class _Measuring:
         if value.dtype is not torch.float64:
             return None
         exact = collect(model, inputs, value)
-        wide = {key: one.double() for key, one in plain.reference.items() if one is not None and key[0] in _COMPARED}
-        return largest(one for one in differences({key: exact.get(key) for key in wide}, wide))
+        wide: Outcome = {
+            key: one.double() for key, one in plain.reference.items() if one is not None and key[0] in _COMPARED
+        }
+        return largest(differences({key: exact.get(key) for key in wide}, wide))
 
     # -- time ------------------------------------------------------------------------------------------------------
 
