@@ -222,7 +222,9 @@ def pictures() -> dict[str, str]:
     ways = [way for way in WAYS if way != "plain" and any(row["way"] == way and "ratio" in row for row in rows)]
     grown = [row for row in rows_in(CPU) if "axis" in row]
     return {
-        "side_by_side_cpu.svg": dots("Ten small models on a CPU: a dot for each, a bar at the median", rows, ways),
+        "side_by_side_cpu.svg": dots(
+            "Ten small models on a CPU: a dot each, a bar at the median; blue is leangrad", rows, ways
+        ),
         "scaling_cpu.svg": curves(
             "The peak of a small GPT as it grows, over plain's before", grown, ("plain", *SCALED), list(AXES.values())
         ),
