@@ -54,7 +54,7 @@ class Row:
     - `ratio`: the time of a step over plain's, both in turns in the same process: the median over the turns.
     - `seconds`, `first_seconds`: a step's, and that of the first one, in which a model is compiled or recorded.
     - `gradient_error`: the largest difference of any gradient, or of the loss, from plain's, as a part of the largest
-      element of plain's; 0 if all bits are the same.
+      element of plain's; 0 if all bits are the same. Gradients below a millionth of the largest do not count.
     - `bitwise`: whether all bits are plain's; None where plain's own steps differ.
     - `budget`: what it was allowed.
     - `process_seconds`: the processor's time that all this took, and that of compilers that it has started.
