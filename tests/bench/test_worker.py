@@ -274,3 +274,26 @@ def test_a_job_as_json_on_stdin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert row.outcome == "not for this"
     assert row.process_seconds is not None
     assert row.process_seconds > 0
+
+
+def on_gpu(rows: int = 512) -> Any:
+    return Sized().cuda(), torch.randn(rows, 32, device="cuda")
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_peaks_are_above_what_stands() -> None:
+    plain = measured("plain", "on_gpu", rounds=1)
+    model, batch = on_gpu()
+    model(batch).backward()
+    model.zero_grad()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    model(batch).backward()
+    assert plain.peak_bytes == torch.cuda.max_memory_allocated() - before
+    rows = {way: measured(way, "on_gpu", budget=plain.peak_bytes) for way in ("checkpoint", "save_on_cpu", "lean")}
+    assert all(row.bitwise and row.peak_bytes < plain.peak_bytes for row in rows.values())  # type: ignore[operator]
+    budget = measured("lean_budget", "on_gpu", budget=plain.peak_bytes)
+    assert budget.bitwise
+    assert budget.peak_bytes <= plain.peak_bytes  # type: ignore[operator]
+    assert measured("lean", "on_gpu", memory=plain.peak_bytes + plain.standing_bytes).largest_batch > 512  # type: ignore[operator]
