@@ -190,13 +190,14 @@ def cases_table() -> str:
 
 
 def left_out() -> str:
-    """The ways that have no row on a CPU, and the ones that failed, each with its sentence."""
+    """The ways that have no figures on a CPU, what failed, and budgets that were exceeded, each with its sentence."""
     lines = []
     for way in WAYS:
         mine = [row for row in cpu_rows() if row["way"] == way]
         if mine and all(row["outcome"] == "not for this" for row in mine) and len({row["note"] for row in mine}) == 1:
             lines.append(f"- `{way}`: {mine[0]['note']}.")
-        lines += [f"- `{way}` on {row['case']} {row['note']}." for row in mine if row["outcome"] == "failed"]
+        wrong = [row for row in mine if row["outcome"] == "failed" or "above its budget" in row.get("note", "")]
+        lines += [f"- `{way}` on {row['case']}: {row['note']}." for row in wrong]
     return "\n".join(lines)
 
 
