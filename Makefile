@@ -8,13 +8,17 @@ BIN    := .venv/bin
 # One thread per test worker: two workers on two cores, and the same sums on every machine.
 TEST   := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest
 
-.PHONY: demo test bench check docs release fix fuzz clean
+.PHONY: demo test test-all bench check docs release fix fuzz clean
 
 demo: .venv/installed
 	$(BIN)/leangrad demo
 
+# Every test; of those whose cases differ little and take long, every n-th case. All of them: `make test-all`.
 test: .venv/installed
 	$(TEST) -n 2 --dist worksteal -q
+
+test-all: .venv/installed
+	$(TEST) -n 2 --dist worksteal -q --all
 
 # Everything side by side, as far as a CPU can tell: about ten minutes on two cores. The pages quote its rows.
 bench: .venv/installed
@@ -29,7 +33,7 @@ check: .venv/installed
 # The site, and a look at it in a real browser where there is Chromium; build/pictures has what was seen.
 docs: .venv/installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
-	$(TEST) -q tests/site tests/report
+	$(TEST) -q --all tests/site tests/report
 
 # What users install: both packages are built, and the wheel is tried in an environment that has nothing else.
 release: .venv/installed

@@ -1,9 +1,15 @@
-"""What every test shares: a fixed seed, no GPU tests where there is no GPU, and `--shuffle SEED` for another order."""
+"""What every test shares: a fixed seed, no GPU tests where there is no GPU, `--shuffle SEED` for another order.
+
+`make test` runs a part of the cases of some tests, which differ little from each other or take long: those that are
+marked `sampled(n)` every n-th, those marked `extended` not at all. `make test-all` runs all, and so does a test that is
+called by its name.
+"""
 
 import importlib
 import os
 import random
 import sys
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -15,6 +21,7 @@ FIRST_PRODUCT = pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS, but
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--shuffle", type=int, metavar="SEED", help="run all tests in the random order of this seed")
+    parser.addoption("--all", action="store_true", help="run every case of tests that are marked sampled or extended")
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
@@ -27,9 +34,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(mark)
+    if not config.getoption("--all") and not any("::" in arg for arg in config.args):
+        _sample(config, items)
     seed = config.getoption("--shuffle")
     if seed is not None:
         random.Random(seed).shuffle(items)
+
+
+def _sample(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what only `make test-all` runs."""
+    counts: Counter[str] = Counter()
+    chosen, others = [], []
+    for item in items:
+        test = item.nodeid.partition("[")[0]
+        every = item.get_closest_marker("sampled")
+        is_chosen = every is None or counts[test] % every.args[0] == 0
+        counts[test] += 1
+        (chosen if is_chosen and "extended" not in item.keywords else others).append(item)
+    if others:
+        config.hook.pytest_deselected(items=others)
+        items[:] = chosen
 
 
 @pytest.fixture(autouse=True)

@@ -257,6 +257,15 @@ def test_every_figure_is_that_of_its_row() -> None:
     assert [tuple(cells[-3:]) for cells in table] == committed()
 
 
+def test_the_times_of_vit_on_five_hosts() -> None:
+    hosts = json.loads((RESULTS / "h200_hosts.json").read_text())["rows"]
+    assert len({host["machine"] for host in hosts}) == len(hosts) == 5
+    turns = [turn for host in hosts for turn in host["turns"]]
+    lean, plain = ([turn[way] for turn in turns] for way in ("lean_ms", "plain_ms"))
+    told = f"lean took {min(lean):.0f} to {max(lean):.0f} ms, turn by turn, where plain took {min(plain):.0f} to"
+    assert f"{told} {max(plain):.0f} (`h200_hosts.json`)" in (DOCS / "out_of_memory.md").read_text()
+
+
 def test_figures_of_the_page_on_cnns() -> None:
     peak, time, _ = abn_row()
     text = " ".join((DOCS / "cnns.md").read_text().split())

@@ -89,6 +89,8 @@ def lean(
     """
     _check_module("lean", model, "; for code that is no module use `with saving():`")
     goal = _goal(budget, slowdown)
+    if not isinstance(exact, bool):
+        raise ValueError(f"exact must be True or False, got {exact!r}")
     ledger = Ledger(residual_depth=residual_depth, min_bytes=min_bytes, goal=goal, spare=spare)
     parts = manual_parts(model)
     if parts and ledger.goal is not None:

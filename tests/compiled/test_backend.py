@@ -161,6 +161,7 @@ def test_other_failures_of_inductor_are_its_own(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.sampled(2)
 def test_where_inductor_fails_at_our_choice_torchs_own_is_compiled(
     where: str, dynamic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -133,6 +133,7 @@ def gradients(model: nn.Module) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.sampled(3)
 def test_a_compiled_block_is_as_lean_as_the_plain_model(name: str) -> None:
     model, plain, x = CASES[name]()
     eager = stepped(model, x)
@@ -198,6 +199,7 @@ class Checkpointed(nn.Module):
 @pytest.mark.parametrize(
     "block", [lambda: Block(64), lambda: TransformerBlock(64, 4)], ids=["plain", "TransformerBlock"]
 )
+@pytest.mark.sampled(2)
 def test_a_checkpoint_inside_keeps_less(block: Callable[[], nn.Module]) -> None:
     blocks, x = nn.Sequential(*(block() for _ in range(3))), torch.randn(4, 64, 64)
     inside = Checkpointed(copy.deepcopy(blocks))

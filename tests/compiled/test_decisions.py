@@ -36,6 +36,7 @@ def partitions(function: Callable[..., Tensor], *inputs: Tensor, **options: obje
 
 @pytest.mark.parametrize("fallback_random", [False, True])
 @pytest.mark.parametrize("sites", [1, 4, 13])
+@pytest.mark.sampled(3)
 def test_backward_uses_the_masks_of_forward(sites: int, fallback_random: bool) -> None:
     """Site k multiplies by 2 ** k: the sum of all tells which masks were drawn, and so does its gradient."""
 
@@ -86,6 +87,7 @@ def of_experts(x: Tensor, w: Tensor) -> Tensor:
         (of_experts, "topk"),
     ],
 )
+@pytest.mark.sampled(2)
 def test_a_decision_of_forward_is_kept(function: Callable[..., Tensor], decision: str) -> None:
     """The product is kept for its sine: to make the decision again from it would cost no bytes."""
 
@@ -234,6 +236,7 @@ SIN = torch.ops.aten.sin.default
         ({MM: CheckpointPolicy.MUST_RECOMPUTE, SIN: CheckpointPolicy.MUST_SAVE}, {"mm"}),
     ],
 )
+@pytest.mark.sampled(2)
 def test_checkpoint_policies_of_the_user_are_respected(
     choice: dict[object, CheckpointPolicy], is_run_twice: set[str]
 ) -> None:

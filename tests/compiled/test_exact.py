@@ -38,6 +38,7 @@ def run(one: Case, backend: object, **options: object) -> tuple[nn.Module, list[
 
 @pytest.mark.slow
 @pytest.mark.parametrize("one", SMALL, ids=lambda one: one.name)
+@pytest.mark.sampled(4)
 def test_the_zoo_has_the_bits_of_eager(one: Case) -> None:
     skip_where_dynamo_is_wrong(one)
     ours, losses = run(one, compile_lean, options=EXACT)

@@ -148,6 +148,7 @@ def assert_near(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 @pytest.mark.usefixtures("op_by_op")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.sampled(6)
 def test_the_error_rule(loss: Loss, dtype: torch.dtype, fused: list[int]) -> None:
     model = Language(loss, bias=loss is not with_bias).to(dtype)
     run = torch.compile(model, backend=compile_lean)
@@ -169,6 +170,7 @@ def test_the_error_rule(loss: Loss, dtype: torch.dtype, fused: list[int]) -> Non
 
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.sampled(4)
 def test_with_inductors_own_code(tied: bool, autocast: bool, fused: list[int]) -> None:
     model = Language(shifted, bias=True, tied=tied)
     plain, exact = copy.deepcopy(model), copy.deepcopy(model).double()
@@ -396,6 +398,7 @@ LEFT: dict[str, Loss] = {
 
 @pytest.mark.usefixtures("op_by_op")
 @pytest.mark.parametrize("name", LEFT)
+@pytest.mark.sampled(3)
 def test_what_is_left_as_it_is(name: str, fused: list[int]) -> None:
     def loss(logits: Tensor, ids: Tensor) -> Tensor:
         found = LEFT[name](logits, ids)
@@ -530,6 +533,7 @@ USES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("loss", [returned, capped_and_returned, both_returned])
 @pytest.mark.parametrize("use", USES)
+@pytest.mark.sampled(4)
 def test_logits_that_are_returned(use: str, loss: Loss, bias: bool, fused: list[int]) -> None:
     model, ids = Language(loss, bias=bias), words()
 
@@ -660,6 +664,7 @@ class Broken(Language):
 
 @pytest.mark.usefixtures("op_by_op")
 @pytest.mark.parametrize("loss", [shifted, as_transformers, capped])
+@pytest.mark.sampled(3)
 def test_a_graph_break_before_the_loss(loss: Loss, monkeypatch: pytest.MonkeyPatch) -> None:
     """The logits are lazy, and their loss is eager's."""
     asked: list[bool] = []
@@ -815,6 +820,7 @@ def tiny(name: str, **more: Any) -> nn.Module:
         "Qwen3ForCausalLM",
     ],
 )
+@pytest.mark.sampled(3)
 def test_models_of_transformers(name: str, fused: list[int]) -> None:
     more = {"final_logit_softcapping": 5.0} if name.startswith("Gemma2") else {}
     model = tiny(name, **more)
@@ -878,6 +884,7 @@ class Wide(nn.Module):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_trained", [True, False])
+@pytest.mark.sampled(2)
 def test_memory_does_not_grow_with_tokens_times_vocabulary(is_trained: bool) -> None:
     peaks: dict[tuple[int, int], int] = {}
     for tokens, vocabulary in [(1024, 2048), (4096, 2048), (1024, 8192), (4096, 8192)]:
@@ -960,6 +967,7 @@ print(f"{loss:.5f} {head.weight.grad.norm():.5f} {logits.sum():.3f}")
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_a_second_process_starts_warm_and_the_other_setting_misses(tmp_path: Path) -> None:
     told = [
         in_a_process(CACHED, one, TORCHINDUCTOR_CACHE_DIR=str(tmp_path)).split("\n")

@@ -271,6 +271,7 @@ def check(program: Program) -> Counter[str]:
 
 
 @pytest.mark.parametrize("part", range(4))
+@pytest.mark.sampled(2)
 def test_random_programs(part: int) -> None:
     """Nothing differs, and not for want of programs that train."""
     seen: Counter[str] = Counter()

@@ -82,10 +82,10 @@ def modules_of(lightning: ModuleType) -> dict[str, type]:
         def __init__(self) -> None:
             super().__init__()
             self.automatic_optimization = False
-            self.critics = nn.ModuleList([block(), block()])
+            self.critics = nn.ModuleDict({"both": nn.ModuleList([block(), block()])})  # lists in dicts have no forward
 
         def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
-            for critic, optimizer in zip(self.critics, self.optimizers(), strict=True):
+            for critic, optimizer in zip(self.critics["both"], self.optimizers(), strict=True):
                 loss = critic(self.body(batch[0])).square().mean()
                 optimizer.zero_grad()
                 self.manual_backward(loss)
@@ -93,7 +93,7 @@ def modules_of(lightning: ModuleType) -> dict[str, type]:
                 self.losses.append(loss.item())
 
         def configure_optimizers(self) -> Any:
-            both = [[*self.body.parameters(), *critic.parameters()] for critic in self.critics]
+            both = [[*self.body.parameters(), *critic.parameters()] for critic in self.critics["both"]]
             return [torch.optim.AdamW(parameters, 1e-2) for parameters in both]
 
     return {"automatic": Automatic, "forward": CallsForward, "manual": Manual}
@@ -334,10 +334,40 @@ def test_a_lean_module_is_copied_and_pickled(kind: str, tmp_path: Path) -> None:
     assert model.losses == []
 
 
-def test_the_callback_is_pickled() -> None:
-    other = pickle.loads(pickle.dumps(Lean(slowdown=1.5)))
+class OwnLean(Lean):
+    """A callback of the user's."""
+
+
+@pytest.mark.parametrize("kind", [Lean, OwnLean])
+def test_the_callback_is_pickled(kind: type) -> None:
+    assert issubclass(kind, pl.Callback)  # LightningCLI asks the class
+    other = pickle.loads(pickle.dumps(kind(slowdown=1.5)))
     assert other.settings == {"slowdown": 1.5}
+    assert isinstance(other, kind)
     assert isinstance(other, pl.Callback)
+
+
+def test_layers_that_are_made_when_fit_begins(tmp_path: Path) -> None:
+    """Callbacks are set up before the module is: its head is found all the same."""
+
+    class Late(pl.LightningModule):
+        def configure_model(self) -> None:
+            self.embed, self.head = nn.Embedding(512, 32), nn.Linear(32, 512)
+
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            words = (100 * batch[0]).long() % 512
+            logits = self.head(self.embed(words))
+            assert type(logits).__name__ == "LazyLogits"
+            return nn.functional.cross_entropy(logits.flatten(0, 1), words.flatten())
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+    model = Late()
+    trainer = trainer_with([Lean(exact=False)], tmp_path, max_steps=2)
+    trainer.fit(model, data())
+    assert trainer.global_step == 2
+    assert "forward" not in vars(model.head)
 
 
 def test_what_others_put_around_the_step_stays(tmp_path: Path) -> None:
@@ -386,6 +416,20 @@ def test_a_compiled_module_is_told_of_the_backend(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=r'module\.part\.compile\(backend="leangrad"\)'):
         trainer_with([Lean()], tmp_path, max_steps=1, limit_val_batches=0).fit(model, data())
     torch.compiler.reset()
+
+
+@pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo's own
+def test_a_lean_module_that_is_compiled_runs_plain(tmp_path: Path) -> None:
+    """Its training_step has a graph break, after which Dynamo calls what stands behind ours."""
+    found = []
+    for module in (made("forward"), leangrad.lean(made("forward"))):
+        torch.manual_seed(1)
+        trainer_with([], tmp_path, max_steps=2, limit_val_batches=0).fit(torch.compile(module, backend="eager"), data())
+        found.append(module.losses)
+        torch.compiler.reset()
+    assert len(found[0]) == 2
+    assert found[1] == found[0]
 
 
 @pytest.mark.gpu

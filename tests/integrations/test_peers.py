@@ -183,6 +183,34 @@ def test_sft(settings: dict[str, Any] | None, tmp_path: Path) -> None:
     assert run(lean=True) == plain
 
 
+def test_dpo(tmp_path: Path) -> None:
+    """Two forwards of one model in a step, one of them without gradients, and a loss outside of it."""
+    trl, datasets = needs("trl"), needs("datasets")
+    from leangrad.integrations.transformers import LeanCallback
+
+    lines = [line for line in TEXT.read_text().splitlines() if len(line) > 24][:16]
+    pairs = [{"prompt": line[:8], "chosen": line[8:24], "rejected": line[8:20][::-1]} for line in lines]
+    data = datasets.Dataset.from_generator(lambda: iter(pairs), cache_dir=str(tmp_path / "cache"))
+
+    def run(callbacks: list[Any]) -> list[dict[str, Any]]:
+        torch.manual_seed(0)
+        model, reference = llama(), llama()
+        options: dict[str, Any] = {"report_to": [], "save_strategy": "no", "disable_tqdm": True, "bf16": False}
+        options |= {"gradient_checkpointing": False, "max_length": LENGTH}
+        args = trl.DPOConfig(str(tmp_path), max_steps=2, logging_steps=1, use_cpu=True, **options)
+        trainer = trl.DPOTrainer(
+            model, reference, args, train_dataset=data, processing_class=character_tokenizer(), callbacks=callbacks
+        )
+        trainer.train()
+        return [row for row in trainer.state.log_history if "loss" in row]
+
+    plain, lean = run([]), run([LeanCallback()])
+    assert len(plain) == 2
+    for one, other in zip(plain, lean, strict=True):
+        assert (other["loss"], other["grad_norm"]) == (one["loss"], one["grad_norm"])
+        assert other["lean_saved_share"] > 0.3
+
+
 # Diffusers
 
 

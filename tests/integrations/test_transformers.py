@@ -147,15 +147,18 @@ def test_one_callback_trains_twice_and_tells_what_it_did(tmp_path: Path) -> None
     assert_saved(trainer)
 
 
-def test_settings_are_those_of_lean(tmp_path: Path) -> None:
+def test_settings_are_those_of_lean(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ValueError, match="give a budget or a slowdown, not both"):
         LeanCallback(budget="1GB", slowdown=1.1)
     with pytest.raises(TypeError, match="no_such_setting"):
         LeanCallback(no_such_setting=True)
+    with pytest.raises(ValueError, match="exact must be True or False, got 'False'"):
+        LeanCallback(exact="False")
     plain = trainer_for(tmp_path, [])
     plain.train()
     lean = trainer_for(tmp_path, [LeanCallback(budget="1GB")])
     lean.train()
+    assert "keeps for backward as much as fits into the budget of 1GB; losses and" in capsys.readouterr().out
     assert_same_training(plain, lean)
     assert losses(lean, "lean_saved_share")[-1] < losses(lean, "lean_saved_share")[0]  # there is room: more is kept
 
@@ -270,6 +273,17 @@ def test_a_training_that_failed_is_begun_anew(tmp_path: Path) -> None:
     assert not leangrad.is_lean(trainer.model)
 
 
+def test_another_callback_takes_over_after_a_training_that_failed(tmp_path: Path) -> None:
+    model = FailOnce(gpt2())
+    with pytest.raises(MemoryError):
+        trainer_for(tmp_path, [LeanCallback()], model=model).train()
+    assert leangrad.is_lean(model)
+    trainer = trainer_for(tmp_path, [LeanCallback(min_bytes=2**40)], model=model, max_steps=2)
+    trainer.train()
+    assert losses(trainer, "lean_saved_share")[-1] == (0,)  # by its own settings nothing is rebuilt
+    assert not leangrad.is_lean(model)
+
+
 # Beside the trainer's own options
 
 
@@ -299,6 +313,29 @@ def test_a_model_that_our_backend_compiles_has_no_need_of_the_callback(
     assert_same_training(plain, lean)
     assert not leangrad.is_lean(model)
     torch.compiler.reset()
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
+def test_what_it_says_where_no_layer_has_logits_of_words(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A vocabulary of ASCII is too small, and a classifier has none."""
+    callback, model = LeanCallback(exact=False), MODELS[name][0]()
+    state = type("State", (), {"is_world_process_zero": True})
+    callback.on_train_begin(arguments(tmp_path), state, None, model=model)
+    told = capsys.readouterr().out
+    assert "plain's, bit for bit; exact=False changes nothing, for no layer of this model" in told
+    assert "without its logits" not in told
+
+
+def test_what_it_says_where_leangrad_is_switched_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LEANGRAD_DISABLE", "1")
+    trainer = trainer_for(tmp_path, [LeanCallback()], max_steps=1)
+    trainer.train()
+    told = capsys.readouterr().out
+    assert "leangrad: leangrad is switched off by LEANGRAD_DISABLE, so GPT2LMHeadModel trains as without it\n" in told
 
 
 def test_what_it_says_beside_liger(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

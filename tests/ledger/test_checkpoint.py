@@ -202,6 +202,7 @@ def assert_good_company(
 
 @pytest.mark.parametrize("lean", LEANS)
 @pytest.mark.parametrize("run", RUNS)
+@pytest.mark.sampled(2)
 def test_together_no_higher_than_either_alone(run: str, lean: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Ledger, "differs", lambda *_: pytest.fail("the step was not like the recorded one"))
     without = nested_plainly if run == "nested" else plainly

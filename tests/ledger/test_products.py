@@ -406,6 +406,7 @@ def test_a_product_with_several_readers_runs_once_in_a_backward(name: str, twice
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if "checkpoint" not in name])
+@pytest.mark.sampled(4)
 def test_recipes_that_were_given_up_count_no_more(name: str) -> None:
     """Or what they read would be held for them: see [Note: a product runs once]."""
     make, batch = MODELS[name]

@@ -129,6 +129,7 @@ def residual_convs() -> nn.Module:
 
 @pytest.mark.parametrize("make", [flat, Net, residual_convs], ids=lambda make: make.__name__)
 @pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.sampled(3)
 def test_totals_are_what_is_measured(make: Callable[[], nn.Module], steps: int) -> None:
     """To 3%: the loss, statistics and random states are not in the table."""
     model = leangrad.lean(make())

@@ -48,6 +48,7 @@ def test_many_chunks(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> Non
     [(1, 8, 40), (33, 8, 1), (33, 8, 2), (31, 7, 13), (8, 1, 40), (12, 2, 50257), (6, 8, 128256)],
     ids=str,
 )
+@pytest.mark.sampled(3)
 def test_odd_sizes(tokens: int, hidden: int, classes: int, dtype: torch.dtype) -> None:
     assert_error_rule(lambda: triples(Case(tokens, hidden, classes, dtype)))
 

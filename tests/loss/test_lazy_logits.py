@@ -112,6 +112,7 @@ def draws(loss: Loss, dtype: torch.dtype, **how: bool) -> Callable[[], Iterator[
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("loss", [*LOSSES, with_entropy], ids=lambda loss: loss.__name__)
+@pytest.mark.sampled(3)
 def test_the_error_rule(loss: Loss, dtype: torch.dtype) -> None:
     # A norm's weight has 24 elements: eight draws of its error in bfloat16 are off by a fifth, by luck alone.
     seeds = 48 if dtype == torch.bfloat16 else 8
@@ -137,6 +138,7 @@ def test_no_values_are_computed(loss: Loss, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
+@pytest.mark.sampled(4)
 def test_bytes_do_not_grow_with_the_logits(loss: Loss) -> None:
     """Beside what each word and each token takes, in the body and in gradients."""
 
@@ -539,6 +541,7 @@ LANGUAGE = [case for case in CASES if {"gpt", "bert", "t5", "llama", "mamba", "m
 
 @pytest.mark.parametrize("case", LANGUAGE, ids=lambda case: case.name)
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.sampled(3)
 def test_language_models_of_the_zoo(case: Case) -> None:
     torch.manual_seed(0)
     plain, batch = case.make().train(), case.batch()

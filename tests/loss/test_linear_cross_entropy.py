@@ -548,6 +548,7 @@ def peak_bytes(
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.sampled(2)
 def test_memory_does_not_grow_with_tokens_times_classes(
     dtype: torch.dtype, reduction: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -564,6 +565,7 @@ def test_memory_does_not_grow_with_tokens_times_classes(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("trains_weight", [False, True])
+@pytest.mark.sampled(2)
 def test_kept_bytes_are_those_of_the_docstring(trains_weight: bool, dtype: torch.dtype) -> None:
     tokens, hidden, classes = 1024, 32, 512
     x, weight, target, _ = Case(tokens, hidden, classes, dtype).draw()

@@ -37,6 +37,7 @@ def train(model: Model, tokens: Tensor, loss: Any, low: bool) -> Tensor:
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_the_trajectory_is_as_near_to_float32_as_plain() -> None:
     ours, other = 0.0, 0.0
     for seed in range(SEEDS):

@@ -254,6 +254,7 @@ def test_the_gradient_of_the_strength_is_summed_in_float64():
 
 
 @pytest.mark.parametrize(("dtype", "autocast"), [*((dtype, False) for dtype in DTYPES), (torch.float32, True)], ids=str)
+@pytest.mark.sampled(3)
 def test_error_rule(dtype, autocast):
     """Over many draws: one strength's gradient is one number, which anybody may hit by luck."""
     context, s = torch.rand(48, 48) - 0.3, torch.tensor([0.9]).to(dtype)

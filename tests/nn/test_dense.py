@@ -255,6 +255,7 @@ def test_the_cache_is_empty_after_backward(activation):
 
 
 @pytest.mark.parametrize("runs_backward", [True, False])
+@pytest.mark.sampled(2)
 def test_no_leak_with_the_collector_off(runs_backward):
     """Nothing of a step is part of a cycle, whether or not its backward ran."""
     mlp = MLP(SIZES, "relu", output_activation="relu")
@@ -309,6 +310,7 @@ def test_an_optimizer_inside_backward_never_changes_dx():
 
 
 @pytest.mark.parametrize(("activation", "maps"), [("relu", 1), ("gelu", 1), ("swiglu", 2), ("tanh", 1)])
+@pytest.mark.sampled(3)
 def test_kept_bytes(activation, maps, monkeypatch):
     """One map for each hidden layer, and the caller's own output and input."""
     monkeypatch.setattr(chain, "REBUILD_MIN_BYTES", 0)

@@ -52,6 +52,7 @@ def test_second_derivatives(form):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("form", FUNCTIONS)
+@pytest.mark.sampled(3)
 def test_error_rule(form, dtype):
     """Beside the loop that rounds every step to the dtype of its inputs."""
     shape = {"batch": 2, "T": 64, "width": 8}

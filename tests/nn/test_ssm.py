@@ -99,6 +99,7 @@ def test_equals_the_plain_block(make, T):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.sampled(3)
 def test_gradcheck_and_second_derivatives(make):
     block = make(dtype=torch.float64)
     x = torch.randn(1, 3, WIDTH, dtype=torch.float64, requires_grad=True)
@@ -216,6 +217,7 @@ def test_begins_as_published():
     assert not same_bits(dt, F.softplus(block.dt_proj.bias))
 
 
+@pytest.mark.sampled(3)
 def test_in_sequential_with_lean_and_packed_gradients(make):
     """The same gradients, bit for bit, beside everything else in the house."""
     model = nn.Sequential(nn.LayerNorm(WIDTH), make(), nn.Linear(WIDTH, WIDTH), nn.GELU(), make())
@@ -277,6 +279,7 @@ def test_checkpointed(make):
     assert all(same_bits(one, other) for one, other in zip(found, expected, strict=True))
 
 
+@pytest.mark.extended
 def test_learns_to_remember():
     """The first token, told at the end: both kinds carry it over the steps between."""
     for block in (RGLRUBlock(16, rms=True), MambaBlock(16, states=4)):

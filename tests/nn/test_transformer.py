@@ -55,6 +55,7 @@ def test_it_is_its_plain_form(kind, dtype, needs_dx):
 
 @pytest.mark.parametrize("kind", ["gpt", "llama"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.sampled(3)
 def test_error_rule(kind, dtype):
     def draw():
         block = make(kind, dtype)
@@ -306,6 +307,7 @@ def test_the_output_may_be_changed_in_place():
 
 @pytest.mark.parametrize("runs_backward", [True, False])
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
+@pytest.mark.sampled(2)
 def test_no_leak_with_the_collector_off(runs_backward, dropout):
     block = make("llama", dropout=dropout)
     gc.collect()

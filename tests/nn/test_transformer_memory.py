@@ -23,6 +23,7 @@ __all__ = ["small_blocks_are_nodes"]
     ],
     ids=["mha", "one key head", "swiglu", "dropout"],
 )
+@pytest.mark.sampled(2)
 def test_kept_bytes_are_the_floor(options, widths):
     """Queries, keys, values; the attention's output; the sum after it; the hidden layer; and the logsumexp."""
     rows, width, heads = 8 * 64, 64, 4

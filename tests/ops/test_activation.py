@@ -61,6 +61,7 @@ def test_one_function_of_torch_is_the_same_as_forward(name, dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.sampled(4)
 def test_forward_and_backward_are_torchs(name, shape, dtype):
     record, x, y, g, dx = case(name, shape, dtype)
     out = torch.full_like(y, float("nan"))
@@ -100,6 +101,7 @@ def _same_threads() -> Iterator[None]:
 @given(numel=st.integers(2**15, 2**20))
 @example(numel=2**19 + 12)
 @example(numel=3 * 2**18 + 13)
+@pytest.mark.sampled(6)
 def test_they_are_torchs_wherever_threads_split_a_tensor(name, threads, numel):
     """Each thread ends in a scalar loop, which may round otherwise than the vector one."""
     torch.set_num_threads(threads)

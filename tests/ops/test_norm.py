@@ -114,6 +114,7 @@ def test_gradcheck(name, affine, over):
 
 @pytest.mark.parametrize("name", NORMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.sampled(3)
 def test_error_rule(name, dtype):
     def draw():
         x, weight, bias, leaves = inputs(name, (257, 96), dtype)
@@ -129,6 +130,7 @@ def test_error_rule(name, dtype):
 
 @pytest.mark.parametrize("name", NORMS)
 @pytest.mark.parametrize("needs", [True, False])
+@pytest.mark.sampled(3)
 def test_no_map_is_allocated_where_buffers_are_given(name, needs, monkeypatch):
     monkeypatch.setattr(norm, "_CHUNK", 1 << 10)
     x, weight, bias, _ = inputs(name, (1024, 64), requires_grad=False)

@@ -147,6 +147,7 @@ WAYS = [Loop.backward] * 6 + [
 
 
 @pytest.mark.parametrize("first_seed", range(0, LOOPS, 10))
+@pytest.mark.sampled(3)
 def test_random_loops(first_seed: int) -> None:
     run_loops(range(first_seed, first_seed + 10), "cpu")
 

@@ -189,6 +189,7 @@ def test_casting_holds_both_forms_of_one_range_at_most(clips: bool) -> None:
 
 @pytest.mark.parametrize("rows", [4, 64, 1024])
 @pytest.mark.parametrize("micro_batches", [1, 4])
+@pytest.mark.sampled(3)
 def test_the_peak_of_a_step_is_at_most_one_range_above_plain(rows: int, micro_batches: int) -> None:
     plain = deep()
     mine = copy.deepcopy(plain)
@@ -213,6 +214,7 @@ def test_the_peak_of_a_step_is_at_most_one_range_above_plain(rows: int, micro_ba
         assert plain_peak - mine_peak == pytest.approx(WEIGHT_BYTES, rel=0.05)
 
 
+@pytest.mark.extended
 def test_coarser_ranges_stand_early_by_less_than_their_size() -> None:
     rows = 4 * WIDTH
     plain = deep()

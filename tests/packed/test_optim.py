@@ -212,6 +212,7 @@ def used_more_than_once(model: nn.Module, run: Callable[[], object]) -> set[str]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.sampled(4)
 def test_zoo(case: Case) -> None:
     torch.manual_seed(0)
     plain = case.make()

@@ -55,6 +55,7 @@ def test_what_only_backward_makes_is_no_work_of_forward() -> None:
 
 @pytest.mark.parametrize("seed", range(40))
 @pytest.mark.parametrize("slowdown", [1.0, 1.1, 2.0])
+@pytest.mark.sampled(4)
 def test_the_choice_is_no_worse_than_the_cheapest_cut(seed: int, slowdown: float) -> None:
     graph = random_graph(seed, forward=80, backward=60, can_be_cut=True)
     first = play(graph, cheapest_cut(graph))

@@ -180,6 +180,7 @@ def random_graph(choose: random.Random) -> Step:
 
 
 @pytest.mark.parametrize(("make", "share", "worst"), [(random_chain, 0.92, 1.09), (random_graph, 0.98, 1.09)])
+@pytest.mark.sampled(2)
 def test_best_cut_beside_every_cut(make, share: float, worst: float) -> None:
     """The candidates are a few of all cuts: most often the refined best has the lowest peak, and else one near it.
 

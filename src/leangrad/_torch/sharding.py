@@ -63,7 +63,7 @@ def is_gathered(weight: Tensor) -> bool:
     if states is None or not kind or not _tells():
         return True
     memory = weight.untyped_storage()._cdata
-    sharded = [module for module in list(states) if isinstance(module, kind)]
+    sharded: list[Any] = [module for module in list(states) if isinstance(module, kind)]
     return any(s.whole.untyped_storage()._cdata == memory for module in sharded for s in shards_of(module))
 
 

@@ -35,10 +35,14 @@ def manual_parts(module: nn.Module) -> list[nn.Module]:
     """The submodules of a LightningModule that optimizes manually, those in lists and dicts one by one; else none."""
     if not has_training_step(module) or getattr(module, "automatic_optimization", True):
         return []
+    return [part for part in _called(module) if any(True for _ in part.parameters())]
+
+
+def _called(module: nn.Module) -> list[nn.Module]:
+    """The submodules that have a forward; lists and dicts have none, and stand for what is in them."""
     found: list[nn.Module] = []
     for child in module.children():
-        parts = list(child.children()) if isinstance(child, nn.ModuleList | nn.ModuleDict) else [child]
-        found += [part for part in parts if any(True for _ in part.parameters())]
+        found += _called(child) if isinstance(child, nn.ModuleList | nn.ModuleDict) else [child]
     return found
 
 
@@ -89,5 +93,15 @@ class TrainingStep:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The training step, in a region."""
         if self.around is None:
-            return self.__wrapped__(*args, **kwargs)
-        return self.around(self.__wrapped__, self.module, args, kwargs)
+            return self._step(*args, **kwargs)
+        return self.around(self._step, self.module, args, kwargs)
+
+    def _step(self, *args: Any, **kwargs: Any) -> Any:
+        """Call what stands behind this.
+
+        The class's method is called as a function: Dynamo takes a bound one for ``module.training_step``, where this
+        stands, and would call it without end after a graph break.
+        """
+        if self.inner is not None:
+            return self.inner(*args, **kwargs)
+        return getattr(type(self.module), NAME)(self.module, *args, **kwargs)

@@ -4,9 +4,9 @@ transformers     `LeanCallback`, for Hugging Face's Trainer and for trainers bui
 lightning        `Lean`, a callback for Lightning's Trainer, under the name ``lightning`` or ``pytorch_lightning``
 figures          what both log: the share of memory saved, and the peak
 library          one sentence for a library that is missing or too old
-training_step    how `lean` reaches a LightningModule
 
-Accelerate, PEFT, Fabric and diffusers need no module of ours: docs/ has the lines to copy.
+`attach/training_step.py` is how `lean` reaches a LightningModule. Accelerate, PEFT, Fabric and diffusers need no
+module of ours: docs/ has the lines to copy.
 """
 
 import importlib

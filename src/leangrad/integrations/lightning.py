@@ -36,9 +36,6 @@ def _callback_classes() -> tuple[type, ...]:
     return tuple(require(name, MINIMUM, user=user, package=PACKAGES[name]).Callback for name in names)
 
 
-_callback_classes()  # one sentence where there is none
-
-
 _classes: dict[tuple[type, ...], type] = {}
 
 
@@ -50,7 +47,7 @@ def _class_for(*bases: type) -> type:
     return _classes[bases]
 
 
-class Lean:
+class Lean(*_callback_classes()):  # type: ignore[misc]
     """Makes a LightningModule lean while ``trainer.fit`` runs; losses and gradients stay the same.
 
     settings: those of ``leangrad.lean``: ``budget="20GB"``, ``slowdown=1.1``, ``exact=False``, ...
@@ -78,7 +75,9 @@ class Lean:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A strategy that spawns processes sends its callbacks there."""
-        return functools.partial(Lean, **self.settings), ()
+        kind = type(self)
+        named = kind.__bases__[0] if kind in _classes.values() else kind  # one that can be found by its name
+        return functools.partial(named, **self.settings), ()
 
     def setup(self, trainer: Any, pl_module: nn.Module, stage: str) -> None:
         """Make the model lean when ``fit`` begins."""
@@ -99,6 +98,11 @@ class Lean:
                 "used; give them to one of the two",
                 stacklevel=2,
             )
+
+    def on_fit_start(self, trainer: Any, pl_module: nn.Module) -> None:
+        """The same anew, with the layers that the module has made in ``setup`` and ``configure_model`` since then."""
+        if self._is_ours:
+            lean(pl_module, **self.settings)
 
     def teardown(self, trainer: Any, pl_module: nn.Module, stage: str) -> None:
         """Give the model back as it was when ``fit`` ends."""

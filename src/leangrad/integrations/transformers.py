@@ -18,6 +18,9 @@ from leangrad import _torch
 from leangrad.integrations.figures import lean_figures
 from leangrad.integrations.library import require
 from leangrad.lean import is_lean, lean, ledger_of, plain
+from leangrad.loss.lazy import heads_of
+from leangrad.sizes import size_text
+from leangrad.switch import NAME, disabled
 
 __all__ = ["LeanCallback"]
 
@@ -52,6 +55,7 @@ class LeanCallback(TrainerCallback):  # type: ignore[misc, valid-type]
         lean(nn.Identity(), **settings)  # what is wrong with them is said here, not when training begins
         self.settings = settings
         self._model: weakref.ref[nn.Module] | None = None  # that this callback watches
+        self._training: weakref.ref[Any] | None = None  # the TrainerState of the training in which it does
         self._summary = "no training has begun with this LeanCallback yet"
 
     def summary(self) -> str:
@@ -65,7 +69,7 @@ class LeanCallback(TrainerCallback):  # type: ignore[misc, valid-type]
         """Make the model lean, and say so in one line."""
         if model is None:
             return
-        told = self._begin(args, model)
+        told = self._begin(args, state, model)
         if told and state.is_world_process_zero:
             print(f"leangrad: {told}")
 
@@ -86,8 +90,8 @@ class LeanCallback(TrainerCallback):  # type: ignore[misc, valid-type]
             del _owners[model]
             plain(model)
 
-    def _begin(self, args: Any, model: nn.Module) -> str:
-        self._model = None
+    def _begin(self, args: Any, state: Any, model: nn.Module) -> str:
+        self._model, self._training = None, weakref.ref(state)
         if args.torch_compile:
             warnings.warn(
                 f"LeanCallback does nothing with torch_compile=True; leave that off, and {COMPILE}", stacklevel=2
@@ -97,7 +101,9 @@ class LeanCallback(TrainerCallback):  # type: ignore[misc, valid-type]
             return f"this model is compiled, so LeanCallback does nothing; if you have not done so, {COMPILE}"
         owner = _owners.get(model) if is_lean(model) else self
         if owner is not None and owner is not self:
-            return "this model has a LeanCallback already; the second one does nothing"
+            if owner._training is not None and owner._training() is state:
+                return "this model has a LeanCallback already; the second one does nothing"
+            owner = self  # the other's training has ended by an exception
         self._model = weakref.ref(model)
         if owner is None:
             unused = ", and the settings of LeanCallback are not used" if self.settings else ""
@@ -106,12 +112,24 @@ class LeanCallback(TrainerCallback):  # type: ignore[misc, valid-type]
         _owners[model] = self
         return self._sentence(args, model)
 
+    def _how_much(self) -> str:
+        if (budget := self.settings.get("budget")) is not None:
+            return f"as much as fits into the budget of {budget if isinstance(budget, str) else size_text(budget)}"
+        if (slowdown := self.settings.get("slowdown")) is not None:
+            return f"as little as {slowdown} of plain's time allows"
+        return "only what cannot be rebuilt"
+
     def _sentence(self, args: Any, model: nn.Module) -> str:
-        told = f"{type(model).__name__} keeps for backward only what cannot be rebuilt"
-        if self.settings.get("exact", True):
-            told += "; losses and gradients are plain's, bit for bit"
+        if disabled():
+            return f"leangrad is switched off by {NAME}, so {type(model).__name__} trains as without it"
+        told = f"{type(model).__name__} keeps for backward {self._how_much()}"
+        is_exact, heads = self.settings.get("exact", True), heads_of(model)
+        if not is_exact and heads:
+            told += "; the cross entropy is computed without its logits, with plain's error but not plain's bits"
         else:
-            told += "; the loss is computed without its logits, with plain's error but not plain's bits"
+            told += "; losses and gradients are plain's, bit for bit"
+        if not is_exact and not heads:
+            told += "; exact=False changes nothing, for no layer of this model is a projection to a large vocabulary"
         if args.gradient_checkpointing or getattr(model, "is_gradient_checkpointing", False):
             told += (
                 "; gradient_checkpointing is on too: its segments are run again, lean, which takes no more memory and "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import gc
 import threading
 import weakref
@@ -25,7 +24,6 @@ from leangrad.ledger.learn.early_end import Border, Change, Ends, Exit
 from leangrad.ledger.learn.recorded_step import RecordedStep
 from leangrad.ledger.learn.trace import TraceMode
 from leangrad.ledger.learn.tuning import Tuner, Way
-from leangrad.ledger.observe.unseen_writes import may_write_unseen
 from leangrad.policy.replay import Replay
 from tests.support import assert_same_bits
 
@@ -348,6 +346,7 @@ def test_a_checkpoint_in_the_tail(x: Tensor, ends: list[int], use_reentrant: boo
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 @pytest.mark.parametrize("where", ["between", "inside"])
+@pytest.mark.sampled(2)
 def test_an_exception(x: Tensor, ends: list[int], error: type[BaseException], where: str) -> None:
     def fails(net: Net, h: Tensor) -> Tensor:
         if net.step == -1:
@@ -484,154 +483,3 @@ def test_compiled_parts_and_replicas_are_watched_to_the_end(x: Tensor, ends: lis
     for _ in range(3):
         made(x).sum().backward()
     assert ends[0] == 0
-
-
-# -------------------------------------------------------------------------------------------- what the code may write
-
-
-def by_global(w: Tensor) -> None:
-    w.data.add_(1)
-
-
-def through_another(w: Tensor) -> None:
-    by_global(w)
-
-
-class Clamped(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        x.detach().numpy()[:] = 0
-        return x.clone()
-
-
-def decorated(function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def run(*args: Any) -> Any:
-        return function(*args)
-
-    return run
-
-
-class Writes(nn.Module):
-    def __init__(self, way: str = "") -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(3))
-        self.weight.data.zero_()  # not in forward
-        self.way = way
-        if way == "attribute":
-            self.function = through_another
-        if way == "partial":
-            self.function = functools.partial(through_another, self.weight)
-        if way == "hook":
-            self.register_forward_hook(lambda module, args, out: module.weight.data.add_(1))
-        if way == "forward":
-            self.forward = lambda x: by_global(self.weight)
-
-
-class InMethod(Writes):
-    def forward(self, x: Tensor) -> Tensor:
-        return self._restart(x)
-
-    def _restart(self, x: Tensor) -> Tensor:
-        self.weight.data[0] = 1
-        return x
-
-
-class InProperty(Writes):
-    @property
-    def written(self) -> Tensor:
-        self.weight.data = self.weight.data * 2
-        return self.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.written
-
-
-class InGlobal(Writes):
-    def forward(self, x: Tensor) -> Tensor:
-        through_another(self.weight)
-        return x
-
-
-class InFunction(Writes):
-    def forward(self, x: Tensor) -> Tensor:
-        return Clamped.apply(x)
-
-
-class InLambda(Writes):
-    def forward(self, x: Tensor) -> Tensor:
-        return next(f(x) for f in [lambda x: x.data_ptr()]) * x
-
-
-class ByName(Writes):
-    def forward(self, x: Tensor) -> Tensor:
-        return getattr(self.weight, "data").add_(x)  # noqa: B009
-
-
-class Decorated(Writes):
-    @decorated
-    def forward(self, x: Tensor) -> Tensor:
-        return self.weight.data * x
-
-
-class Helper:
-    def update(self, weight: Tensor) -> None:
-        weight.data.add_(1)
-
-
-class InHelper(Writes):
-    def __init__(self) -> None:
-        super().__init__()
-        self.helper = Helper()
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.helper.update(self.weight)
-        return x
-
-
-class InChild(Writes):
-    def __init__(self) -> None:
-        super().__init__()
-        self.child = InMethod()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.child._restart(x)
-
-
-TABLE = {"a": through_another}
-
-
-class InTable(Writes):
-    def forward(self, x: Tensor) -> Tensor:
-        TABLE["a"](self.weight)
-        return x
-
-
-class InBase(InMethod):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x)
-
-
-class Reads(Writes):
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.weight.add_(1)
-        return torch.cat([x.detach(), self.weight]).relu_()
-
-
-KINDS = [InMethod, InProperty, InGlobal, InFunction, InLambda, ByName, Decorated, InHelper, InChild, InTable, InBase]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_code_that_may_write_unseen(kind: type[Writes]) -> None:
-    assert may_write_unseen(nn.Sequential(nn.Linear(3, 3), kind()))
-
-
-@pytest.mark.parametrize("way", ["attribute", "partial", "hook", "forward"])
-def test_what_stands_in_a_module_is_looked_into(way: str) -> None:
-    assert may_write_unseen(nn.Sequential(Reads(way)))
-
-
-def test_code_that_does_not(x: Tensor) -> None:
-    layers = nn.Sequential(nn.Conv1d(3, 3, 1), nn.BatchNorm1d(3), nn.ReLU(inplace=True), nn.Dropout(), nn.LSTM(3, 3))
-    assert not may_write_unseen(nn.Sequential(Reads(), layers, Net()))

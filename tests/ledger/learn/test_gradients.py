@@ -81,6 +81,7 @@ def peak_of_backward(loss: Tensor, x: Tensor) -> int:
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.sampled(3)
 def test_the_peak_is_that_of_backward(name: str) -> None:
     program, maps = PROGRAMS[name]
     x = torch.randn(SHAPE, requires_grad=True)
@@ -130,7 +131,7 @@ BINARY: list[Callable[[Tensor, Tensor], Tensor]] = [
 Step = tuple[int, int, int]  # which op, and which two tensors
 
 
-@fuzz_settings(40, 1000)
+@fuzz_settings(15, 1000)
 @given(st.lists(st.tuples(st.integers(0, 10), st.integers(0, 99), st.integers(0, 99)), min_size=1, max_size=12))
 def test_the_peak_of_random_programs(steps: list[Step]) -> None:
     def program(x: Tensor) -> Tensor:

@@ -39,6 +39,7 @@ def taken_by_backward(y: Tensor, leaves: tuple[Tensor, ...]) -> int:
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.sampled(3)
 def test_it_is_what_backward_takes(name: str, memory_format: torch.memory_format, dtype: torch.dtype) -> None:
     shape, weight_shape, options = CASES[name]
     if memory_format is torch.channels_last and len(shape) != 4:

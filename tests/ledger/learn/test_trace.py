@@ -108,6 +108,7 @@ def test_what_is_kept_is_the_same_with_and_without_hooks() -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.sampled(3)
 def test_no_model_of_the_zoo_leaves_its_trace(case: Case) -> None:
     torch.manual_seed(0)
     model, batch, ledger = case.make(), case.batch(), leangrad.saving()
@@ -123,6 +124,7 @@ def test_no_model_of_the_zoo_leaves_its_trace(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.sampled(5)
 def test_nor_does_it_where_small_recipes_are_spared_as_on_a_gpu(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """There the smallest tensors are kept, though they could be rebuilt; what their walks had found is decided anew."""
     stop = Recorder.stop

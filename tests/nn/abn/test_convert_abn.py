@@ -138,6 +138,7 @@ def shake(model: nn.Module) -> nn.Module:
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.sampled(2)
 def test_same_outputs_gradients_statistics_and_names(name: str, training: bool) -> None:
     plain = shake(MODELS[name]()).double().train(training)
     lean = convert_abn(copy.deepcopy(plain))

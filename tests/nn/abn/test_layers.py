@@ -83,6 +83,7 @@ def test_equals_batch_norm_and_activation(kind: type[ABN], layout: str, name: st
 @pytest.mark.parametrize("name", ["leaky_relu", "elu", "identity", "relu"])
 @pytest.mark.parametrize("weight", [0.7, -0.7, 0.0, None])
 @pytest.mark.parametrize("training", [True, False])
+@pytest.mark.sampled(4)
 def test_gradcheck(kind: type[ABN], name: str, weight: float | None, training: bool) -> None:
     layer = make(kind, 2, activation=name, activation_param=0.3, affine=weight is not None).train(training)
     x = torch.randn(3, 2, 2, dtype=torch.float64, requires_grad=True)
@@ -114,6 +115,7 @@ def three_ways(layer: ABN, x: Tensor, dz: Tensor, act: Callable[[Tensor], Tensor
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["leaky_relu", "elu", "identity", "relu", "silu"])
 @pytest.mark.parametrize("kind", [ABN, InPlaceABN])
+@pytest.mark.sampled(4)
 def test_error_rule(kind: type[ABN], name: str, dtype: torch.dtype) -> None:
     """Weights stay float32 for the 16-bit maps, as under autocast; the mean is ten deviations from zero.
 

@@ -170,6 +170,7 @@ class Chain(nn.Module):
 @pytest.mark.parametrize(
     ("kind", "name"), [(InPlaceABN, "leaky_relu"), (InPlaceABN, "relu"), (ABN, "silu"), (ABN, "leaky_relu")]
 )
+@pytest.mark.sampled(2)
 def test_kept_bytes_are_one_map_per_layer(kind: type[ABN], name: str) -> None:
     x, dy = torch.randn(N, C, H, H), torch.randn(N, C, H, H)
     kept = {}
@@ -183,6 +184,7 @@ def test_kept_bytes_are_one_map_per_layer(kind: type[ABN], name: str) -> None:
 @pytest.mark.parametrize("shape", [(8, 16, 64, 64), (1, 16, 256, 128)])
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("name", ["leaky_relu", "relu"])
+@pytest.mark.sampled(3)
 def test_backward_with_owned_buffers_allocates_no_map(
     name: str, memory_format: torch.memory_format, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -50,6 +50,7 @@ def trained_loss(kind: str, seed: int) -> float:
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_trains_to_the_same_loss() -> None:
     losses = {kind: [trained_loss(kind, seed) for seed in range(5)] for kind in ("plain", "inverted", "converted")}
     spread = statistics.stdev(losses["plain"])

@@ -54,7 +54,9 @@ class RecordedStep:
         for n, item in self.undecided.items():
             if kept is not None and item in kept:
                 entries[n] = replace(entries[n], outcome="kept", why=HAS_ROOM)
-        return entries
+        if any(entry.outcome == "rebuilt" for entry in entries):
+            return entries
+        return [entry for entry in entries if not entry.is_extra]  # no recipe starts from these any more
 
     def _why_kept(self, item: int) -> str:
         return SPARED if item in self.spared else self.why_kept

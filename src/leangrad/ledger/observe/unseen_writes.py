@@ -3,16 +3,19 @@
 Where nothing is left to rebuild the override may be taken away (``learn/early_end.py``), if no such write can follow.
 Nobody can tell that from the steps that were seen: a codebook may be written anew once in a thousand. So the code that
 forward can reach is looked through for names: ``.data``, ``.numpy()``, ``data_ptr`` and their kin. Followed are the
-forward of each module, methods of that name of any class in the model, functions and classes that are called by their
-global name, closures, and what stands in attributes and hooks of a module. Code of torch and of leangrad itself is
-known: it writes no parameters that way in forward.
+forward of each module, functions that are called by their global name, closures, and what stands in attributes and
+hooks of a module. Of a class, that of a part of the model or one that is named on the way, every method that some
+function on the way names is followed, and what Python calls by itself. Code of torch, of Python's own library and of
+leangrad is known: it writes no parameters that way in forward.
 """
 
 from __future__ import annotations
 
+import os
+import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
-from functools import partial
+from functools import cache, partial
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -21,39 +24,63 @@ from torch import Tensor, nn
 WAYS = "data numpy __array__ __dlpack__ to_dlpack from_dlpack from_numpy data_ptr storage untyped_storage set_"
 OTHERS = "swap_tensors _unsafe_preserve_version_counter ctypes exec eval"
 NAMES = frozenset((*WAYS.split(), *OTHERS.split()))
-KNOWN = frozenset(("torch", "leangrad", "builtins", "typing", "collections", "functools", "math", "warnings"))
+KNOWN = frozenset(("torch", "leangrad", "sympy", "huggingface_hub", "builtins"))
+LOSSES = "transformers.loss"  # a table of all its losses, which every model reaches: none writes what it reads
+BEFORE = ("__init__", "__init_subclass__")  # of a module: what they write is made there, or nothing has run yet
 MOST = 5000  # functions, above which nobody knows
 
 
 def may_write_unseen(module: nn.Module) -> bool:
     """Whether the forward of ``module`` may write into memory in a way that moves no version."""
-    parts = list(module.modules())
-    methods = _methods(parts)
-    stack: list[Any] = [entry for part in parts for entry in _entries(part)]
-    seen: set[FunctionType] = set()
-    while stack:
-        for function in _functions_in(stack.pop()):
-            if function in seen or _is_known(function):
+    return _Search(module).finds_a_way()
+
+
+class _Search:
+    """Through the functions that the forward of a model can reach."""
+
+    def __init__(self, model: nn.Module) -> None:
+        parts = list(model.modules())
+        self._stack: list[Any] = [entry for part in parts for entry in _entries(part)]
+        self._names: set[str] = set()  # that were met in functions
+        self._kinds: set[type] = set()
+        self._methods: dict[str, list[Any]] = {}  # of these kinds, by name: a call says no more
+        for part in parts:
+            for one in (part, *vars(part).values()):
+                self._add(type(one))
+
+    def finds_a_way(self) -> bool:
+        seen: set[FunctionType] = set()
+        while self._stack:
+            found = self._stack.pop()
+            if isinstance(found, type):
+                self._add(found)
                 continue
-            seen.add(function)
-            names = set(_names_in(function.__code__))
-            if names & NAMES or len(seen) > MOST:
-                return True
-            for name in names:
-                stack += methods.get(name, ())
-            stack += _reached(function, names)
-    return False
+            for function in _functions_in(found):
+                if function in seen or _is_known(function):
+                    continue
+                seen.add(function)
+                names = set(_names_in(function.__code__))
+                if names & NAMES or len(seen) > MOST:
+                    return True
+                for name in names - self._names:
+                    self._stack += self._methods.get(name, ())
+                self._names |= names
+                self._stack += _reached(function, names)
+        return False
 
-
-def _methods(parts: Iterable[nn.Module]) -> dict[str, list[Any]]:
-    """Methods of the classes of modules, and of other objects that they have, by name: a call says no more."""
-    kinds = {kind for part in parts for one in (part, *vars(part).values()) for kind in type(one).__mro__}
-    found: dict[str, list[Any]] = {}
-    for kind in kinds:
-        if not _is_known(kind):
-            for name, method in vars(kind).items():
-                found.setdefault(name, []).append(method)
-    return found
+    def _add(self, kind: type) -> None:
+        """Some of its methods may be called: those that a function names, and those that Python calls by itself."""
+        for base in kind.__mro__:
+            if base in self._kinds or _is_known(base):
+                continue
+            self._kinds.add(base)
+            for name, method in vars(base).items():
+                if isinstance(method, type) or (name in BEFORE and issubclass(base, nn.Module)):
+                    continue
+                self._methods.setdefault(name, []).append(method)
+                is_called = name == "forward" or (name.startswith("__") and name.endswith("__"))
+                if is_called or name in self._names:
+                    self._stack.append(method)
 
 
 def _entries(module: nn.Module) -> Iterator[Any]:
@@ -86,10 +113,6 @@ def _functions_in(found: Any) -> Iterable[FunctionType]:
         return _functions_in(found.__func__)
     if isinstance(found, property):
         return [f for part in (found.fget, found.fset) for f in _functions_in(part)]
-    if isinstance(found, type):
-        if _is_known(found) or issubclass(found, nn.Module):  # the modules of a model are looked at one by one
-            return ()
-        return [f for value in vars(found).values() if not isinstance(value, type) for f in _functions_in(value)]
     if not callable(found) or isinstance(found, nn.Module | Tensor | BuiltinFunctionType):
         return ()
     if isinstance(found, partial):
@@ -127,4 +150,19 @@ def _names_in(code: CodeType) -> Iterator[str]:
 
 def _is_known(thing: Any) -> bool:
     name = thing.__name__ if isinstance(thing, ModuleType) else getattr(thing, "__module__", None)
-    return isinstance(name, str) and name.partition(".")[0] in KNOWN
+    if not isinstance(name, str):
+        return False
+    package = name.partition(".")[0]
+    return package in KNOWN or name.startswith(LOSSES) or _is_pythons_own(package)
+
+
+@cache
+def _is_pythons_own(package: str) -> bool:
+    """Whether it is part of Python's library, and not a file of that name that somebody else wrote."""
+    if package not in sys.stdlib_module_names:
+        return False
+    file = getattr(sys.modules.get(package), "__file__", None)
+    return file is None or os.path.dirname(os.__file__) in (
+        os.path.dirname(file),
+        os.path.dirname(os.path.dirname(file)),
+    )

@@ -7,6 +7,6 @@ ops           what is done to it without its values: the loss above all
 heads         the modules of a model that return it
 """
 
-from leangrad.loss.lazy.heads import describe, make_eager, make_lazy, note_sharding
+from leangrad.loss.lazy.heads import describe, heads_of, make_eager, make_lazy, note_sharding
 
-__all__ = ["describe", "make_eager", "make_lazy", "note_sharding"]
+__all__ = ["describe", "heads_of", "make_eager", "make_lazy", "note_sharding"]
