@@ -76,7 +76,8 @@ def dots(title: str, rows: Sequence[dict[str, Any]], ways: Sequence[str]) -> str
         for tick in ticks:
             style = "one" if tick == 1 else "grid"
             parts.append(f'<path class="{style}" d="M{scale(tick):.1f} {top - 8}V{bottom - 6}"/>')
-            parts.append(text(scale(tick), bottom + 12, f"{tick:g}", "soft", "middle"))
+            beyond = "≥ " if tick == scale.high else ""
+            parts.append(text(scale(tick), bottom + 12, f"{beyond}{tick:g}", "soft", "middle"))
     for n, way in enumerate(ways):
         y = top + step * n + 8
         parts.append(text(20, y + 4, way, kind_of(way)))

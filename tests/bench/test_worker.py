@@ -155,7 +155,7 @@ def test_a_budget_that_is_raised_again_and_again_ends(monkeypatch: pytest.Monkey
 
     monkeypatch.setitem(WAYS, "lean_budget", Choice("lean_budget", "", make))
     row = measured("lean_budget", budget=10)
-    assert asked == [10, 11, 12]
+    assert asked == [10, 10, 11, 12]  # the first only asks whether there is such a way
     assert (row.outcome, row.note) == ("failed", "refused: named a larger budget 3 times")
 
 
@@ -243,6 +243,13 @@ def test_a_way_for_the_whole_process_is_timed_after_plain(monkeypatch: pytest.Mo
     monkeypatch.setitem(WAYS, "liger", choice)
     assert measured("liger", rounds=2, steps=1).ratio is not None
     assert turns == [("plain", False)] * 2 + [("liger", True)] * 2
+
+
+def test_what_is_not_for_a_model_is_told_before_anything_is_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker.Training, "step", None)
+    monkeypatch.setattr(worker.Training, "_run", None)
+    assert [measured(way).outcome for way in ("save_on_cpu", "no_logits", "cce")] == ["not for this"] * 3
+    assert measured("plain").outcome == "failed"
 
 
 @pytest.mark.parametrize(

@@ -93,6 +93,7 @@ class _Measuring:
 
     def run(self) -> Row:
         """Everything that the job asks for."""
+        self.choice.way(self._given(self.job.budget, self.job.budget))  # may say at once that it is not for this model
         plain = self._train_plain()
         if self.choice.is_global:
             before = self._time_alone(plain.training) if plain.reference and self.job.rounds else []
