@@ -8,7 +8,7 @@ BIN    := .venv/bin
 # One thread per test worker: two workers on two cores, and the same sums on every machine.
 TEST   := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest
 
-.PHONY: demo test test-all check docs release fix fuzz clean
+.PHONY: demo test test-all bench check docs release fix fuzz clean
 
 demo: .venv/installed
 	$(BIN)/leangrad demo
@@ -19,6 +19,11 @@ test: .venv/installed
 
 test-all: .venv/installed
 	$(TEST) -n 2 --dist worksteal -q --all
+
+# Everything side by side, as far as a CPU can tell: 1,200 s of processor time, ten minutes on two cores. The pages quote its rows.
+bench: .venv/installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks --workers 2 --write side_by_side_cpu
+	$(BIN)/python -m benchmarks --readme
 
 check: .venv/installed
 	$(BIN)/ruff check .

@@ -25,12 +25,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import leangrad
 from benchmarks.environment import RESULTS, write_rows
+from leangrad.bench.peers import checkpoint_selectively, save_on_host
 from leangrad.errors import BudgetError
-from leangrad.frontier.repeated import repeated_modules
 from tests.zoo import CASES, Case
 
 ZOO = ("resnet", "convnext", "unet", "gpt", "llama", "bert", "t5", "vit", "mamba", "hf_gpt2")
@@ -40,11 +39,6 @@ SHARES = (1.0, 0.75, 0.5, 0.25)
 SLOWDOWN = 1.1
 # Steps before a way is measured.
 SETTLED = {"budget": 26, "slowdown": 90, "plain": 4, "lean": 6, "checkpoint": 4, "selective": 3, "save_on_cpu": 2}
-# What a selective checkpoint keeps: `torch.ops.aten` names, as its users list them.
-HEAVY = (
-    "mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_dot_product_flash_attention",
-    "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
-)  # fmt: skip
 ROUNDS = 9
 
 
@@ -119,9 +113,9 @@ def on_gpu(name: str, shares: tuple[float, ...], ways: list[str]) -> Iterator[di
     checkpointed = measure("checkpoint", _checkpointed)
     yield from (plain, floor, checkpointed)
     if "selective" in ways:
-        yield measure("selective", _selective)
+        yield measure("selective", _changed(checkpoint_selectively))
     if "save_on_cpu" in ways:
-        yield measure("save_on_cpu", _on_the_host)
+        yield measure("save_on_cpu", _changed(save_on_host))
     if "budget" not in ways:
         return
     budgets = {f"{share:g}": int(floor["peak"] + share * (plain["peak"] - floor["peak"])) for share in shares}
@@ -134,30 +128,14 @@ def on_gpu(name: str, shares: tuple[float, ...], ways: list[str]) -> Iterator[di
     yield slow
 
 
-def _selective(model: nn.Module) -> nn.Module:
-    """A checkpoint around each block that keeps what is heavy."""
-    from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+def _changed(change: Callable[[nn.Module], object]) -> Callable[[nn.Module], nn.Module]:
+    """A change in place as a function that returns the model."""
 
-    heavy = [overload for name in HEAVY for overload in [getattr(torch.ops.aten, name).default]]
+    def make_ready(model: nn.Module) -> nn.Module:
+        change(model)
+        return model
 
-    def policy(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if op in heavy else CheckpointPolicy.PREFER_RECOMPUTE
-
-    for block in repeated_modules(model).values():
-        context_fn = partial(create_selective_checkpoint_contexts, policy)
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=context_fn)
-    return model
-
-
-def _on_the_host(model: nn.Module) -> nn.Module:
-    plain = model.forward
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        with torch.autograd.graph.save_on_cpu(pin_memory=True):
-            return plain(*args, **kwargs)
-
-    model.forward = forward
-    return model
+    return make_ready
 
 
 def _on_gpu(setup: Any, make_ready: Callable[[nn.Module], nn.Module], steps: int) -> dict[str, Any]:

@@ -22,7 +22,7 @@ def environment(device: str) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "commit": _commit(),
+        "commit": commit(),
     }
 
 
@@ -34,7 +34,7 @@ def write_rows(name: str, device: str, rows: list[dict[str, Any]]) -> Path:
     return path
 
 
-def _commit() -> str:
+def commit() -> str:
     """The commit of this tree; a copy without its history is told by LEANGRAD_COMMIT."""
     if told := os.environ.get("LEANGRAD_COMMIT"):
         return told

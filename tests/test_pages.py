@@ -148,6 +148,7 @@ PAGES: dict[str, tuple[Callable[[], Names], str]] = {
     "cnns": (cnn, "convert_abn converted 2 of 2 batch norms"),
     "distributed": (distributed, "plain keeps"),
     "measure": (small, "the floor"),
+    "bench": (dict, ""),
     "report": (small, "A step peaks at"),
     "limits": (small, ""),
     "platforms": (dict, ""),

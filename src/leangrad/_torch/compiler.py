@@ -462,3 +462,12 @@ def ends_at_a_break() -> bool:
     except (ImportError, AttributeError):
         return False
     return getattr(reason, "graph_break", False) is True
+
+
+@contextmanager
+def activation_budget(share: float) -> Iterator[None]:
+    """Let torch's own partitioner keep at most this share of what it would keep otherwise."""
+    from torch._functorch import config
+
+    with config.patch(activation_memory_budget=share):
+        yield

@@ -1,4 +1,4 @@
-"""The command line: `leangrad demo`, `verify`, `floor`, `frontier`, `fit`, `doctor`; also as `python -m leangrad`."""
+"""The command line, `leangrad --help`; also as `python -m leangrad`."""
 
 from leangrad.cli.commands import app
 

@@ -1,4 +1,4 @@
-"""The command line: `leangrad demo`, `verify`, `floor`, `frontier`, `fit`, `profile`, `doctor`."""
+"""The command line: `leangrad demo`, `verify`, `floor`, `frontier`, `fit`, `bench`, `profile`, `doctor`."""
 
 from collections.abc import Callable
 from enum import StrEnum
@@ -12,6 +12,7 @@ from rich.table import Table
 
 import leangrad
 from leangrad import demo as demo_models
+from leangrad.cli.bench import bench
 from leangrad.cli.doctor import examine
 from leangrad.cli.memory import fit, frontier
 from leangrad.cli.profile import profile
@@ -163,6 +164,10 @@ def floor(target: Target, autocast: AutocastOption = None, traceback: TracebackO
 
 app.command()(frontier)
 app.command()(fit)
+
+# ---------------------------------------------------------------------------------------------------------------- bench
+
+app.command()(bench)
 
 # -------------------------------------------------------------------------------------------------------------- profile
 

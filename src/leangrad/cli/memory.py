@@ -16,7 +16,7 @@ from leangrad.frontier.fit import fit as search_fit
 from leangrad.frontier.fit.rows import count_rows
 from leangrad.sizes import parse_size
 
-__all__ = ["fit", "frontier"]
+__all__ = ["bad_parameters", "fit", "frontier", "progress_bar"]
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON in the stead of a table.")]
 
@@ -46,7 +46,7 @@ def frontier(
         raise typer.BadParameter(f"found no folder {str(picture.parent)!r} to write the picture to")
     with errors_of_the_user(traceback):
         model, batch, loss = subject_of(target)
-        with _progress_bar() as progress:
+        with progress_bar() as progress:
             found = leangrad.frontier(
                 model, batch, loss, autocast=dtype_of(autocast), points=points, steps=steps, progress=progress
             )
@@ -72,13 +72,13 @@ def fit(
 
     The exit code is 2 if your code or the arguments raise an error.
     """
-    with _bad_parameters():
+    with bad_parameters():
         nbytes = parse_size(memory, "--memory")
     with errors_of_the_user(traceback):
         model, batch, loss = subject_of(target)
-        with _bad_parameters():
+        with bad_parameters():
             count_rows(batch)
-        with _progress_bar() as progress:
+        with progress_bar() as progress:
             found = search_fit(
                 model, batch, loss, memory=nbytes, most=most, autocast=dtype_of(autocast), progress=progress
             )
@@ -86,7 +86,7 @@ def fit(
 
 
 @contextlib.contextmanager
-def _bad_parameters() -> Iterator[None]:
+def bad_parameters() -> Iterator[None]:
     """Show an error about what was given as one about the command line."""
     try:
         yield
@@ -95,7 +95,7 @@ def _bad_parameters() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _progress_bar() -> Iterator[Callable[[str, int, int], None]]:
+def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
     """A bar on stderr, which is gone afterwards; what is yielded moves it."""
     columns = (TextColumn("{task.description:<28}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"))
     with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True) as bar:

@@ -28,7 +28,7 @@ from leangrad.verify import check_trainable
 from leangrad.verify.memory import Memory
 from leangrad.verify.subject import Subject
 
-__all__ = ["Fit", "Fitted", "fit"]
+__all__ = ["Fit", "Fitted", "Search", "fit"]
 
 MOST_ROWS = 65_536
 
@@ -117,7 +117,7 @@ def fit(
     rows = count_rows(batch)
     state = Memory(model, batch, loss)
     try:
-        search = _Search(subject, batch, rows, memory, most, optimizer)
+        search = Search(subject, batch, rows, memory, most, optimizer)
         ways = search.ways()
         found = []
         for n, way in enumerate(ways):
@@ -129,7 +129,7 @@ def fit(
     return Fit(memory, str(search.device), tuple(found))
 
 
-class _Search:
+class Search:
     """What the searches of all ways have in common."""
 
     def __init__(

@@ -1,0 +1,260 @@
+"""What README and docs/bench.md show of the committed rows, as tables and pictures: `python -m benchmarks --readme`.
+
+Each table stands between two comments, `<!-- rows: NAME -->` and `<!-- end -->`; `tests/bench/test_pages.py` makes all
+of them again and fails where a page differs.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.cases import SMALL, TABLE
+from benchmarks.environment import RESULTS
+from benchmarks.pictures import curves, dots
+from benchmarks.side_by_side import AXES, SCALED
+from leangrad.bench import WAYS
+
+ROOT = Path(__file__).parent.parent
+PAGES = ("README.md", "docs/bench.md")
+CPU = "side_by_side_cpu"
+NAMES = {"resnet50": "ResNet-50", "vit_l": "ViT-L/16", "gpt2_medium": "GPT-2 medium", "llama_1b": "Llama 1B shape"}
+TITLES = {
+    "plain": "plain",
+    "checkpoint": "checkpoint per block",
+    "selective": "selective checkpoint",
+    "save_on_cpu": "`save_on_cpu`",
+    "compile": "`torch.compile`",
+    "compile_budget": "the same, torch's budget 0.5",
+    "lean": "**`lean`**",
+    "lean_budget": "**`lean`, budget: the checkpoint's peak**",
+    "no_logits": "**`lean`, `exact=False`**",
+    "compile_leangrad": '**`torch.compile`, `backend="leangrad"`**',
+    "convert_abn": "**`convert_abn`**",
+    "packed": "**`pack_gradients`**",
+    "liger": "Liger",
+    "cce": "Apple's CCE",
+    "inplace_abn": "inplace_abn",
+}
+GIB = 2**30
+
+
+def rows_in(name: str) -> list[dict[str, Any]]:
+    """The rows of a file of results."""
+    found: list[dict[str, Any]] = json.loads((RESULTS / f"{name}.json").read_text())["rows"]
+    return found
+
+
+def row_in(name: str, **keys: Any) -> dict[str, Any] | None:
+    """The one row with these values, or None."""
+    return next((row for row in rows_in(name) if keys.items() <= row.items()), None)
+
+
+# ------------------------------------------------------------------------------------------------------------- one H200
+
+
+Cell = tuple[float, float] | None  # GiB above state, and time over plain's; None: there is no row
+
+
+def h200_cell(way: str, case: str) -> Cell:
+    """The peak above state in GiB and the time over plain's, of one model trained in one way on an H200."""
+    plain = row_in("h200_models", case=case)
+    assert plain is not None
+    above = plain["plain"]["peak_gib"]
+
+    def of_budgets(file: str, **keys: Any) -> Cell:
+        """Peaks there are of all that is allocated: what plain takes there beyond its peak above state, all do."""
+        base, row = row_in(file, case=case, way="plain"), row_in(file, case=case, **keys)
+        if base is None or row is None or "peak" not in row:
+            return None
+        return above - (base["peak"] - row["peak"]) / GIB, row["ms"] / base["ms"]
+
+    def of_compiled(name: str) -> Cell:
+        row, base = row_in("compiled_h200", case=case, way=name), row_in("budgets_h200", case=case, way="plain")
+        return None if row is None or base is None or "ms" not in row else (row["peak_gib"], row["ms"] / base["ms"])
+
+    def of_loss(name: str) -> Cell:
+        base, row = (row_in("loss_models_h200", case=case, way=one) for one in ("plain", name))
+        return None if base is None or row is None or "ms" not in row else (row["peak_gib"], row["ms"] / base["ms"])
+
+    def of_abn() -> Cell:
+        title = "ResNet-50 training step, 192 x 224 x 224, bfloat16 autocast, channels_last"
+        row = row_in("abn_h200", case=title) if case == "resnet50" else None
+        return None if row is None else (row["lean_peak_gib"], row["time_ratio"])
+
+    sources: dict[str, Callable[[], Cell]] = {
+        "plain": lambda: of_budgets("budgets_h200", way="plain"),
+        "checkpoint": lambda: of_budgets("budgets_h200", way="checkpoint"),
+        "selective": lambda: of_budgets("budgets_peers_h200", way="selective"),
+        "save_on_cpu": lambda: of_budgets("budgets_peers_h200", way="save_on_cpu"),
+        "compile": lambda: of_compiled("compile"),
+        "compile_budget": lambda: of_compiled("budget"),
+        "lean": lambda: of_budgets("budgets_h200", way="lean"),
+        "lean_budget": lambda: of_budgets("budgets_h200", way="budget", at="checkpoint's peak"),
+        "no_logits": lambda: of_loss("lean, exact=False"),
+        "compile_leangrad": lambda: of_compiled("leangrad"),
+        "convert_abn": of_abn,
+        "liger": lambda: of_loss("liger"),
+    }
+    return sources[way]() if way in sources else None
+
+
+def refusal(way: str, case: str) -> str:
+    """In the place of figures: lean has refused its budget; or there is no row."""
+    row = row_in("budgets_h200", case=case, way="budget", at="checkpoint's peak") if way == "lean_budget" else None
+    return "refused" if row is not None and "error" in row else "–"
+
+
+def h200_table() -> str:
+    """The four models on a GPU: a line for each way."""
+    lines = [["one H200: peak above state, GiB · time / plain", *(NAMES[case] for case in TABLE)]]
+    for way in WAYS:
+        cells = [h200_cell(way, case) for case in TABLE]
+        if any(cells):
+            shown = [
+                f"{cell[0]:.2f} · {cell[1]:.2f}" if cell else refusal(way, case)
+                for cell, case in zip(cells, TABLE, strict=True)
+            ]
+            lines.append([TITLES[way], *shown])
+    return markdown(lines)
+
+
+def timm_sentence() -> str:
+    """What compiling with leangrad's choice gives on the models of timm, in medians."""
+    rows = [row for row in rows_in("compiled_h200") if row["way"] == "leangrad" and row["case"] not in TABLE]
+    peak, kernels = (statistics.median(row[key] for row in rows) for key in ("peak_gib_ratio", "device_ms_ratio"))
+    return (
+        f'Over {len(rows)} models of timm that are compiled, `backend="leangrad"` takes {peak:.2f} of '
+        f"`inductor`'s peak and {kernels:.2f} of its kernels' time (medians, batch 128)."
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------- a CPU
+
+
+def cpu_rows() -> list[dict[str, Any]]:
+    """What was measured on a CPU, without the rows that tell how peaks grow."""
+    return [row for row in rows_in(CPU) if "axis" not in row]
+
+
+def cpu_table() -> str:
+    """A line for each way on a CPU: medians over the models, and the worst error."""
+    heads = ["models", "peak / plain", "kept / floor", "time / plain", "gradients", "batch in plain's memory, two models"]
+    lines = [["ten small models, one CPU thread; medians", *heads]]
+    for way in WAYS:
+        mine = [row for row in cpu_rows() if row["way"] == way and row["outcome"] == "measured"]
+        if not mine:
+            continue
+        larger = [row["largest_batch"] / row["rows"] for row in mine if "largest_batch" in row]
+        lines.append(
+            [
+                TITLES[way],
+                str(len(mine)),
+                *(median(mine, key) for key in ("peak_over_plain", "kept_over_floor", "ratio")),
+                error_of(mine),
+                f"× {statistics.median(larger):.2f}" if larger else "–",
+            ]
+        )
+    return markdown(lines)
+
+
+def median(rows: list[dict[str, Any]], key: str) -> str:
+    """The median of a column, or a dash."""
+    values = [row[key] for row in rows if key in row]
+    return f"{statistics.median(values):.2f}" if values else "–"
+
+
+def error_of(rows: list[dict[str, Any]]) -> str:
+    """How far gradients are from plain's at worst; and plain's own from those in float64."""
+    if own := [row["float64_error"] for row in rows if "float64_error" in row]:
+        return f"off float64's by up to {max(own):.0e}"
+    told = [row for row in rows if "gradient_error" in row]
+    if told and all(row.get("bitwise") for row in told):
+        return "same bits"
+    return f"off by up to {max(row['gradient_error'] for row in told):.0e}" if told else "–"
+
+
+def cases_table() -> str:
+    """A line for each model on a CPU, a column for each way: peak and time, over plain's."""
+    ways = [way for way in WAYS if way != "plain" and any(row["way"] == way and "ratio" in row for row in cpu_rows())]
+    lines = [["peak · time, / plain", *(way for way in ways)]]
+    for case in SMALL:
+        found = {row["way"]: row for row in cpu_rows() if row["case"] == case and "ratio" in row}
+        cells = [f"{found[w]['peak_over_plain']:.2f} · {found[w]['ratio']:.2f}" if w in found else "–" for w in ways]
+        lines.append([case, *cells])
+    return markdown(lines)
+
+
+def left_out() -> str:
+    """The ways that have no figures on a CPU, what failed, and budgets that were exceeded, each with its sentence."""
+    lines = []
+    for way in WAYS:
+        mine = [row for row in cpu_rows() if row["way"] == way]
+        if mine and all(row["outcome"] == "not for this" for row in mine) and len({row["note"] for row in mine}) == 1:
+            lines.append(f"- `{way}`: {mine[0]['note']}.")
+        wrong = [row for row in mine if row["outcome"] == "failed" or "above its budget" in row.get("note", "")]
+        lines += [f"- `{way}` on {row['case']}: {row['note']}." for row in wrong]
+    return "\n".join(lines)
+
+
+def machine() -> str:
+    """Where and when the rows of the CPU were measured."""
+    found = json.loads((RESULTS / f"{CPU}.json").read_text())
+    return (
+        f"`{CPU}.json`: {found['hardware']}, {found['threads']} thread for each process, torch {found['torch']}, "
+        f"Python {found['python']}, commit {found['commit']}."
+    )
+
+
+def markdown(lines: list[list[str]]) -> str:
+    """Rows of text as a table; the first is its head."""
+    head, *body = lines
+    return "\n".join(f"| {' | '.join(line)} |" for line in [head, ["---"] * len(head), *body])
+
+
+# ------------------------------------------------------------------------------------------------------------ the pages
+
+PARTS: dict[str, Callable[[], str]] = {
+    "h200": h200_table,
+    "timm": timm_sentence,
+    "cpu": cpu_table,
+    "cases": cases_table,
+    "left out": left_out,
+    "machine": machine,
+}
+
+
+def pictures() -> dict[str, str]:
+    """The pictures by the names of their files."""
+    rows = cpu_rows()
+    ways = [way for way in WAYS if way != "plain" and any(row["way"] == way and "ratio" in row for row in rows)]
+    grown = [row for row in rows_in(CPU) if "axis" in row]
+    return {
+        "side_by_side_cpu.svg": dots(
+            "Ten small models on a CPU: a dot each, a bar at the median; blue is leangrad", rows, ways
+        ),
+        "scaling_cpu.svg": curves(
+            "The peak of a small GPT as it grows, over plain's before", grown, ("plain", *SCALED), list(AXES.values())
+        ),
+    }
+
+
+def filled(page: str) -> str:
+    """A page with its generated parts made anew."""
+
+    def fill(match: re.Match[str]) -> str:
+        return f"<!-- rows: {match[1]} -->\n{PARTS[match[1]]()}\n<!-- end -->"
+
+    return re.sub(r"<!-- rows: ([\w ]+) -->\n.*?<!-- end -->", fill, (ROOT / page).read_text(), flags=re.DOTALL)
+
+
+def write_all() -> None:
+    """Write the pages and the pictures."""
+    for page in PAGES:
+        (ROOT / page).write_text(filled(page))
+    for name, content in pictures().items():
+        (RESULTS / name).write_text(content)

@@ -1,0 +1,153 @@
+"""leangrad and what a user would pick instead, on the same work, each in a process of its own.
+
+    make bench                                                                # the CPU set, as the next line
+    OMP_NUM_THREADS=1 python -m benchmarks --workers 2 --write side_by_side_cpu
+    python -m benchmarks --device cuda --write side_by_side_h200               # full shapes, the models of the table
+    python -m benchmarks --readme                                              # README's table and pictures, from rows
+
+A row is one way on one model (`leangrad.bench`, which says what is measured and how): its peak above what stands before
+a step, what it keeps over the floor, its time over plain's in the same process, its largest difference of a gradient
+from plain's, and, for the models of LARGEST, the largest batch in the memory that plain takes for its own. Rows with an
+`axis` tell how the peak grows when a GPT has more layers, is wider, or has longer or more sequences. On a CPU only the
+models of COMPILED are compiled, which takes about a minute each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from threading import Lock
+from typing import Any
+
+from benchmarks.cases import FULL, PLAIN_DTYPE, SHAPES, SMALL
+from benchmarks.environment import RESULTS, commit
+from leangrad.bench import WAYS, Bench, bench
+
+TARGET = "benchmarks.cases:make"
+COMPILED = ("gpt2_medium", "resnet50")
+LARGEST = ("gpt2_medium", "resnet50")
+AXES = {"layers": "depth", "width": "width", "length": "length", "batch": "batch"}
+FACTORS = (2, 4)
+SCALED = ("checkpoint", "lean")  # beside plain
+EAGER = tuple(name for name, choice in WAYS.items() if not choice.compiles)
+ROUNDS = {"cpu": 4, "cuda": 8}
+
+
+def side_by_side(name: str, device: str, ways: list[str] | None) -> list[Bench]:
+    """All ways on one model. The largest batch is searched without those that compile anew for each size."""
+    asked = ways or [way for way in WAYS if device == "cuda" or name in COMPILED or not WAYS[way].compiles]
+    dtype = "bfloat16" if device == "cuda" and name not in PLAIN_DTYPE else ""
+    settings: dict[str, Any] = {"autocast": dtype, "rounds": ROUNDS[device], "steps": 2 if device == "cpu" else 6}
+    options = {"name": name, "device": device}
+    fitting = [way for way in asked if way in EAGER] if name in LARGEST else []
+    rest = [way for way in asked if way not in fitting]
+    found = []
+    if fitting:
+        found.append(bench(TARGET, fitting, name=name, options=options, memory=0, **settings))
+    if rest:
+        found.append(bench(TARGET, rest, name=name, options=options, **settings))
+    return found
+
+
+def rows_of(name: str, device: str, ways: list[str] | None) -> list[dict[str, Any]]:
+    """The rows of one model, each way once."""
+    rows: dict[str, dict[str, Any]] = {}
+    for one in side_by_side(name, device, ways):
+        for row in one.as_rows():
+            rows.setdefault(row["way"], row | {"machine": one.machine})
+    return [rows[way] for way in WAYS if way in rows]
+
+
+def scaling() -> list[tuple[str, int, dict[str, int]]]:
+    """Each axis and factor, and the shape; the base comes first."""
+    shapes = [("base", 1, dict(SHAPES))]
+    for name, axis in AXES.items():
+        shapes += [(axis, factor, {**SHAPES, name: factor * SHAPES[name]}) for factor in FACTORS]
+    return shapes
+
+
+def scaled_rows(axis: str, factor: int, shape: dict[str, int]) -> list[dict[str, Any]]:
+    """The peaks of a GPT of one shape."""
+    options = {"name": "gpt2_medium", **shape}
+    found = bench(TARGET, SCALED, name="gpt2_medium", options=options, rounds=0)
+    return [{"axis": axis, "factor": factor, **shape, **row, "machine": found.machine} for row in found.as_rows()]
+
+
+class Rows:
+    """What has been measured so far; written after each model. `keep`: beside the rows of earlier runs."""
+
+    def __init__(self, write: str, order: list[str], keep: bool) -> None:
+        self.write, self.order, self.lock = write, order, Lock()
+        self.found: dict[tuple[Any, ...], dict[str, Any]] = {}
+        self.machine: dict[str, Any] = {}
+        if keep:
+            content = json.loads((RESULTS / f"{write}.json").read_text())
+            self._put([{"commit": content["commit"], **row} for row in content["rows"]])
+
+    def _put(self, rows: list[dict[str, Any]]) -> None:
+        for row in rows:
+            self.found[row.get("axis"), row.get("factor"), row["case"], row["way"]] = row
+
+    def add(self, rows: list[dict[str, Any]]) -> None:
+        """Print the rows, and write all there are."""
+        with self.lock:
+            for row in rows:
+                self.machine = row.pop("machine") or self.machine
+                row["commit"] = commit()
+                print(json.dumps(row), flush=True)
+            self._put(rows)
+            if self.write:
+                self.save()
+
+    def save(self) -> None:
+        """Write what there is, in the order of the models."""
+        ways = list(WAYS)
+        rows = sorted(
+            self.found.values(),
+            key=lambda row: ("axis" in row, self.order.index(row["case"]), ways.index(row["way"])),
+        )
+        content = {**self.machine, "commit": commit(), "rows": rows}
+        (RESULTS / f"{self.write}.json").write_text(json.dumps(content, indent=1) + "\n")
+
+
+def main() -> None:
+    """Measure all ways on all models, and print a row for each."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=main.__doc__)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--case", nargs="+", metavar="NAME", help="some of the models")
+    parser.add_argument("--ways", nargs="+", choices=list(WAYS), help="some of the ways, beside plain")
+    parser.add_argument("--no-scaling", action="store_true", help="leave out how the peak grows")
+    parser.add_argument("--workers", type=int, default=1, help="models that are measured at the same time, on a CPU")
+    parser.add_argument("--write", default="", metavar="NAME", help="write the rows to benchmarks/results")
+    parser.add_argument(
+        "--keep", action="store_true", help="with --write: keep rows of earlier runs that are not run again"
+    )
+    parser.add_argument("--scaling", action="store_true", help="also with --case: how the peak grows")
+    parser.add_argument("--readme", action="store_true", help="write README's table and the pictures, and nothing else")
+    chosen = parser.parse_args()
+    if chosen.readme:
+        from benchmarks.readme import write_all
+
+        write_all()
+        return
+    known = FULL if chosen.device == "cuda" else SMALL
+    names = chosen.case or known
+    if unknown := [name for name in names if name not in known]:
+        parser.error(f"there is no model {unknown[0]!r}; there are {', '.join(known)}")
+    if chosen.device == "cpu":
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread has a clock that other programs do not change
+    rows = Rows(chosen.write, list(known), chosen.keep)
+    with ThreadPoolExecutor(chosen.workers if chosen.device == "cpu" else 1) as pool:
+        jobs = [pool.submit(measure, rows_of, rows, name, chosen.device, chosen.ways) for name in names]
+        if chosen.device == "cpu" and (chosen.scaling or not (chosen.no_scaling or chosen.case)):
+            jobs += [pool.submit(measure, scaled_rows, rows, *one) for one in scaling()]
+        for job in jobs:
+            job.result()
+
+
+def measure(of: Callable[..., list[dict[str, Any]]], rows: Rows, *asked: Any) -> None:
+    """Measure some rows, and add them."""
+    rows.add(of(*asked))

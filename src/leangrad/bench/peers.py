@@ -1,0 +1,111 @@
+"""What a user would pick in leangrad's stead, each as a change to a model in place.
+
+A function here raises NotForThisError, with a sentence, for a model that it cannot serve.
+"""
+
+import importlib
+import itertools
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from leangrad.frontier.repeated import describe_repeated, repeated_modules
+
+__all__ = ["NotForThisError", "apply_cce", "apply_inplace_abn", "apply_liger", "checkpoint_selectively", "save_on_host"]
+
+# What a selective checkpoint keeps: `torch.ops.aten` names, as its users list them.
+HEAVY = (
+    "mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+)  # fmt: skip
+
+
+class NotForThisError(Exception):
+    """A way is not for this model, or not for this device; the message says why."""
+
+
+def checkpoint_selectively(model: nn.Module) -> str:
+    """Put a checkpoint around each block that keeps products, convolutions and attention; say around what."""
+    blocks = repeated_modules(model)
+    if not blocks:
+        raise NotForThisError("found no repeated modules to put a checkpoint around")
+    heavy = {getattr(torch.ops.aten, name).default for name in HEAVY if hasattr(torch.ops.aten, name)}
+
+    def policy(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if op in heavy else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = partial(create_selective_checkpoint_contexts, policy)
+    for block in blocks.values():
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)
+    return f"around {describe_repeated(blocks)}"
+
+
+def save_on_host(model: nn.Module) -> None:
+    """Let everything that autograd saves in forward wait in the host's memory, pinned."""
+    plain = model.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with torch.autograd.graph.save_on_cpu(pin_memory=True):
+            return plain(*args, **kwargs)
+
+    model.forward = forward
+
+
+def apply_liger(model: nn.Module) -> None:
+    """Let Liger put its kernels into a model of transformers."""
+    _apply_to_language_model(
+        model, "liger_kernel.transformers", lambda liger, one: liger._apply_liger_kernel_to_instance(model=one)
+    )
+
+
+def apply_cce(model: nn.Module) -> None:
+    """Let Apple's cut cross entropy take the place of a language model's loss."""
+    _apply_to_language_model(model, "cut_cross_entropy.transformers", lambda cce, one: cce.cce_patch(one))
+
+
+def _apply_to_language_model(model: nn.Module, package: str, apply: Any) -> None:
+    """Find the model of transformers, which may lie inside another module, and apply a patch to it."""
+    found = next((one for one in model.modules() if type(one).__module__.startswith("transformers.models.")), None)
+    if found is None:
+        raise NotForThisError(f"{package.partition('.')[0]} knows models of transformers only")
+    before = [id(getattr(one.forward, "__func__", one.forward)) for one in found.modules()]
+    try:
+        apply(importlib.import_module(package), found)
+    except (RuntimeError, ValueError, KeyError) as error:  # how each of them refuses an architecture
+        raise NotForThisError(f"{package.partition('.')[0]} refuses {type(found).__name__}: {error}") from error
+    after = [id(getattr(one.forward, "__func__", one.forward)) for one in found.modules()]
+    if before == after:
+        raise NotForThisError(f"{package.partition('.')[0]} has changed nothing in {type(found).__name__}")
+
+
+def apply_inplace_abn(model: nn.Module) -> None:
+    """Put inplace_abn's layer in the place of each batch norm that a leaky ReLU follows in an `nn.Sequential`.
+
+    That is what the layer computes; the package has no way to find other places in a model that is there already.
+    """
+    layer = importlib.import_module("inplace_abn").InPlaceABN
+    replaced = 0
+    for part in [one for one in model.modules() if type(one) is nn.Sequential]:
+        children = list(part.named_children())
+        for (name, norm), (activation_name, activation) in itertools.pairwise(children):
+            if type(norm) is nn.BatchNorm2d and type(activation) is nn.LeakyReLU:
+                made = layer(
+                    norm.num_features,
+                    eps=norm.eps,
+                    momentum=norm.momentum,
+                    activation="leaky_relu",
+                    activation_param=activation.negative_slope,
+                )
+                made.weight, made.bias = norm.weight, norm.bias
+                made.running_mean, made.running_var = norm.running_mean, norm.running_var
+                setattr(part, name, made.train(norm.training))
+                setattr(part, activation_name, nn.Identity())
+                replaced += 1
+    if not replaced:
+        raise NotForThisError(
+            "inplace_abn inverts a leaky ReLU, and no batch norm here has one after it in a Sequential"
+        )

@@ -1,0 +1,338 @@
+"""One way on one model, in this process: `python -m leangrad.bench.worker ANSWER`, with a job as JSON on stdin.
+
+In this order: plain takes three steps, which give the gradients to compare with. The way is applied to a copy of the
+model and trains until nothing changes more. Then the memory of one of its steps is measured. Last, plain and the way
+take turns, and the median of their ratios is the time: on a CPU with one thread that of the processor, which other
+programs do not change, else that of the clock on the wall. The copies share the model's parameters, and have
+gradients of their own. The row is written to the file ANSWER.
+"""
+
+import copy
+import gc
+import json
+import math
+import os
+import random
+import statistics
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from traceback import format_exception
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from leangrad.bench.job import Job, Row
+from leangrad.bench.machine import describe_machine
+from leangrad.bench.peers import NotForThisError
+from leangrad.bench.ways import WAYS, Choice, Given
+from leangrad.errors import BudgetError
+from leangrad.floor import floor
+from leangrad.frontier.copies import Copies
+from leangrad.frontier.failure import is_out_of_memory, sentence_of
+from leangrad.frontier.fit import MOST_ROWS, Search
+from leangrad.frontier.fit.rows import count_rows
+from leangrad.frontier.meter import Meter, bytes_on, meter_for
+from leangrad.frontier.training import Setup, Training
+from leangrad.frontier.ways import Way, budget_way, plain_way
+from leangrad.timeline.event import format_bytes
+from leangrad.verify import check_gradients, check_trainable
+from leangrad.verify.comparison import Outcome, collect, differences, largest
+from leangrad.verify.generators import global_states
+from leangrad.verify.memory import Memory
+from leangrad.verify.subject import Subject
+from leangrad.verify.users_code import call_factory, own_frames
+
+__all__ = ["measure_way"]
+
+_BUDGETS = 3  # how often lean may name a smaller budget than the one before
+_ROUNDING = 1e-6  # of the largest gradient of a model: what is smaller is no gradient
+_COMPARED = ("loss", "gradient", "input gradient")
+
+
+def measure_way(job: Job) -> Row:
+    """Measure one way in this process; what goes wrong is told in the row."""
+    choice = WAYS[job.way]
+    try:
+        return _Measuring(job, choice).run()
+    except NotForThisError as reason:
+        return Row(job.way, "not for this", note=str(reason))
+    except Exception as error:
+        trace = "".join(format_exception(error)) if job.whole_traceback else own_frames(error)
+        return Row(job.way, "failed", note=sentence_of(error), traceback=trace)
+
+
+@dataclass
+class _Plain:
+    """Plain at work: its steps, and what they gave; `reference` is None if it ran out of memory."""
+
+    training: Training
+    reference: Outcome | None = None
+    noise: float = 0.0  # how far its own steps are apart
+    draws: bool = False  # whether it draws random numbers
+
+
+class _Measuring:
+    """What the measurements of one way have in common."""
+
+    def __init__(self, job: Job, choice: Choice) -> None:
+        self.job, self.choice = job, choice
+        _seed()
+        model, self.batch, loss = call_factory(job.target, **job.options)
+        dtype = getattr(torch, job.autocast) if job.autocast else None
+        self.subject = Subject.of(model, self.batch, loss, dtype, caller="bench")
+        check_trainable(model)
+        self.device = next(model.parameters()).device
+        self.meter: Meter = meter_for(model, self.batch)
+        self.start = Memory(model, self.batch, loss)
+        self.notes: list[str] = []
+        is_alone = self.device.type == "cpu" and torch.get_num_threads() == 1
+        self.clock = time.process_time if is_alone else time.perf_counter
+
+    def run(self) -> Row:
+        """Everything that the job asks for."""
+        self.choice.way(self._given(self.job.budget, self.job.budget))  # may say at once that it is not for this model
+        plain = self._train_plain()
+        if self.choice.is_global:
+            before = self._time_alone(plain.training) if plain.reference and self.job.rounds else []
+        with self.choice.around():
+            standing = self.meter.standing_bytes()
+            training, first_seconds = self._settle(plain, standing)
+            assert training.reading is not None
+            row = Row(
+                self.job.way,
+                peak_bytes=training.reading.peak_bytes - self.meter.peak_at(standing),
+                kept_bytes=training.reading.kept_bytes,
+                first_seconds=first_seconds,
+                budget=training.way.budget,
+                rows=_rows_of(self.batch),
+                standing_bytes=bytes_on(self.device, self.subject.model, self.batch)
+                if self.device.type == "cuda"
+                else 0,
+                machine=describe_machine(str(self.device)),
+            )
+            if self.job.rounds and plain.reference is not None:
+                if self.choice.is_global:
+                    row = _with_times(row, before, self._time_alone(training))
+                else:
+                    row = _with_times(row, *self._take_turns(plain.training, training))
+            elif self.job.rounds:
+                row = replace(row, seconds=statistics.median(self._time_alone(training)))
+            row = replace(row, **self._compare(plain, training))
+            if self.job.memory is not None:
+                row = replace(row, largest_batch=self._largest_batch(training.way))
+        if self.job.floor:
+            found = floor(self.subject.model, self.batch, self.subject.loss, autocast=self.subject.autocast)
+            row = replace(row, floor_bytes=found.bytes, float64_error=self._float64_error(plain))
+        return replace(row, note="; ".join(self.notes))
+
+    # -- the steps that are compared -------------------------------------------------------------------------------
+
+    def _train_plain(self) -> _Plain:
+        plain = _Plain(self._training(plain_way()))
+        self.start.restore()
+        before = global_states(self.device)
+        try:
+            first, last = self._warm_up(plain.training)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            self.notes.append("plain ran out of memory: no gradients and no times to compare with")
+            plain.training.fail(error)
+            self.meter.release()
+            return plain
+        check_gradients(first)
+        plain.reference = first
+        plain.noise = largest(one for one in differences(first, last) if one.kind in _COMPARED)
+        after = {name: state for (kind, name), state in first.items() if kind == "random state"}
+        plain.draws = bool(
+            differences(
+                {("random state", name): state for name, state in before.items()},
+                {("random state", name): state for name, state in after.items()},
+            )
+        )
+        return plain
+
+    def _settle(self, plain: _Plain, standing: int) -> tuple[Training, float]:
+        """The way at work, trained until nothing changes more, its memory read; and the seconds of its first step."""
+        budget, told = self.job.budget, self.job.budget and self.job.budget + standing
+        for _ in range(_BUDGETS):
+            way = self.choice.way(self._given(budget, told))
+            training = self._training(way)
+            try:
+                self.outcomes, first_seconds = self._timed_warm_up(training)
+                training.read()
+            except BudgetError as error:
+                if error.smallest is None or told is None or error.smallest <= told:
+                    raise
+                self.notes[:] = [f"{format_bytes(self.job.budget or 0)} cannot be met; the smallest"]
+                budget, told = error.smallest - standing, error.smallest
+                training.fail(error)
+                self.meter.release()
+                continue
+            self.notes += [note for note in (way.note,) if note]
+            if way.budget is not None and training.reading is not None:
+                peak = training.reading.peak_bytes - self.meter.peak_at(standing)
+                if peak > way.budget:
+                    self.notes.append(f"its peak is above its budget of {format_bytes(way.budget)}")
+            return training, first_seconds
+        raise BudgetError(f"named a larger budget {_BUDGETS} times", told or 0)
+
+    def _timed_warm_up(self, training: Training) -> tuple[tuple[Outcome, Outcome], float]:
+        """The outcomes of its first and of a settled step, and how long the first one took."""
+        training.subject  # noqa: B018  (what is not for this model says so before anything is timed)
+        self.start.restore()
+        began = time.perf_counter()
+        ends: list[float] = []
+        memory = Memory(training.subject.model, self.batch, self.subject.loss)
+        outcomes = training.warm_up(memory, lambda: ends.append(time.perf_counter()))
+        return outcomes, ends[0] - began
+
+    def _warm_up(self, training: Training) -> tuple[Outcome, Outcome]:
+        return self._timed_warm_up(training)[0]
+
+    def _compare(self, plain: _Plain, training: Training) -> dict[str, Any]:
+        """How far loss and gradients are from plain's."""
+        if plain.reference is None:
+            return {}
+        outcomes = self.outcomes
+        if self.choice.compiles and plain.draws:
+            outcomes = self._drawing_as_eager()
+        if plain.noise:
+            self.notes.append(f"plain differs from itself by up to {plain.noise:.2g}")
+        found = [one for outcome in outcomes for one in differences(plain.reference, outcome) if one.kind in _COMPARED]
+        error = max(_error(plain.reference, outcome) for outcome in outcomes)
+        return {"gradient_error": error, "bitwise": None if plain.noise else not found}
+
+    def _drawing_as_eager(self) -> tuple[Outcome, Outcome]:
+        """The outcomes of a model that was compiled once more, to draw the random numbers that plain draws."""
+        self.notes.append("gradients are of a second compilation, which draws eager's random numbers")
+        way = self.choice.way(replace(self._given(None, None), draws_as_eager=True))
+        return self._warm_up(self._training(way))
+
+    def _float64_error(self, plain: _Plain) -> float | None:
+        """How far plain's loss and gradients are from those in float64; None where that is not asked."""
+        if plain.reference is None or plain.draws or self.device.type != "cpu" or self.subject.autocast is not None:
+            return None
+        self.start.restore()
+        model, batch = copy.deepcopy((self.subject.model, self.batch))
+        subject = Subject.of(model.double(), _in_float64(batch), self.subject.loss, None, caller="bench")
+        arguments, inputs = subject.fresh_arguments()
+        try:
+            value = subject.forward(arguments)
+            value.backward()
+        except RuntimeError:  # the model or the loss asks for float32
+            return None
+        if value.dtype is not torch.float64:
+            return None
+        exact = collect(model, inputs, value)
+        wide: Outcome = {
+            key: one.double() for key, one in plain.reference.items() if one is not None and key[0] in _COMPARED
+        }
+        return _error({key: exact.get(key) for key in wide}, wide)
+
+    # -- time ------------------------------------------------------------------------------------------------------
+
+    def _take_turns(self, plain: Training, training: Training) -> tuple[list[float], list[float]]:
+        """Seconds of a step, plain's and the way's, turn by turn; who comes first changes."""
+        times: tuple[list[float], list[float]] = ([], [])
+        for n in range(self.job.rounds):
+            for which in (0, 1) if n % 2 else (1, 0):
+                times[which].append(self._turn((plain, training)[which]))
+        return times
+
+    def _time_alone(self, training: Training) -> list[float]:
+        return [self._turn(training) for _ in range(self.job.rounds)]
+
+    def _turn(self, training: Training) -> float:
+        """Steps in a row, as training runs them; one goes before, for what another way has left in the caches."""
+        for n in range(self.job.steps + 1):
+            if n == 1:
+                self.meter.synchronize()
+                began = self.clock()
+            self._clear(training)
+            training.step()
+        self.meter.synchronize()
+        taken = self.clock() - began
+        self._clear(training)
+        return taken / self.job.steps
+
+    # -- parts -----------------------------------------------------------------------------------------------------
+
+    def _training(self, way: Way) -> Training:
+        """A way on a copy of the model that shares its parameters and has gradients of its own."""
+        return Training(way, Setup(self.subject, Copies(self.subject.model, own_values=False), None, self.meter))
+
+    def _given(self, budget: int | None, told: int | None) -> Given:
+        return Given(self.subject.model, self.device, budget, told)
+
+    def _clear(self, training: Training) -> None:
+        for parameter in training.subject.model.parameters():
+            parameter.grad = None
+
+    def _largest_batch(self, way: Way) -> int | None:
+        assert self.job.memory is not None
+        self.start.restore()
+        gc.collect()
+        search = Search(self.subject, self.batch, count_rows(self.batch), self.job.memory, MOST_ROWS, None)
+        if way.budget is not None:
+            way = budget_way(self.job.memory, search.meter.budget_for(self.job.memory))
+        fitted = search.run(way, lambda said: None)
+        if fitted.rows is None:
+            self.notes.append(f"no largest batch: {fitted.note}")
+        return fitted.rows
+
+
+def _error(plain: Outcome, other: Outcome) -> float:
+    """The largest difference of the loss or of a gradient, as `verify` counts it.
+
+    Gradients that are rounding alone are left out: of a bias before a batch norm, say, whose true gradient is 0.
+    """
+    sizes = {key: one.abs().max().item() for key, one in plain.items() if one is not None and key[0] in _COMPARED}
+    sizes = {key: size for key, size in sizes.items() if key[0] != "loss"}
+    least = _ROUNDING * max((size for size in sizes.values() if math.isfinite(size)), default=0.0)
+    found = [one for one in differences(plain, other) if one.kind in _COMPARED]
+    counts = [one for one in found if sizes.get((one.kind, one.name), math.inf) >= least]
+    return largest(counts + [one for one in found if math.isinf(one.max_difference)])  # what is missing always counts
+
+
+def _with_times(row: Row, plain: list[float], own: list[float]) -> Row:
+    ratio = statistics.median(b / a for a, b in zip(plain, own, strict=True))
+    return replace(row, seconds=statistics.median(own), ratio=ratio)
+
+
+def _in_float64(batch: Any) -> Any:
+    """A batch with its floating tensors in float64."""
+    if isinstance(batch, Tensor):
+        return batch.double() if batch.is_floating_point() else batch
+    if type(batch) in (tuple, list):
+        return type(batch)(map(_in_float64, batch))
+    return {key: _in_float64(one) for key, one in batch.items()} if isinstance(batch, dict) else batch
+
+
+def _rows_of(batch: Any) -> int | None:
+    try:
+        return count_rows(batch)
+    except ValueError:  # its tensors have no rows in common
+        return None
+
+
+def _seed() -> None:
+    """Every process makes the same model and the same batch."""
+    torch.manual_seed(0)
+    random.seed(0)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)
+
+
+def main() -> None:
+    """Measure what stdin asks for."""
+    row = measure_way(Job(**json.load(sys.stdin)))
+    row = replace(row, process_seconds=round(sum(os.times()[:4]), 2))  # with those of its children
+    Path(sys.argv[1]).write_text(json.dumps(row.as_dict()))
+
+
+if __name__ == "__main__":
+    main()

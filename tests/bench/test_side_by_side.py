@@ -1,0 +1,84 @@
+"""`python -m benchmarks`: which models are measured in which ways, and how their rows are written."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import side_by_side
+from benchmarks.cases import FULL, SMALL
+from leangrad.bench import WAYS, Bench, Row
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, Any]]:
+    """Every call of `bench`, answered at once; results are written to `tmp_path`."""
+    calls: list[dict[str, Any]] = []
+
+    def stand_in(target: str, ways: Any, *, name: str, **named: Any) -> Bench:
+        calls.append({"ways": list(ways), "name": name, **named})
+        machine = {"hardware": "ARM CPU"}
+        found = [Row(way, peak_bytes=len(calls), machine=machine) for way in WAYS if way in ("plain", *ways)]
+        return Bench(name, tuple(found))
+
+    monkeypatch.setattr(side_by_side, "bench", stand_in)
+    monkeypatch.setattr(side_by_side, "RESULTS", tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    return calls
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
+    monkeypatch.setattr("sys.argv", ["benchmarks", *arguments])
+    side_by_side.main()
+
+
+def test_the_cpu_set(asked: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    run(monkeypatch, "--write", "rows")
+    content = json.loads((tmp_path / "rows.json").read_text())
+    assert content["hardware"] == "ARM CPU"
+    assert content["commit"]
+    rows = [row for row in content["rows"] if "axis" not in row]
+    assert list(dict.fromkeys(row["case"] for row in rows)) == list(SMALL)
+    compiled = {row["case"] for row in rows if WAYS[row["way"]].compiles}
+    assert compiled == set(side_by_side.COMPILED)
+    searched = [one for one in asked if "memory" in one]
+    assert [one["name"] for one in searched] == [name for name in SMALL if name in side_by_side.LARGEST]
+    assert not any(WAYS[way].compiles for one in searched for way in one["ways"])
+    assert len(content["rows"]) - len(rows) == 9 * 3
+
+
+def test_on_a_gpu_all_ways_of_all_models_under_autocast(
+    asked: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(monkeypatch, "--device", "cuda")
+    assert {one["name"] for one in asked} == set(FULL)
+    ways = {name: {way for one in asked if one["name"] == name for way in one["ways"]} for name in FULL}
+    assert all(found == set(WAYS) for found in ways.values())
+    assert {one["name"] for one in asked if not one["autocast"]} == {"llama_1b"}
+    assert all(one["options"]["device"] == "cuda" for one in asked)
+
+
+def test_some_rows_beside_those_of_earlier_runs(
+    asked: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    run(monkeypatch, "--case", "vit_l", "unet", "--ways", "lean", "packed", "--write", "rows")
+    run(monkeypatch, "--case", "unet", "--ways", "packed", "--keep", "--write", "rows")
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert [(row["case"], row["way"], row["peak_bytes"]) for row in rows] == [
+        ("vit_l", "plain", 1),
+        ("vit_l", "lean", 1),
+        ("vit_l", "packed", 1),
+        ("unet", "plain", 3),
+        ("unet", "lean", 2),
+        ("unet", "packed", 3),
+    ]
+
+
+def test_an_unknown_model_is_an_error(
+    asked: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        run(monkeypatch, "--case", "resnet51")
+    assert "there is no model 'resnet51'; there are resnet50, vit_l" in capsys.readouterr().err
+    assert asked == []
