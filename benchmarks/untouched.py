@@ -13,6 +13,7 @@ Not counted is what a kernel allocates and frees within itself. Computed after a
 from __future__ import annotations
 
 import contextlib
+import ctypes
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 FEW = 256  # elements: floating tensors up to this size are computed
 PLAIN = {Tensor, torch.nn.Parameter}
+PR_SET_THP_DISABLE = 41
 READS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)  # of ops that return what values say
 
 
@@ -37,6 +39,15 @@ def one_of(ranks: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+def avoid_huge_pages() -> None:
+    """Keep Linux from backing the few bytes that the allocator writes beside each block with 2 MB, in this process.
+
+    Four blocks of Llama 8B: the process takes 0.52 GB, with huge pages 0.92.
+    """
+    with contextlib.suppress(AttributeError, OSError):  # another system
+        ctypes.CDLL(None).prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0)
 
 
 class Result(NamedTuple):
