@@ -187,9 +187,12 @@ def table(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         if "real_peak_bytes" in row:
             off[row["shape"]] = max(off.get(row["shape"], 0.0), abs(row["peak_bytes"] / row["real_peak_bytes"] - 1))
-    peaks = {(row["shape"], row["ranks"], row["way"]): f"{row['peak_bytes'] / 1e9:.1f} GB" for row in rows}
-    lines = [("simulated", "ranks", *WAYS), ("---",) * (2 + len(WAYS))]
-    lines += [(name, str(n), *(peaks[name, n, way] for way in WAYS)) for name in SHAPES for n in RANKS]
+    lines = [("simulated", "ranks", "shards and state", *WAYS), ("---",) * (3 + len(WAYS))]
+    for name in SHAPES:
+        for ranks in RANKS:
+            found = {row["way"]: row for row in rows if (row["shape"], row["ranks"]) == (name, ranks)}
+            sizes = (found["plain"]["standing_bytes"], *(found[way]["peak_bytes"] for way in WAYS))
+            lines.append((name, str(ranks), *(f"{size / 1e9:.1f} GB" for size in sizes)))
     return "".join(f"| {' | '.join(line)} |\n" for line in lines) + (
         f"\nHow far the simulation is off: a small shape, in two real processes over gloo, all four ways, "
         f"{off['small']:.2%} at most;\nLlama 1B on one H200, plain, lean and with the fused loss, {off[ON_A_GPU]:.2%} "

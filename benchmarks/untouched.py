@@ -23,7 +23,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 FEW = 256  # elements: floating tensors up to this size are computed
 PLAIN = {Tensor, torch.nn.Parameter}
@@ -87,23 +87,22 @@ class Untouched(TorchDispatchMode):
             return NotImplemented
         if func.is_view or func.namespace == "profiler" or any(tag in func.tags for tag in READS):
             return func(*args, **kwargs)
-        leaves, form = tree_flatten((args, kwargs))
-        key = (func, form, tuple(map(_look, leaves)))
+        tensors: list[Tensor] = []
+        key = (func, _look(args, tensors), _look(tuple(kwargs.items()), tensors))
         if key not in self._known:
-            self._known[key] = self._results(func, leaves, form)
+            self._known[key] = self._results(func, args, kwargs)
         if self._known[key] is None:
             return func(*args, **kwargs)
         results, form = self._known[key]
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        return tree_unflatten([r.make(tensors) if isinstance(r, Result) else r for r in results], form)
+        made = [r.make(tensors) if isinstance(r, Result) else r for r in results]
+        return made[0] if form.is_leaf() else tree_unflatten(made, form)
 
-    def _results(self, func: Any, leaves: list[Any], form: Any) -> Any:
+    def _results(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a call of ``func`` gives back, and its form, by fake tensors; None: it is to be computed."""
         with self._fake:
-            fakes = [_fake(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-            args, kwargs = tree_unflatten(fakes, form)
+            args, kwargs = tree_map_only(Tensor, _fake, (args, kwargs))
             found, form = tree_flatten(func(*args, **kwargs))
-        arguments = [fake for fake in fakes if isinstance(fake, Tensor)]
+        arguments = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if all(map(_is_small, (t for t in (*arguments, *found) if isinstance(t, Tensor)))):
             return None
         memory = {_memory(argument): n for n, argument in enumerate(arguments)}
@@ -118,11 +117,14 @@ class Untouched(TorchDispatchMode):
         return results, form
 
 
-def _look(leaf: Any) -> Any:
-    """All that an op's results depend on, but for values."""
-    if isinstance(leaf, Tensor):
-        return tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.storage_offset(), leaf.untyped_storage().nbytes()
-    return type(leaf), leaf
+def _look(value: Any, tensors: list[Tensor]) -> Any:
+    """All of an argument that an op's results depend on, but for the values of tensors, which go into ``tensors``."""
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return value.shape, value.stride(), value.dtype, value.storage_offset(), value.untyped_storage().nbytes()
+    if isinstance(value, list | tuple):
+        return type(value), tuple([_look(one, tensors) for one in value])
+    return type(value), value
 
 
 def _fake(tensor: Tensor) -> Tensor:
