@@ -42,7 +42,7 @@ from leangrad.profile.standing import standing_bytes
 from tests.support.ranks import run_ranks
 
 DOCS = Path(__file__).parent.parent / "docs" / "distributed.md"
-BEGIN, END = "<!-- made by python -m benchmarks.simulated -->\n", "<!-- end of what is made -->\n"
+BEGIN, END = "<!-- made by python -m benchmarks.simulated -->\n\n", "\n<!-- end of what is made -->\n"
 
 WAYS = ("plain", "checkpoint per block", "lean", "lean, fused loss")
 RANKS, TOKENS = (8, 64), 8192
