@@ -16,7 +16,9 @@ RESULTS = Path(__file__).parent / "results"
 
 def environment(device: str) -> dict[str, Any]:
     """Hardware, versions and commit of this run."""
-    hardware = torch.cuda.get_device_name() if device == "cuda" else f"{platform.machine()} CPU"
+    hardware = "simulated"  # by whatever machine: no kernel has run
+    if device != "simulated":
+        hardware = torch.cuda.get_device_name() if device == "cuda" else f"{platform.machine()} CPU"
     return {
         "hardware": hardware,
         "threads": torch.get_num_threads(),

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 
@@ -72,29 +72,58 @@ def test_checkpoints_are_saved_and_loaded(tmp_path: Path) -> None:
     run_ranks(save_and_load, 2, tmp_path, str(tmp_path))
 
 
-def work_until_death(rank: int, store: str, found: str) -> None:
+def work_until(rank: int, store: str, folder: str, end: str, is_lean: bool) -> None:
+    """Train until the second rank ends: dies, or runs out of memory in forward or backward and then dies."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=10)
     )
-    model = sharded(is_lean=True)
+    model = sharded(is_lean=is_lean)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     train(model, optimizer, rank, range(3))
-    if rank == 1:
+    if rank == 1 and end == "death":
         os._exit(0)  # with no word to the other
+    if rank == 1:
+        run_out_of_memory(model.blocks[1], end)
     try:
         train(model, optimizer, rank, range(3, 6))
     except RuntimeError as error:
-        Path(found).write_text(f"{type(error).__module__} {type(error).__name__}: {error}")
+        Path(folder, f"error_{rank}").write_text(f"{type(error).__module__} {type(error).__name__}: {error}")
     os._exit(0)
 
 
-def test_a_rank_that_dies_leaves_the_other_with_torchs_own_error(tmp_path: Path) -> None:
-    found = tmp_path / "error"
+def run_out_of_memory(block: nn.Module, where: str) -> None:
+    """Let there be no memory left in the middle of this block."""
+
+    def fail(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    def fail_in_backward(module: nn.Module, args: Any, out: Tensor) -> None:
+        out.register_hook(fail)
+
+    block.up.register_forward_hook(fail if where == "forward" else fail_in_backward)
+
+
+def errors_after(end: str, is_lean: bool, folder: Path) -> dict[int, str]:
+    """What the ranks raise, by rank."""
+    folder.mkdir()
     start = time.monotonic()
-    mp.spawn(work_until_death, (str(tmp_path / "store"), str(found)), nprocs=2)
-    assert found.exists(), f"no error after {time.monotonic() - start:.0f} s"
-    assert "leangrad" not in found.read_text()
-    assert any(word in found.read_text() for word in ("gloo", "Connection", "Timed out", "timed out")), (
-        found.read_text()
-    )
+    mp.spawn(work_until, (str(folder / "store"), str(folder), end, is_lean), nprocs=2)
+    found = {rank: path.read_text() for rank in range(2) if (path := folder / f"error_{rank}").exists()}
+    assert 0 in found, f"no error after {time.monotonic() - start:.0f} s"
+    return found
+
+
+@pytest.mark.parametrize("end", ["death", "forward", "backward"])
+def test_a_rank_that_ends_leaves_the_other_with_torchs_own_error(end: str, tmp_path: Path) -> None:
+    """One that dies, and one that runs out of memory in the middle of its forward or its backward."""
+    lean_errors = errors_after(end, True, tmp_path / "lean")
+    plain_errors = errors_after(end, False, tmp_path / "plain")
+    assert any(word in lean_errors[0] for word in ("gloo", "Connection", "Timed out", "timed out")), lean_errors
+    assert not any("leangrad" in error for error in lean_errors.values())
+    assert lean_errors.keys() == plain_errors.keys()
+    for rank, error in plain_errors.items():
+        assert lean_errors[rank].split(":")[0] == error.split(":")[0]  # of the same class
+    if end != "death":
+        assert lean_errors[1] == plain_errors[1]
+        assert "OutOfMemoryError: CUDA out of memory" in lean_errors[1]

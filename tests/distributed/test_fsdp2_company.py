@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,11 @@ from leangrad.compiled import compile_lean
 from leangrad.errors import LeangradError
 from leangrad.lean import lean, ledger_of, plain
 from tests.support.ranks import Scaled, Transformer, loss_of, run_ranks
-from tests.support.sharded import assert_same_run, optimizer_of, pair, sharded
+from tests.support.sharded import assert_same_run, pair, sharded, train
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo")
+
+train_and_leave = functools.partial(train, leaves_gradients=True)
 
 
 # ----------------------------------------------------------------------------------------- frozen, large, and side ways
@@ -53,15 +56,7 @@ def test_frozen_parameters(reshards: bool) -> None:
             fully_shard(block)
         return fully_shard(net, reshard_after_forward=reshards)
 
-    def run(model: Any) -> None:
-        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], foreach=True)
-        for step in range(4):
-            loss_of(model, step).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        loss_of(model, 9).backward()
-
-    assert_same_run(run, make(), lean(make(), min_bytes=0))
+    assert_same_run(train_and_leave, make(), lean(make(), min_bytes=0))
 
 
 class Wide(nn.Module):
@@ -185,16 +180,8 @@ def test_lean_before_and_after(how: str) -> None:
         lean(net.blocks[1] if how == "one block" else net.blocks[1].attention, min_bytes=0)
         return net
 
-    def run(model: Any) -> None:
-        optimizer = optimizer_of(model)
-        for step in range(4):
-            loss_of(model, step).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        loss_of(model, 9).backward()
-
     first, second = sharded(Transformer(Scaled)), make()
-    assert_same_run(run, first, second)
+    assert_same_run(train_and_leave, first, second)
     part = {"one block": second.blocks[1], "inner part": second.blocks[1].attention}.get(how, second)
     assert ledger_of(part).totals().rebuilt_bytes > 0 or how == "inner part"
     plain(part)
@@ -205,14 +192,7 @@ def some_ranks(rank: int) -> None:
     if rank == 0:
         lean(second, min_bytes=0)
 
-    def run(model: Any) -> None:
-        optimizer = optimizer_of(model)
-        for step in range(3):
-            loss_of(model, 10 * step + rank).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    assert_same_run(run, first, second)
+    assert_same_run(functools.partial(train, rank=rank), first, second)
 
 
 @pytest.mark.slow
@@ -234,13 +214,6 @@ def test_compiled_blocks_in_a_lean_model() -> None:
             fully_shard(block)
         return fully_shard(net)
 
-    def run(model: Any) -> None:
-        optimizer = optimizer_of(model)
-        for step in range(3):
-            loss_of(model, step).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
     second = lean(make(compiled=True), min_bytes=0)
-    assert_same_run(run, make(compiled=False), second)
+    assert_same_run(functools.partial(train, steps=3), make(compiled=False), second)
     assert ledger_of(second).totals().rebuilt_bytes > 0  # the norm after the blocks

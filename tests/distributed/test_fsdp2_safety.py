@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import functools
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -19,7 +19,7 @@ from leangrad.errors import ChangedError
 from leangrad.lean import lean
 from leangrad.measure import measure
 from tests.support.ranks import PostNorm, PreNorm, Scaled, Transformer, local, loss_of
-from tests.support.sharded import assert_same_run, optimizer_of, pair, sharded
+from tests.support.sharded import assert_same_run, optimizer_of, pair, sharded, train
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo")
 
@@ -110,20 +110,11 @@ def test_steps_inside_of_one_region(reshards: bool) -> None:
     """A region around the whole loop: each forward has copies of its own."""
 
     def run(model: Any) -> None:
-        optimizer = optimizer_of(model)
-        with leangrad.saving(min_bytes=0) if model is second else contextless():
-            for step in range(4):
-                loss_of(model, step).backward()
-                optimizer.step()
-                optimizer.zero_grad()
+        with leangrad.saving(min_bytes=0) if model is second else nullcontext():
+            train(model)
 
     first, second = (sharded(NoTables(Scaled), reshard_after_forward=reshards) for _ in range(2))
     assert_same_run(run, first, second)
-
-
-@contextmanager
-def contextless() -> Iterator[None]:
-    yield
 
 
 @pytest.mark.usefixtures("alone")
@@ -134,7 +125,7 @@ def test_a_graph_over_a_step_inside_of_one_region() -> None:
         optimizer = optimizer_of(model)
         torch.manual_seed(1)
         x = torch.randn(4, 8, 32)
-        with leangrad.saving(min_bytes=0) if model is second else contextless():
+        with leangrad.saving(min_bytes=0) if model is second else nullcontext():
             for _ in range(3):
                 y = model(x)
                 y.detach().requires_grad_().square().mean().backward()
@@ -172,14 +163,7 @@ class Twice(Transformer):
 @pytest.mark.parametrize("reshards", [True, False])
 @pytest.mark.parametrize("block", [PreNorm, PostNorm, Scaled])
 def test_a_block_that_is_called_many_times(block: type[PreNorm], reshards: bool) -> None:
-    def run(model: Any) -> None:
-        optimizer = optimizer_of(model)
-        for step in range(4):
-            loss_of(model, step).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        loss_of(model, 9).backward()
-
+    run = functools.partial(train, leaves_gradients=True)
     assert_same_run(run, *pair(lambda: Twice(block), reshard_after_forward=reshards))
 
 
@@ -246,19 +230,11 @@ class Pairs(Transformer):
 @pytest.mark.usefixtures("alone")
 def test_a_checkpoint_around_two_blocks() -> None:
     """The segment that is run again is as lean as on one device."""
-
-    def run(model: Any) -> None:
-        optimizer = optimizer_of(model)
-        for step in range(4):
-            loss_of(model, step).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
     first, second = pair(lambda: Pairs(PostNorm))
-    assert_same_run(run, first, second)
+    assert_same_run(train, first, second)
     alone = Pairs(PostNorm), lean(Pairs(PostNorm), min_bytes=0)
     for model in alone:
-        run(model)
+        train(model)
     peaks = [
         measure(lambda: loss_of(model, 9).backward(), timed_runs=0).peak_bytes  # noqa: B023
         for model in (first, second, *alone)
@@ -280,11 +256,4 @@ class Tied(Transformer):
 
 @pytest.mark.usefixtures("alone")
 def test_shared_parameters() -> None:
-    def run(model: Any) -> None:
-        optimizer = optimizer_of(model)
-        for step in range(4):
-            loss_of(model, step).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    assert_same_run(run, *pair(Tied))
+    assert_same_run(train, *pair(Tied))

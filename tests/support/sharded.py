@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 
 from leangrad.lean import lean
 from tests.support import same_bits
-from tests.support.ranks import local
+from tests.support.ranks import local, loss_of
 
 
 def sharded(net: Any, **options: Any) -> Any:
@@ -25,7 +25,19 @@ def pair(make: Callable[[], nn.Module], **options: Any) -> tuple[Any, Any]:
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=0.05, foreach=True)  # which moves no version of a DTensor
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return torch.optim.AdamW(trained, lr=0.05, foreach=True)  # which moves no version of a DTensor
+
+
+def train(model: nn.Module, steps: int = 4, *, rank: int = 0, leaves_gradients: bool = False) -> None:
+    """Some steps; ``leaves_gradients``: and one more that the optimizer does not make."""
+    optimizer = optimizer_of(model)
+    for step in range(steps):
+        loss_of(model, 10 * step + rank).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if leaves_gradients:
+        loss_of(model, 99).backward()
 
 
 def state(model: nn.Module) -> list[Tensor]:
