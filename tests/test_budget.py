@@ -19,6 +19,7 @@ import leangrad
 from leangrad._torch import Counters
 from leangrad.errors import BudgetError
 from leangrad.ledger import ledger as ledger_module
+from leangrad.ledger.decision import SavedKind
 from leangrad.ledger.learn import timing, tuning
 from leangrad.policy.relax import Relaxation
 from tests.support import assert_same_bits
@@ -186,6 +187,42 @@ def test_a_share_of_a_cpu_is_an_error(net: Net, x: Tensor) -> None:
     step(lean, x)
     with pytest.raises(BudgetError, match="share of a GPU's memory"):
         step(lean, x)
+
+
+class Loop(nn.Module):
+    """A recurrence: its sums are saved one by one, and no recipe of the recorded step reads them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        u = self.into(x).view(16, -1, WIDTH)
+        h, made = torch.zeros_like(u[0]), []
+        for part in u:
+            h = torch.exp(-part.square()) * h + part * part.sigmoid()
+            made.append(self.out(h).square().mean())
+        return torch.stack(made).sum()
+
+
+def test_a_plan_may_rebuild_what_the_recorded_step_kept(x: Tensor) -> None:
+    torch.manual_seed(0)
+    net = Loop()
+    most, least = ends(net, x)
+    for share in (0.3, 0.6):
+        budget = int(least + share * (most - least))
+        plain, lean = copy.deepcopy(net), leangrad.lean(copy.deepcopy(net), budget=budget, min_bytes=0)
+        for seed in range(6):  # nobody measures
+            step(lean, x, seed)
+        ledger: Any = leangrad.ledger_of(lean)
+        for saved, decision, kind in zip(
+            ledger._recorded.step.saved, ledger._decisions, ledger.saved_kinds, strict=True
+        ):
+            assert decision is None or decision.keeps or kind is not SavedKind.BARE, saved
+        assert max(measured(lean, x, SETTLED)[2:]) <= budget
+        step(plain, x, 0)
+        step(lean, x, 0)
+        assert_same_gradients(plain, lean)
 
 
 # ----------------------------------------------------------------------------------------------------- a bound on time
@@ -557,6 +594,7 @@ class Allocator:
         self.resets = False  # the user resets the peak before each step
         monkeypatch.setattr(ledger_module, "_is_on_gpu", lambda _: True)
         monkeypatch.setattr(tuning, "_counters", lambda: self.counters)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 10**10))
         monkeypatch.setattr(tuning.Stopwatch, "__init__", lambda watch, *, on_gpu: setattr(watch, "_on_gpu", False))
 
     def steps(self, model: nn.Module, x: Tensor, count: int) -> list[int]:

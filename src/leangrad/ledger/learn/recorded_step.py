@@ -100,7 +100,11 @@ class RecordedStep:
                 seen.add(n)
                 read.update(self.items[n].inputs)
                 stack.extend(i for i in self.items[n].inputs if i not in staying and not self.items[i].is_fixed)
-        return [s.is_bare or (s.item in staying and not self._is_read(s, read, seen)) for s in self.saved]
+        stays = [s.item < 0 or s.item in staying for s in self.saved]  # a plan may rebuild what the recorded step kept
+        return [
+            is_kept and (s.is_bare or (s.item in staying and not self._is_read(s, read, seen)))
+            for s, is_kept in zip(self.saved, stays, strict=True)
+        ]
 
     @staticmethod
     def _is_read(saved: SavedTensor, read: set[int], replayed: set[int]) -> bool:

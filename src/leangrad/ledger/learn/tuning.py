@@ -300,7 +300,9 @@ class Tuner:
     def _check(self, limit: int) -> Iterator[Way]:
         """If the smallest plan was measured and does not fit, take a smaller one, or raise an error.
 
-        The plan without products is the smaller one in some models: a step of theirs has fewer sums that are kept.
+        The plan without products is the smaller one in some models: a step of theirs has fewer sums that are kept. What
+        is foreseen of it from a step with products is too much there, so it is tried before an error is raised, if the
+        machine has the room.
         """
         if self._needs() <= limit:
             return
@@ -312,7 +314,7 @@ class Tuner:
         if self._extra is not None or math.isinf(self._least):
             self._least = min(foreseen, self._least)
         if self._recordings < RECORDINGS:
-            if self._others and self._floor_peak() < peak_bytes:
+            if self._others and self._has_room(self._foreseen(self._floor_peak())):
                 yield Way(products=0)
             elif not self._others and self._with_products <= limit:
                 yield Way(products=PRODUCTS)
@@ -472,7 +474,12 @@ class Tuner:
         return self._smallest.union(self._relaxation.order)
 
     def _plain_fits(self) -> bool:
-        peak = self._foreseen(self._relaxation.play(self._all_kept).peak_bytes + self._step.unkept_bytes)
+        return self._has_room(
+            self._foreseen(self._relaxation.play(self._all_kept).peak_bytes + self._step.unkept_bytes)
+        )
+
+    def _has_room(self, peak: float) -> bool:
+        """Whether the machine has so much memory, whatever the budget is."""
         if self._on_gpu:
             return peak <= ROOM * torch.cuda.mem_get_info()[1]
         try:
