@@ -20,7 +20,7 @@ test: .venv/installed
 test-all: .venv/installed
 	$(TEST) -n 2 --dist worksteal -q --all
 
-# Everything side by side, as far as a CPU can tell: 1,200 s of processor time, ten minutes on two cores. The pages quote its rows.
+# Everything side by side, as far as a CPU can tell. The pages quote its rows.
 bench: .venv/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks --workers 2 --write side_by_side_cpu
 	$(BIN)/python -m benchmarks --readme
