@@ -451,6 +451,7 @@ def is_context_in_checkpoint(*members: str) -> bool:
 
 @pytest.mark.filterwarnings("ignore:.*requires_grad=True. Gradients will be None")
 @pytest.mark.parametrize(("a", "b"), [p for p in itertools.combinations(GENERAL, 2) if not reason_not_to_pair(*p)])
+@pytest.mark.sampled(2)
 def test_two_general_members(a: str, b: str) -> None:
     first, second = alone(None, a), alone(None, b)
     try:
@@ -464,6 +465,7 @@ def test_two_general_members(a: str, b: str) -> None:
 @pytest.mark.filterwarnings("ignore:.*requires_grad=True. Gradients will be None")
 @pytest.mark.parametrize("general", GENERAL)
 @pytest.mark.parametrize("special", SPECIAL)
+@pytest.mark.sampled(3)
 def test_a_special_and_a_general_member(special: str, general: str) -> None:
     chosen = SPECIAL[special]
     first = alone(special, None)
