@@ -40,6 +40,7 @@ def assert_as_right_as_stock(errors: Errors) -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt", "convnet"])
+@pytest.mark.sampled(2)
 def test_gradients_are_as_near_to_float64_as_stocks(name: str) -> None:
     """On a CPU in float32, small; a run costs nothing beside the compile, so seeds are many and luck is little."""
     make = {"gpt": partial(GPT, width=32, depth=1), "convnet": partial(ConvNet, width=8)}[name]
@@ -83,6 +84,7 @@ def curve(backend: str | None, characters: Tensor, vocabulary: int) -> Tensor:
     return torch.stack(losses).double()
 
 
+@pytest.mark.extended
 def test_a_thousand_steps_lose_what_eager_loses() -> None:
     """On the text of a page of the docs. The curve is as near to eager's as the one of stock compile is."""
     text = TEXT.read_text()

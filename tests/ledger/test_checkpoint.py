@@ -202,7 +202,7 @@ def assert_good_company(
 
 @pytest.mark.parametrize("lean", LEANS)
 @pytest.mark.parametrize("run", RUNS)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_together_no_higher_than_either_alone(run: str, lean: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Ledger, "differs", lambda *_: pytest.fail("the step was not like the recorded one"))
     without = nested_plainly if run == "nested" else plainly
@@ -238,6 +238,7 @@ class Shift(nn.Module):
 
 
 @pytest.mark.parametrize("lean", LEANS)
+@pytest.mark.sampled(3)
 def test_a_selective_checkpoint_counts_none_of_our_copies(lean: str) -> None:
     _marks_tell.cache_clear()  # which draws some numbers, once in a process
     assert_good_company(Copies, LEANS[lean], selective([torch.ops.aten.clone.default]))
@@ -279,6 +280,7 @@ def test_the_plan_around_a_segment_knows_what_the_segment_holds() -> None:
 
 
 @pytest.mark.parametrize("lean", LEANS)
+@pytest.mark.sampled(3)
 def test_under_autocast(lean: str) -> None:
     peak, alone = assert_good_company(Net, LEANS[lean], by_hooks, autocast=True, rows=128)
     assert peak < 0.9 * alone  # under autocast the casts of weights are a part of both
@@ -320,6 +322,7 @@ class Custom(Net):
 
 
 @pytest.mark.parametrize("lean", LEANS)
+@pytest.mark.sampled(3)
 def test_a_segment_that_begins_and_ends_in_a_function_of_the_users(lean: str) -> None:
     peak, alone = assert_good_company(Custom, LEANS[lean], by_hooks)
     assert peak < 0.9 * alone  # under autocast the casts of weights are a part of both
@@ -344,6 +347,7 @@ class Residual(nn.Module):
 
 
 @pytest.mark.parametrize("lean", LEANS)
+@pytest.mark.sampled(3)
 def test_a_residual_chain_in_a_segment_is_cut_where_its_peak_is_lowest(lean: str) -> None:
     assert_good_company(Residual, LEANS[lean], by_hooks)
 
