@@ -51,6 +51,7 @@ from benchmarks.environment import write_rows
 from benchmarks.models import _in_a_row, _memory, _step_of, kernels
 from leangrad.compiled import compile_lean
 from leangrad.compiled.partitioner import chosen
+from tests.support.checkpointed import checkpoint_blocks
 
 TIMM = (
     "beit_base_patch16_224", "convnext_tiny", "cspresnet50", "davit_tiny", "deit3_small_patch16_224", "densenet121",
@@ -110,7 +111,7 @@ def _checkpointed(model: nn.Module) -> nn.Module:
     if hasattr(model, "set_grad_checkpointing"):
         model.set_grad_checkpointing()  # type: ignore[operator]
     elif hasattr(model, "gradient_checkpointing_enable"):
-        model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+        checkpoint_blocks(model, use_reentrant=False)
     else:
         blocks = [module for module in model.modules() if type(module).__name__ in BLOCKS]
         if not blocks:

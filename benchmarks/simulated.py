@@ -39,6 +39,7 @@ from benchmarks.untouched import Untouched, avoid_huge_pages, one_of
 from leangrad.measure.measurement import Measurement
 from leangrad.ops import linear_cross_entropy
 from leangrad.profile.standing import standing_bytes
+from tests.support.checkpointed import checkpoint_blocks
 from tests.support.ranks import run_ranks
 
 DOCS = Path(__file__).parent.parent / "docs" / "distributed.md"
@@ -80,7 +81,7 @@ def sharded(way: str, shape: Shape, dtype: torch.dtype) -> Any:
     """The model as this way trains it, on each rank."""
     model = llama(shape, FusedLoss if "fused loss" in way else LlamaForCausalLM)
     if way.startswith("checkpoint"):
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        checkpoint_blocks(model, use_reentrant=False)
     elif way.startswith("lean"):
         leangrad.lean(model)
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)

@@ -29,6 +29,7 @@ from leangrad.ledger.observe.rng import _marks_tell
 from leangrad.ledger.values.saved import Bare
 from leangrad.ledger.values.value import Value
 from tests.support import same_bits
+from tests.support.checkpointed import checkpoint_blocks
 
 # A container that is lean, or a module of which a test calls parts, is told so.
 pytestmark = pytest.mark.filterwarnings("ignore:this \\w+ got gradients, but its forward has not run")
@@ -722,7 +723,7 @@ def test_a_model_of_transformers(where: str, use_reentrant: bool) -> None:
         torch.manual_seed(0)
         model = transformers.LlamaForCausalLM(config).train()
         if checks:
-            model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+            checkpoint_blocks(model, use_reentrant=use_reentrant)
         if leans:
             for m in [model] if where == "model" else model.model.layers:
                 leangrad.lean(m)

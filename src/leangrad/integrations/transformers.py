@@ -33,6 +33,13 @@ COMPILE = 'call model.compile(backend="leangrad") before the Trainer: the compil
 _owners: weakref.WeakKeyDictionary[nn.Module, LeanCallback] = weakref.WeakKeyDictionary()
 
 
+def _checkpoints(args: Any, model: nn.Module) -> bool:
+    """Whether blocks are checkpointed; before transformers 5.23 it was called gradient checkpointing."""
+    if hasattr(args, "activation_checkpointing"):
+        return bool(args.activation_checkpointing or getattr(model, "is_activation_checkpointing", False))
+    return bool(args.gradient_checkpointing or getattr(model, "is_gradient_checkpointing", False))
+
+
 class LeanCallback(TrainerCallback):  # type: ignore[misc, valid-type]
     """Makes the model of a ``transformers.Trainer`` lean while it trains; losses and gradients stay the same.
 
@@ -130,7 +137,7 @@ class LeanCallback(TrainerCallback):  # type: ignore[misc, valid-type]
             told += "; losses and gradients are plain's, bit for bit"
         if not is_exact and not heads:
             told += "; exact=False changes nothing, for no layer of this model is a projection to a large vocabulary"
-        if args.gradient_checkpointing or getattr(model, "is_gradient_checkpointing", False):
+        if _checkpoints(args, model):
             told += (
                 "; gradient_checkpointing is on too: its segments are run again, lean, which takes no more memory and "
                 "more time than lean alone"
