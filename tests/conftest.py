@@ -48,9 +48,9 @@ def _sample(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         test = item.nodeid.partition("[")[0]
         every = item.get_closest_marker("sampled")
-        is_chosen = every is None or counts[test] % every.args[0] == 0
+        is_chosen = "extended" not in item.keywords and (every is None or counts[test] % every.args[0] == 0)
         counts[test] += 1
-        (chosen if is_chosen and "extended" not in item.keywords else others).append(item)
+        (chosen if is_chosen or "gpu" in item.keywords else others).append(item)  # who has a GPU runs all of those
     if others:
         config.hook.pytest_deselected(items=others)
         items[:] = chosen

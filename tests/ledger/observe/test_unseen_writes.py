@@ -141,6 +141,33 @@ class InBase(InMethod):
         return super().forward(x)
 
 
+class InContext(torch.autograd.Function):
+    """Nobody names the method: torch calls it."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        inputs[0].data.add_(1)
+
+
+class InSetupContext(Writes):
+    def forward(self, x: Tensor) -> Tensor:
+        return InContext.apply(x)
+
+
+class InNestedClass(Writes):
+    class Inner:
+        def __call__(self, weight: Tensor) -> None:
+            weight.data.add_(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.Inner()(self.weight)
+        return x
+
+
 class InNewModule(Writes):
     """A module that is made in forward is no part of the model."""
 
@@ -176,7 +203,7 @@ class Reads(Writes):
 
 
 KINDS = [InMethod, InProperty, InGlobal, InFunction, InLambda, ByName, Decorated, InHelper, InChild, InTable, InBase]
-KINDS += [InNewModule, InNewObject]
+KINDS += [InNewModule, InNewObject, InSetupContext, InNestedClass]
 
 
 @pytest.mark.parametrize("kind", KINDS)

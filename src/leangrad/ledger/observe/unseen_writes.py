@@ -75,12 +75,21 @@ class _Search:
                 continue
             self._kinds.add(base)
             for name, method in vars(base).items():
-                if isinstance(method, type) or (name in BEFORE and issubclass(base, nn.Module)):
+                if name in BEFORE and issubclass(base, nn.Module):
                     continue
                 self._methods.setdefault(name, []).append(method)
-                is_called = name == "forward" or (name.startswith("__") and name.endswith("__"))
-                if is_called or name in self._names:
+                if name in self._names or (not isinstance(method, type) and _is_called_unnamed(base, name)):
                     self._stack.append(method)
+
+
+def _is_called_unnamed(kind: type, name: str) -> bool:
+    """Whether a method may be called by code that is not searched: by Python, or by a known class that it overrides.
+
+    Of a module torch calls forward alone; of an autograd Function, say, ``setup_context`` too.
+    """
+    if name == "forward" or (name.startswith("__") and name.endswith("__")):
+        return True
+    return not issubclass(kind, nn.Module) and any(name in vars(base) for base in kind.__mro__ if _is_known(base))
 
 
 def _entries(module: nn.Module) -> Iterator[Any]:
