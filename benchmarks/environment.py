@@ -4,28 +4,21 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import subprocess
 from pathlib import Path
 from typing import Any
 
-import torch
+from leangrad.bench.machine import describe_machine
 
 RESULTS = Path(__file__).parent / "results"
 
 
 def environment(device: str) -> dict[str, Any]:
     """Hardware, versions and commit of this run."""
-    hardware = "simulated"  # by whatever machine: no kernel has run
-    if device != "simulated":
-        hardware = torch.cuda.get_device_name() if device == "cuda" else f"{platform.machine()} CPU"
-    return {
-        "hardware": hardware,
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "commit": commit(),
-    }
+    found = {**describe_machine("cpu" if device == "simulated" else device), "commit": commit()}
+    if device == "simulated":  # by whatever machine: no kernel has run
+        found["hardware"] = device
+    return found
 
 
 def write_rows(name: str, device: str, rows: list[dict[str, Any]]) -> Path:

@@ -4,7 +4,8 @@
 plan is relaxed: more is kept, the dearest to rebuild first, up to the budget, or until the bound on the time is met.
 What was foreseen is compared with what was measured, and the plan is corrected, three times at most; the way to a
 budget is taken in parts, so that none of these steps should be above it. Then the plan stays, until a step differs from
-the recorded one: then all begins anew.
+the recorded one: then all begins anew. One step may be above it knowingly: before `BudgetError` says that nothing fits,
+a plan is tried of which too much is foreseen, if the machine has room for that.
 
 [Note: peaks] On a GPU the allocator's counters are read when a step begins. They are never reset, so the peak of a step
 is known if it is the highest so far; what it took beyond what was foreseen is added to all that is foreseen later. A
