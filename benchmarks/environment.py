@@ -8,13 +8,13 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from leangrad.bench.machine import describe_machine
-
 RESULTS = Path(__file__).parent / "results"
 
 
 def environment(device: str) -> dict[str, Any]:
     """Hardware, versions and commit of this run."""
+    from leangrad.bench.machine import describe_machine  # here, since `versions` runs older trees, which lack it
+
     found = {**describe_machine("cpu" if device == "simulated" else device), "commit": commit()}
     if device == "simulated":  # by whatever machine: no kernel has run
         found["hardware"] = device

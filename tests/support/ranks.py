@@ -118,9 +118,9 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def loss_of(model: nn.Module, seed: int, batch: tuple[int, int] = (4, 64)) -> Tensor:
+def loss_of(model: nn.Module, seed: int, batch: tuple[int, int] = (4, 64), device: str = "cpu") -> Tensor:
     """The loss of a batch of tokens that is drawn with ``seed``."""
     generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(0, WORDS, batch, generator=generator)
+    tokens = torch.randint(0, WORDS, batch, generator=generator).to(device)
     torch.manual_seed(seed)  # of dropout
     return F.cross_entropy(model(tokens).flatten(0, 1).float(), tokens.flatten() % 40)
