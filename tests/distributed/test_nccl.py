@@ -42,6 +42,7 @@ def _alone(tmp_path: Path) -> Iterator[None]:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*deterministic")
+            warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")  # torch 2.11 asks for it
             yield
     finally:
         torch.use_deterministic_algorithms(was)

@@ -652,5 +652,5 @@ def test_memory_on_a_gpu() -> None:
     before = torch.cuda.memory_allocated()
     linear_cross_entropy(x, weight, target).backward()
     peak = torch.cuda.max_memory_allocated() - before
-    chunk = 4 * ops.chunk_rows(tokens, hidden, classes, "cuda", needs_weight=True) * (classes + 15)
+    chunk = ops.chunk_bytes(tokens, hidden, classes + 31, "cuda", torch.bfloat16, needs_weight=True)
     assert peak <= 6 * hidden * (tokens + classes) + chunk + 64 * tokens + (4 << 20)

@@ -23,10 +23,12 @@ SIZES = [(1, 1), (3, 2), (4, 257), (3, BLOCK + 5)]
 ON = list(itertools.product((False, True), repeat=6))  # bias, class weights, scale, cap, smoothing, z-loss
 
 
-def check_rows(n: int, V: int, on: tuple[bool, ...], dtype: torch.dtype, device: str) -> None:
+def check_rows(
+    n: int, V: int, on: tuple[bool, ...], dtype: torch.dtype, device: str, of_logits: torch.dtype = torch.float32
+) -> None:
     """`du`, nll, logsumexp and dscale of random logits, one target ignored, against autograd in float64."""
     has_bias, has_class, has_scale, has_cap, has_smoothing, has_z_loss = on
-    raw = 3 * torch.randn(n, V, device=device)
+    raw = (3 * torch.randn(n, V, device=device)).to(of_logits)
     bias = torch.randn(V, device=device) if has_bias else None
     classes = torch.rand(V, device=device) + 0.1 if has_class else None
     scale = torch.tensor(0.7, device=device) if has_scale else None
@@ -49,7 +51,7 @@ def check_rows(n: int, V: int, on: tuple[bool, ...], dtype: torch.dtype, device:
     truth = wanted[0] if s is None else wanted[0] / 0.7  # `du`: before it is multiplied by the scale
 
     stride = V + 3  # rows need not lie side by side
-    buffer = torch.full((n, stride), float("nan"), device=device)
+    buffer = torch.full((n, stride), float("nan"), dtype=of_logits, device=device)
     z = buffer[:, :V].copy_(raw)
     found = [torch.full((n,), float("nan"), device=device) for _ in range(3)]
     rows = Rows(
@@ -136,6 +138,8 @@ def check_all(device: str) -> None:
     check_rows(*SIZES[-1], (True,) * 6, torch.bfloat16, device)
     for (rows, V), dtype in itertools.product(SIZES, ROUNDING):
         check_rows(rows, V, (False,) * 6, dtype, device)
+    for (rows, V), on in itertools.product(SIZES, (ON[0], ON[-1])):
+        check_rows(rows, V, on, torch.bfloat16, device, of_logits=torch.bfloat16)
     for dtype in ROUNDING:
         check_whole(dtype, device)
     check_target_outside(device)

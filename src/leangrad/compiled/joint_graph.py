@@ -30,7 +30,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from leangrad._torch import compiler
 from leangrad.compiled.layouts import is_weight_of_one_channel
 from leangrad.loss.graph_op import LOSS_OP
-from leangrad.ops.linear_cross_entropy import chunk_rows
+from leangrad.ops.linear_cross_entropy import chunk_bytes
 from leangrad.policy.graph import Graph, Value
 from leangrad.policy.ops import is_discrete, is_heavy, is_source
 from leangrad.policy.work import work_of
@@ -61,8 +61,7 @@ EXACT = VIEWS | {
 MOVES = VIEWS | {"clone", "convert_element_type", "gather", "index", "index_select", "_to_copy", "_unsafe_index"}
 SINGLE = 24  # bits of a float32's significand
 REDUCES = 4  # an op that reads so many times what it gives makes a statistic, which is kept
-OP_DTYPE = 10  # the place of ``dtype`` among the arguments of the fused loss
-LOGIT_BYTES = 4  # of the fused loss: they are float32, whatever it reads
+OP_DTYPE, OP_NEEDS_WEIGHT = 10, 12  # the places of two arguments of the fused loss
 INLINE_SHARE = 20  # a value computed inside its reader costs about the 20th part of one that is written and read
 
 
@@ -310,6 +309,7 @@ def _scratch(node: fx.Node) -> int:
     assert isinstance(x, fx.Node)
     assert isinstance(weight, fx.Node)
     (tokens, hidden), (words, _) = compiler.shape_of(x), compiler.shape_of(weight)
-    chunk = chunk_rows(tokens, hidden, words, x.meta["val"].device.type) * words * LOGIT_BYTES
+    needs_weight = bool(node.args[OP_NEEDS_WEIGHT])
+    chunk = chunk_bytes(tokens, hidden, words, x.meta["val"].device.type, dtype, needs_weight=needs_weight)  # type: ignore[arg-type]
     casts = [_size(one) for one in (x, weight) if one.meta["val"].dtype != dtype]
     return chunk + sum(casts) // 2 + _size(node)

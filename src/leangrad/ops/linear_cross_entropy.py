@@ -10,12 +10,13 @@ and the gradients of Σ_i r_i·(nll_i + c·L_i²), for a factor r_i per token:
     dx = s·du W      dW = s·duᵀ x      db = s·Σ du      ds = Σ du·(x Wᵀ + b)
 
 A chunk is some rows of x. Its logits are one product; `du` is written in their place, and two products more give dx and
-dW, so that nothing is computed twice. Logits, sums and gradients are float32, or float64 if x is, whatever the dtype of
-x and W: the caller multiplies what is found by its factor, and rounds once.
+dW, so that nothing is computed twice. Sums and gradients are float32, or float64 if x is, whatever the dtype of x and W:
+the caller multiplies what is found by its factor, and rounds once. So are logits, but for bfloat16 on a GPU.
 
 [Note: products] In float32 and float64 a product is the plain one. In half precision CUDA multiplies x and W as they
-are and gives float32; `du` is then rounded to their dtype, as plain PyTorch's is. A CPU has no such product: there x
-and one block of W at a time are widened. (Its own half-precision products would round each chunk's share of dW before
+are and gives float32; `du` is then rounded to their dtype, as plain PyTorch's is. Where the kernels serve, bfloat16
+logits are rounded too, again as plain PyTorch's are: what is then read and written of them is half of it, and so is
+their memory. (float16 would overflow.) A CPU has no such product: there x and one block of W at a time are widened. (Its own half-precision products would round each chunk's share of dW before
 it is added, and dx before it is multiplied by the factor: three roundings, with that of `du`, where plain has two.)
 
 [Note: float16] `du` of a likely model is full of p/V, far below what float16 resolves. It is multiplied by a power of
@@ -37,12 +38,12 @@ from torch import Tensor
 from leangrad.kernels import serves
 from leangrad.ops.linear import write_wider, writes_wider
 
-__all__ = ["Gradients", "Problem", "chunk_rows", "gradients", "losses"]
+__all__ = ["Gradients", "Problem", "chunk_bytes", "chunk_rows", "gradients", "losses"]
 
-# Logits of a chunk in float32: 512 MiB on a GPU, enough for products at full speed (`chunk_rows` may double it where
-# the weight has a gradient); 64 MiB on a CPU.
+# Logits of a chunk: on a GPU 512 MiB in float32 and 256 in bfloat16, enough for products at full speed (`chunk_rows` may
+# double it where the weight has a gradient); 64 MiB on a CPU.
 CHUNK_LOGITS = {"cuda": 1 << 27, "cpu": 1 << 24}
-# A chunk has as many rows as x has columns, so that its logits are as many as W's elements; but not fewer than these.
+# A chunk's logits take no more memory than W in float32; but a chunk has no fewer rows than these.
 LEAST_ROWS = 256
 # Elements of W that are widened, or multiplied on a CPU, at once.
 BLOCK = 1 << 20
@@ -80,11 +81,13 @@ def logits_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def chunk_rows(tokens: int, hidden: int, vocabulary: int, device_type: str, *, needs_weight: bool = False) -> int:
+def chunk_rows(
+    tokens: int, hidden: int, vocabulary: int, device_type: str, *, itemsize: int = 4, needs_weight: bool = False
+) -> int:
     """How many rows a chunk has: chunks are of nearly one size, and multiples of 64 where they can be.
 
-    needs_weight: dW is wanted. Every chunk reads and writes all of it, so that on a GPU larger chunks pay, up to those
-    whose logits take as much memory as dW will when it is rounded.
+    itemsize: of a logit, in bytes. needs_weight: dW is wanted. Every chunk reads and writes all of it, so that on a GPU
+    larger chunks pay, up to those whose logits take as much memory as dW will when it is rounded.
 
     >>> chunk_rows(8192, 4096, 128256, "cuda"), chunk_rows(8192, 64, 1000, "cpu"), chunk_rows(7, 64, 1000, "cpu")
     (1024, 256, 7)
@@ -92,7 +95,7 @@ def chunk_rows(tokens: int, hidden: int, vocabulary: int, device_type: str, *, n
     2048
     """
     logits = CHUNK_LOGITS.get(device_type, CHUNK_LOGITS["cpu"])
-    most = min(max(1, logits // max(1, vocabulary)), max(hidden, LEAST_ROWS))
+    most = min(max(1, logits // max(1, vocabulary)), max(4 * hidden // itemsize, LEAST_ROWS))
     if needs_weight and device_type == "cuda":
         most = max(most, min(2 * logits // max(1, vocabulary), hidden // 2))
     most = most // 64 * 64 or most
@@ -100,6 +103,20 @@ def chunk_rows(tokens: int, hidden: int, vocabulary: int, device_type: str, *, n
         return max(1, tokens)
     even = math.ceil(tokens / math.ceil(tokens / most))
     return min(most, math.ceil(even / 64) * 64)
+
+
+def chunk_bytes(
+    tokens: int, hidden: int, vocabulary: int, device_type: str, dtype: torch.dtype, *, needs_weight: bool = False
+) -> int:
+    """What the logits of one chunk take, of a projection in `dtype`; see [Note: products].
+
+    >>> chunk_bytes(8192, 2048, 128256, "cuda", torch.bfloat16, needs_weight=True) >> 20
+    250
+    """
+    rounds = device_type == "cuda" and dtype == torch.bfloat16
+    itemsize = 2 if rounds else 8 if dtype == torch.float64 else 4
+    rows = chunk_rows(tokens, hidden, vocabulary, device_type, itemsize=itemsize, needs_weight=needs_weight)
+    return rows * vocabulary * itemsize
 
 
 def losses(problem: Problem) -> tuple[Tensor, Tensor]:
@@ -180,10 +197,14 @@ class _Chunks:
         self.widens = x.dtype != dtype and not self.wider
         self.product_dtype = x.dtype if self.wider else dtype  # of `du`
         self.kernels = _kernels() if serves(x) else None
-        self.step = chunk_rows(len(x), x.shape[1], len(weight), x.device.type, needs_weight=needs_weight)
+        rounds = self.wider and self.kernels is not None and x.dtype == torch.bfloat16
+        logits = x.dtype if rounds else dtype
+        self.step = chunk_rows(
+            len(x), x.shape[1], len(weight), x.device.type, itemsize=logits.itemsize, needs_weight=needs_weight
+        )
         # Rows that begin at multiples of 64 bytes: products and loads of others are slow on a GPU.
-        self.stride = math.ceil(len(weight) / 16) * 16 if x.is_cuda else len(weight)
-        self.buffer = torch.empty(self.step, self.stride, dtype=dtype, device=x.device)
+        self.stride = math.ceil(len(weight) / 32) * 32 if x.is_cuda else len(weight)
+        self.buffer = torch.empty(self.step, self.stride, dtype=logits, device=x.device)
         self.nll = torch.empty(len(x), dtype=dtype, device=x.device)
         self.logsumexp = torch.empty_like(self.nll)
         self.dscale = torch.empty_like(self.nll) if needs_scale else None
@@ -217,9 +238,12 @@ class _Chunks:
         """X Wᵀ, in the shared buffer."""
         x, weight = self._rows(rows), self.problem.weight
         z = self.buffer[: len(x), : len(weight)]
-        if self.wider:
+        if self.wider and z.dtype != x.dtype:
             for part in self._parts():
                 write_wider(x, weight[part].t(), z[:, part], add=False)
+        elif self.wider:
+            for part in self._parts():
+                torch.mm(x, weight[part].t(), out=z[:, part])
         elif x.is_cuda and not self.widens:
             torch.mm(x, weight.t(), out=z)
         else:  # in float32 too: some CPUs' libraries copy the transposed factor

@@ -1,8 +1,9 @@
 """Cross entropy over rows of logits in Triton; all formulas are in `ops/linear_cross_entropy.py`.
 
 A program owns a row. It reads the row once for the maximum and the sum of exponentials, and where a gradient is wanted
-once more, to write `du` in its place. In half precision `du` lies in the first half of the row's own memory: column v
-is written at 2v bytes, when everything up to 4v has been read. There are no atomics: nothing depends on timing.
+once more, to write `du` in its place. Where `du` is half as wide as the logits, it lies in the first half of the row's
+own memory: column v is written at 2v bytes, when everything up to 4v has been read. There are no atomics: nothing
+depends on timing.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -174,15 +175,15 @@ def _rows_kernel(
 
 
 def cross_entropy(rows: Rows, z: Tensor, factors: Tensor | None = None, du: Tensor | None = None) -> None:
-    """Write nll and logsumexp of rows of z = x Wᵀ, (n, V) in float32; and `du`, (n, V) in the memory of z, if given.
+    """Write nll and logsumexp of rows of z = x Wᵀ, (n, V); and `du`, (n, V) in the memory of z, if given.
 
-    Rows of z may be up to 15 columns apart, which belong to z: they hold anything before and afterwards.
+    Rows of z may be up to 31 columns apart, which belong to z: they hold anything before and afterwards.
     """
     n, V = z.shape
     block = min(BLOCK, max(16, triton.next_power_of_2(V)))
     # What lies between V and the next row is read and written too: a mask at a multiple of 16 lets Triton load vectors.
     in_place = du is None or du.data_ptr() == z.data_ptr()
-    width = z.stride(0) if in_place and z.stride(0) - V < 16 and n > 0 else V
+    width = z.stride(0) if in_place and z.stride(0) - V < 32 and n > 0 else V
     class_sum = rows.class_sum if isinstance(rows.class_sum, Tensor) else z
     with torch.cuda.device(z.device) if z.is_cuda else nullcontext():
         _rows_kernel[(n,)](
