@@ -42,7 +42,7 @@ TIMM = (
 )
 CONVERTED = "converted_"  # before a name: the model by `convert_abn` alone, and not lean
 SECONDS = 0.5  # of one turn, at least one step
-WARM_UP = 4  # steps: lean records its first, and caches fill
+WARM_UP = 28  # steps: lean records its first, caches fill, and on a GPU it finds out whether the host is the limit
 
 
 def compare(before: Path, after: Path, case: str, device: str, rounds: int) -> dict[str, Any]:

@@ -97,7 +97,8 @@ def check_whole(dtype: torch.dtype, device: str) -> None:
     double = [t.detach().double().requires_grad_() for t in (*tensors, scale)]
     truth = plain_linear_cross_entropy(Tensors(*double, None, target), Options("mean", -100, 0.1, 0.01, 4.0))
     truth.backward(torch.tensor(3.0, device=device))
-    assert (loss - truth).abs() < 1e-5 * truth
+    rounds = dtype == torch.bfloat16 and x.is_cuda  # its logits, as plain's; tests/loss/test_error.py has the rule
+    assert (loss - truth).abs() < (2**-10 if rounds else 1e-5) * truth
     for ours, other in zip((*tensors, scale), double, strict=True):
         assert ours.grad is not None and other.grad is not None  # noqa: PT018
         error = (ours.grad.double() - other.grad).norm() / other.grad.norm()

@@ -246,7 +246,7 @@ class Ledger:
         step = recorder.step
         found, self.timing = self._host.next_kept(step, self._replay, kept, on_gpu=_is_on_gpu(module))
         if found != kept:
-            step.spared = found - kept
+            step.spared = self._host.added(found)
             self._adopt(step, self._replay, found)
 
     def _follow(self, way: Way) -> bool:

@@ -10,14 +10,15 @@ and the gradients of Σ_i r_i·(nll_i + c·L_i²), for a factor r_i per token:
     dx = s·du W      dW = s·duᵀ x      db = s·Σ du      ds = Σ du·(x Wᵀ + b)
 
 A chunk is some rows of x. Its logits are one product; `du` is written in their place, and two products more give dx and
-dW, so that nothing is computed twice. Sums and gradients are float32, or float64 if x is, whatever the dtype of x and W:
-the caller multiplies what is found by its factor, and rounds once. So are logits, but for bfloat16 on a GPU.
+dW, so that nothing is computed twice. Sums and gradients are float32, or float64 if x is, whatever the dtype of x and
+W: the caller multiplies what is found by its factor, and rounds once. So are logits, but for bfloat16 on a GPU.
 
 [Note: products] In float32 and float64 a product is the plain one. In half precision CUDA multiplies x and W as they
 are and gives float32; `du` is then rounded to their dtype, as plain PyTorch's is. Where the kernels serve, bfloat16
-logits are rounded too, again as plain PyTorch's are: what is then read and written of them is half of it, and so is
-their memory. (float16 would overflow.) A CPU has no such product: there x and one block of W at a time are widened. (Its own half-precision products would round each chunk's share of dW before
-it is added, and dx before it is multiplied by the factor: three roundings, with that of `du`, where plain has two.)
+logits are rounded too, again as plain PyTorch's are: they take half of the memory, and half as much is read and
+written. (float16 could overflow.) A CPU has no such product: there x and one block of W at a time are widened. (Its own
+half-precision products would round each chunk's share of dW before it is added, and dx before it is multiplied by the
+factor: three roundings, with that of `du`, where plain has two.)
 
 [Note: float16] `du` of a likely model is full of p/V, far below what float16 resolves. It is multiplied by a power of
 two, `unit`, which keeps its largest possible entry below 2¹⁴; the caller divides by it.
@@ -40,8 +41,8 @@ from leangrad.ops.linear import write_wider, writes_wider
 
 __all__ = ["Gradients", "Problem", "chunk_bytes", "chunk_rows", "gradients", "losses"]
 
-# Logits of a chunk: on a GPU 512 MiB in float32 and 256 in bfloat16, enough for products at full speed (`chunk_rows` may
-# double it where the weight has a gradient); 64 MiB on a CPU.
+# Logits of a chunk: on a GPU 512 MiB in float32 and 256 in bfloat16, enough for products at full speed (`chunk_rows`
+# may double it where the weight has a gradient); 64 MiB on a CPU.
 CHUNK_LOGITS = {"cuda": 1 << 27, "cpu": 1 << 24}
 # A chunk's logits take no more memory than W in float32; but a chunk has no fewer rows than these.
 LEAST_ROWS = 256

@@ -22,6 +22,7 @@ from tests.support import assert_same_bits
 
 SETTLED = STEADY + RUNS + 4
 ROWS, FEW, WIDTH = 512, 16, 32
+LARGE = 4 * ROWS * WIDTH  # bytes
 
 
 class Block(nn.Module):
@@ -168,6 +169,35 @@ def test_a_step_that_takes_more_than_was_foreseen(machine: Machine, x: Tensor) -
     machine.steps(model, x, 3)
     assert rebuilt(model) == rebuilt(least)
     assert "waits for the host" not in leangrad.ledger_of(model).summary()
+
+
+def test_after_such_a_step_no_more_bytes_are_kept_than_may_be_taken(
+    machine: Machine, x: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, least = lean(), lean(spare=0)
+    machine.steps(least, x, 4)
+    all_large = rebuilt(least).count(LARGE)
+    seen = []
+
+    def highest() -> int:
+        """Of a step that has just ended; at all other times the user has reset it."""
+        took_more = rebuilt(model).count(LARGE) < all_large
+        seen.append(took_more)
+        return machine.highest + 3 * took_more * machine.highest // 100
+
+    def at_end(limit: Any) -> None:
+        with monkeypatch.context() as now:
+            now.setattr(host_limit, "_highest", highest)
+            _at_end(limit)
+
+    _at_end = host_limit.HostLimit._at_end
+    monkeypatch.setattr(host_limit.HostLimit, "_at_end", at_end)
+    machine.steps(model, x, SETTLED + 2)
+    assert seen == [False, True, False]  # the step that is timed, one that kept too much, one that keeps less
+    assert rebuilt(model).count(LARGE) == all_large
+    assert len(rebuilt(model)) < len(rebuilt(least))
+    assert "the GPU waits for the host: " in leangrad.ledger_of(model).summary().splitlines()[-1]
+    assert "the GPU waits for the host, and" in leangrad.ledger_of(model).summary()
 
 
 def test_a_device_that_is_full(machine: Machine, x: Tensor) -> None:

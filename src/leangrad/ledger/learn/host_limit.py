@@ -8,8 +8,10 @@ read, and gone, before backward comes to the layers whose tensors are large.
 So a model without a budget or a bound on the time is measured, once its plan stands: in a few steps the host waits for
 the GPU when backward has been issued, and notes how long. If that is next to nothing, the GPU had nothing left to do:
 it waits for the host. Then every rebuild of one step is timed, and what is dearest to the host for each of its bytes is
-kept, as long as the peak that is foreseen is no more than a small share above the least. If the allocator's peak shows
-that a step took more than that, all is as it was before.
+kept, as long as the peak that is foreseen is no more than a small share above the least. If the allocator's peak, read
+when backward has ended, shows that a step took more than that (a chain that runs as one kernel takes less than is
+foreseen for rebuilding it), then no more bytes are kept than that share, wherever the peak may be. If even that is too
+much, all is as it was before.
 
 Everything else is as ever: the whole step is followed, and one that differs is learned from anew.
 """
@@ -26,6 +28,7 @@ from torch import Tensor
 from leangrad import _torch
 from leangrad.ledger.learn.recorded_step import RecordedStep
 from leangrad.ledger.learn.timing import Timing
+from leangrad.policy.peak import Outcome
 from leangrad.policy.relax import Relaxation
 from leangrad.policy.replay import Replay
 from leangrad.sizes import size_text
@@ -59,7 +62,9 @@ class HostLimit:
         self._waits: list[float] = []  # for the GPU, as shares of the time of a step
         self._timing: Timing | None = None
         self._thread: int | None = None
-        self._before: tuple[frozenset[int], int] | None = None  # what the last step but one kept, and the peak so far
+        self._peak = 0  # the allocator's, when the last backward that was looked at had ended
+        self._before: tuple[frozenset[int], int] | None = None  # what was kept before more was, and the peak then
+        self._is_careful = False  # no more bytes are kept than may be taken
 
     def next_kept(
         self, step: RecordedStep, replay: Replay, kept: frozenset[int], *, on_gpu: bool
@@ -76,10 +81,10 @@ class HostLimit:
         elif _torch.is_capturing():
             self.is_over = True
         elif self._before is not None:
-            return self._look_back(kept), None
+            return self._look_back(step, replay, kept), None
         elif self._timing is not None:
-            self._before = kept, _highest()
-            return self._more(step, replay, kept, self._timing), None
+            self._before = kept, max(self._peak, _highest())
+            return self._more(step, replay, kept), None
         else:
             self._steps += 1
             if len(self._waits) >= RUNS:
@@ -92,9 +97,13 @@ class HostLimit:
                 self._began = time.perf_counter()
         return kept, self._timing
 
+    def added(self, kept: frozenset[int]) -> frozenset[int]:
+        """What of ``kept`` is kept for the host's sake."""
+        return frozenset() if self._before is None else kept - self._before[0]
+
     def sees_output(self, made: Tensor) -> None:
         """Forward handed this out: measure the step, if it is to be measured, when its backward has ended."""
-        if self._began is not None:
+        if self._began is not None or (self._timing is not None and not self.is_over):
             made.register_hook(self._at_backward)
 
     def _at_backward(self, _: Tensor) -> None:
@@ -103,16 +112,20 @@ class HostLimit:
     def _at_end(self) -> None:
         """All of backward has been issued."""
         began, self._began = self._began, None
-        if began is None or _torch.is_capturing():
+        if _torch.is_capturing():
+            return
+        if began is None:
+            self._peak = _highest()
             return
         issued = time.perf_counter()
         _wait_for_gpu()
         now = time.perf_counter()
         self._waits.append((now - issued) / (now - began))
 
-    def _more(self, step: RecordedStep, replay: Replay, kept: frozenset[int], timing: Timing) -> frozenset[int]:
+    def _more(self, step: RecordedStep, replay: Replay, kept: frozenset[int]) -> frozenset[int]:
         """What to keep beside ``kept``: the dearest to the host, within what may be taken."""
-        costs = timing.costs(step.items, [saved.item for saved in step.saved], kept)
+        assert self._timing is not None
+        costs = self._timing.costs(step.items, [saved.item for saved in step.saved], kept)
         seconds = [0.0] * len(replay.graph.values)
         for n, cost in costs.items():
             seconds[n] = cost.host
@@ -122,9 +135,14 @@ class HostLimit:
         if more > SHARE * _room():
             return kept
         most = least.peak_bytes + more
-        found = relaxation.within(lambda outcome: outcome.peak_bytes <= most)
+        most_kept = least.kept_bytes + more if self._is_careful else float("inf")
+
+        def fits(outcome: Outcome) -> bool:
+            return outcome.peak_bytes <= most and outcome.kept_bytes <= most_kept
+
+        found = relaxation.within(fits)
         worth = kept | {n for n in found if n in costs}
-        if relaxation.play(worth).peak_bytes > most:
+        if not fits(relaxation.play(worth)):
             worth = kept
         outcome = relaxation.play(worth)
         if outcome.work < least.work:
@@ -136,15 +154,19 @@ class HostLimit:
             )
         return worth
 
-    def _look_back(self, kept: frozenset[int]) -> frozenset[int]:
-        """The first step that kept more has run: if it took more than was foreseen, all is as it was."""
+    def _look_back(self, step: RecordedStep, replay: Replay, kept: frozenset[int]) -> frozenset[int]:
+        """A step that kept more has run: if it took more than was foreseen, less is kept, and at last what was."""
         assert self._before is not None
         before, highest = self._before
-        self.is_over = True
-        if kept != before and highest and _highest() > (1 + self.spare) * highest:
-            self.status = ""
+        if kept == before or not highest or max(self._peak, _highest()) <= (1 + self.spare) * highest:
+            self.is_over = True
+            return kept
+        self.status, self._peak = "", 0
+        if self._is_careful:
+            self.is_over = True
             return before
-        return kept
+        self._is_careful = True
+        return self._more(step, replay, before)
 
 
 def _wait_for_gpu() -> None:
