@@ -111,9 +111,10 @@ def _rows_kernel(
             bias = tl.load(bias_ptr + at)
         raw_target, y_target, _tanh_target = _transform(raw_target, bias, scale, softcap, HAS_BIAS, HAS_SCALE, HAS_CAP)
 
-        highest = float("-inf")
-        total = 0.0
-        weighted = 0.0
+        # Each lane has a maximum and a sum of its own until the end: nothing waits in between.
+        highest = tl.full((BLOCK,), float("-inf"), tl.float32)
+        totals = tl.zeros((BLOCK,), tl.float32)
+        weighted = tl.zeros((BLOCK,), tl.float32)
         for start in range(0, V, BLOCK):
             v = start + column
             raw = tl.load(z_ptr + v, mask=v < width, other=0.0)
@@ -124,20 +125,22 @@ def _rows_kernel(
             if HAS_SMOOTHING:
                 if HAS_CLASS:
                     w = tl.load(class_ptr + v, mask=v < V, other=0.0).to(tl.float32)
-                    weighted += tl.sum(tl.where(v < V, y * w, 0.0), 0)
+                    weighted += tl.where(v < V, y * w, 0.0)
                 else:
-                    weighted += tl.sum(tl.where(v < V, y, 0.0), 0)
+                    weighted += tl.where(v < V, y, 0.0)
             y = tl.where(v < V, y, float("-inf"))
-            higher = tl.maximum(highest, tl.max(y, 0))
+            higher = tl.maximum(highest, y)
             shift = tl.where(higher == float("-inf"), 0.0, higher)  # as long as all is −inf
-            total = total * tl.exp(highest - shift) + tl.sum(tl.exp(y - shift), 0)
+            totals = totals * tl.exp(highest - shift) + tl.exp(y - shift)
             highest = higher
-        shift = tl.where(highest == float("-inf"), 0.0, highest)
+        shift = tl.max(highest, 0)
+        shift = tl.where(shift == float("-inf"), 0.0, shift)
+        total = tl.sum(totals * tl.exp(highest - shift), 0)
         logsumexp = shift + tl.log(total)
 
         nll = (1.0 - epsilon) * of_target * (logsumexp - y_target)
         if HAS_SMOOTHING:
-            nll += epsilon / V * (class_sum * logsumexp - weighted)
+            nll += epsilon / V * (class_sum * logsumexp - tl.sum(weighted, 0))
         tl.store(nll_ptr + row, tl.where(inside, nll, float("nan")))
         tl.store(logsumexp_ptr + row, logsumexp)
 
@@ -148,6 +151,7 @@ def _rows_kernel(
                 share += epsilon / V * class_sum
             if HAS_Z_LOSS:
                 share += 2.0 * tl.load(z_loss_ptr).to(tl.float32) * logsumexp
+            share /= total
             dscale = 0.0
             for start in range(0, V, BLOCK):
                 v = start + column
@@ -156,7 +160,7 @@ def _rows_kernel(
                 if HAS_BIAS:
                     b = tl.load(bias_ptr + v, mask=v < V, other=0.0)
                 raw, y, tanh = _transform(raw, b, scale, softcap, HAS_BIAS, HAS_SCALE, HAS_CAP)
-                du = share * (tl.exp(y - shift) / total)
+                du = share * tl.exp(y - shift)
                 if HAS_SMOOTHING:
                     if HAS_CLASS:
                         du -= epsilon / V * tl.load(class_ptr + v, mask=v < V, other=0.0).to(tl.float32)
