@@ -323,24 +323,6 @@ def test_a_chain_ends_where_its_recipe_ran_through_too_many_products(products: i
         assert f"it lies more than {products} products after the last kept tensor" in ledger.summary()
 
 
-def test_a_long_chain_needs_no_deep_stack() -> None:
-    """A recipe through more ops than Python has frames for ends earlier, whatever the limit of products."""
-
-    def program(region: Any) -> list[Tensor | None]:
-        x, w = leaf(2, 4), leaf(4, 4, seed=1)
-        with region:
-            y = x
-            for _ in range(400):
-                y = (y @ w).tanh()
-        backward(y)
-        return [x.grad, w.grad]
-
-    plain, ledger = run(program, nullcontext()), with_products(1000)
-    for step, (a, b) in enumerate(zip(run(program, ledger), plain, strict=True)):
-        assert_same(a, b, step)
-    assert "200 ops" in ledger.summary()
-
-
 # ----------------------------------------------------------------------------------------------- how often products run
 
 
