@@ -424,6 +424,25 @@ def test_nothing_is_held_longer_than_its_readers(name: str, monkeypatch: pytest.
     assert left == []
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_nothing_is_held_for_nobody(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whenever backward has read a tensor: what is held waits for a recipe or for backward itself."""
+    read, held = Value.read, list[tuple[str, int, int]]()
+
+    def look(self: Value) -> Tensor:
+        tensor = read(self)
+        for refs in rebuilt_cache.memos.values():
+            for ref in refs:
+                v: Any = ref()
+                if v is not None and v.memo is not None and v.takes >= v.parents + v.readers:
+                    held.append((v.op, v.takes, v.memo.nbytes))
+        return tensor
+
+    monkeypatch.setattr(Value, "read", look)
+    train(*MODELS[name], with_products())
+    assert held == []
+
+
 # ----------------------------------------------------------------------------------------------------------- in company
 
 

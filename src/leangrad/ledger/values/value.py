@@ -333,7 +333,8 @@ class Value(PackedTensor):
         tensor, owned = self._rebuild(made, task)
         if self.fleeting and self.task != task:  # none of its readers has come so far: it is made again for them
             return tensor, owned
-        if (self.readers and (self.reads < self.readers or self.task != task)) or (self.parents and self._is_held()):
+        is_awaited = self.parents + self.readers > 1 and self._is_held()  # else the one recipe that reads it has come
+        if is_awaited or (self.readers and (self.reads < self.readers or self.task != task)):
             # [Note: a memo belongs to one stream] Backward of each op runs on the stream of its forward. What was
             # rebuilt on one stream is not ready on another, so another stream rebuilds it for itself.
             self._hold(tensor, task, takes=1)
@@ -369,11 +370,10 @@ class Value(PackedTensor):
 
     def give_back(self, tensor: Tensor, task: int) -> None:
         """It was taken in vain: hold it again for those who count on it."""
-        if self.tensor is None and self.takes > 0 and self._is_held():
-            self.takes -= 1
+        if self.tensor is None and self._is_held():
+            self.takes = max(0, self.takes - 1)
             if self.memo is None:
-                self.memo, self.memo_stream = tensor, _stream(tensor)
-                remember(self, task)
+                self._hold(tensor, task, self.takes)
 
     def _rebuild(self, made: dict[int, Tensor], task: int) -> tuple[Tensor, bool]:
         function = self.function
@@ -394,7 +394,7 @@ class Value(PackedTensor):
             elif a.tensor is not None:
                 args[i] = a.anchor()
             else:
-                if a.readers or a.parents > 1:
+                if a.readers or a.parents > 1 or a.memo is not None:
                     args[i], free = a._take(made, task)
                 else:  # the same, for what nobody else will ask for
                     args[i], free = a._rebuild(made, task)
