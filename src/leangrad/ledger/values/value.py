@@ -322,10 +322,7 @@ class Value(PackedTensor):
             return self.anchor(), False
         memo = self.memo
         if memo is not None and self.memo_stream == _stream(memo):
-            if self._is_held():
-                self.takes += 1
-                if self.takes >= self.parents + self.readers and self.reads >= self.readers:
-                    self.memo = None
+            self.count_takes(1)
             return memo, False
         shared = self.parents > 1
         if shared and id(self) in made:
@@ -367,6 +364,13 @@ class Value(PackedTensor):
         """Hold what was rebuilt, and was taken so often, for its next readers in this backward pass."""
         self.memo, self.memo_stream, self.takes = tensor, _stream(tensor), takes
         remember(self, task)
+
+    def count_takes(self, more: int) -> None:
+        """What is held was read so often; after the last of its readers it is let go."""
+        if self.memo is not None and self._is_held():
+            self.takes += more
+            if self.takes >= self.parents + self.readers and self.reads >= self.readers:
+                self.memo = None
 
     def give_back(self, tensor: Tensor, task: int) -> None:
         """It was taken in vain: hold it again for those who count on it."""
