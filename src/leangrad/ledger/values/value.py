@@ -348,7 +348,7 @@ class Value(PackedTensor):
         while stack:
             v, is_reached = stack.pop()
             if is_reached:
-                if v.memo is None:
+                if not v._is_at_hand():
                     tensor, _ = v._rebuild({}, task)
                     v._hold(tensor, task, takes=0)
             elif v.tensor is None and v.products and not v._is_at_hand() and id(v) not in seen:
