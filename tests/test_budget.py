@@ -602,6 +602,9 @@ class Allocator:
     def _step(self, model: nn.Module, x: Tensor) -> int:
         highest = self.counters.allocated + peak(model, x)
         self.counters = self.counters._replace(highest=max(self.counters.highest, highest))
+        tuner: Any = leangrad.ledger_of(model)._tuner
+        if tuner._after_backward is not None:  # by the time that it was read all of the peak had been seen
+            tuner._after_backward = self.counters.highest
         return highest
 
 

@@ -467,6 +467,27 @@ def check_held_bytes() -> None:
     assert fused.report()["launches"] == before + 1
 
 
+def check_leaves_are_let_go() -> None:
+    """A product that two values of a chain read is held for neither after the launch; if others read it, for those."""
+    x, w = torch.randn(8, 64), torch.randn(64, 64)
+    for others in (0, 1):
+        for _ in range(STEPS + 1):
+            before = fused.report()["launches"]
+            product = Value("product")
+            product.set_recipe(torch.mm, (kept(x), kept(w)), {})
+            product.products = 1
+            beside = [made("NegBackward0", product) for _ in range(others)]
+            root = made("MulBackward0", product, made("ReluBackward0", product), dtype=f32, like=x)
+            read = root.read()
+            assert (product.memo is not None) == bool(beside)
+            for value in beside:
+                value._rebuild({}, 0)
+                assert product.memo is None
+            expected = x @ w
+            assert same_bits(read, expected * F.relu(expected))
+        assert fused.report()["launches"] > before
+
+
 def random_program(seed: int) -> Callable[[Any], list[Tensor]]:
     """Ops that IEEE 754 defines, at random over earlier results: chains that share values, saved and not."""
 
@@ -611,6 +632,7 @@ if __name__ == "__main__":
     check_places()
     check_what_tells_chains_apart()
     check_held_bytes()
+    check_leaves_are_let_go()
     check_links()
     check_random_chains()
     check_an_op_of_other_bits()

@@ -27,7 +27,7 @@ from leangrad.ledger.values.pending_save import PendingSave, ShapeOnlyReader
 from leangrad.ledger.values.saved import Bare, unpack
 from leangrad.ledger.values.saved_view import SavedView
 from leangrad.ledger.values.upstream_anchors import RecentProducts
-from leangrad.ledger.values.value import LONGEST_RECIPE, Value
+from leangrad.ledger.values.value import UNBOUNDED, Value
 
 ENDED = -1
 
@@ -79,7 +79,7 @@ class Region:
         self.cap = ledger.cap
         self.max_products = ledger.products
         if ledger.products and ledger.decisions is not None:  # the plan says where a recipe ends
-            self.max_products = LONGEST_RECIPE
+            self.max_products = UNBOUNDED
         self.product_settings = _torch.product_settings() if ledger.products else ()
         self.failed_allocations = _torch.failed_allocations() if ledger.products else 0
         self.fence = self._began = 0

@@ -101,10 +101,11 @@ def measure_within(
             trace, freed = record(watched_run)
     device = trace.device()
     timeline, kept_bytes = trace.timeline(device, freed if device == "cpu" else ())
-    own_peak = max([0, *own_bytes(timeline)])
+    held = own_bytes(timeline)
+    own_peak = max([0, *held])
     if device in cuda_peaks:  # what the allocator counts itself, with the older memory that made room added again
         own_peak += cuda_peaks[device] - max([0, *(event.live_bytes for event in timeline)])
-    tell(own_peak)
+    tell(own_peak, [(trace.start_ns + int(e.seconds * 1e9), own) for e, own in zip(timeline, held, strict=True)])
     return Measurement(
         peak_bytes=own_peak,
         kept_bytes=kept_bytes,

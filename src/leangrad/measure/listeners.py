@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 from weakref import WeakSet
 
-__all__ = ["Listener", "forget", "listen", "tell"]
+__all__ = ["Course", "Listener", "forget", "listen", "tell"]
+
+
+Course = Sequence[tuple[int, int]]  # after each change of memory: the time, as `time.time_ns`, and what the step holds
 
 
 class Listener(Protocol):
     """What is told of a measured step."""
 
-    def measured(self, peak_bytes: int) -> None:
+    def measured(self, peak_bytes: int, course: Course) -> None:
         """The step has run, and took so much at most."""
 
 
@@ -28,8 +32,8 @@ def forget() -> None:
     _listeners.clear()
 
 
-def tell(peak_bytes: int) -> None:
+def tell(peak_bytes: int, course: Course) -> None:
     """A step was measured."""
     for listener in list(_listeners):
-        listener.measured(peak_bytes)
+        listener.measured(peak_bytes, course)
     forget()

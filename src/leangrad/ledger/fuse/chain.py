@@ -87,6 +87,7 @@ class Chain:
         "_streams",
         "ends",
         "key",
+        "leaf_uses",
         "leaves",
         "made",
         "outputs",
@@ -105,6 +106,7 @@ class Chain:
         self.values: list[Value] = []  # in the order in which they are computed; the root is the last
         self.uses: list[int] = []  # how often each is read in this chain
         self.leaves: list[Value] = []
+        self.leaf_uses: list[int] = []  # how often each is read in this chain
         self.scalars: list[float] = []
         self.outputs: list[int] = []  # numbers of values that are wanted; the root's is the last
         self.key: list[Any] = []  # what makes two chains one program: a part for each value
@@ -138,6 +140,10 @@ class Chain:
                 taken[v] = v._take(self.made, self.task)
         return True
 
+    def read_again(self) -> tuple[tuple[int, int], ...]:
+        """The leaves that several values of the chain read, by their number: how often beside the first time."""
+        return tuple((k, uses - 1) for k, uses in enumerate(self.leaf_uses) if uses > 1)
+
     def refusal(self, reason: object) -> str:
         """Why this chain is replayed op by op."""
         return f"{', '.join(v.op for v in self.values)}: {reason}"
@@ -159,6 +165,7 @@ class Chain:
                     self._visit(operand)
                 else:
                     self.leaves.append(operand)
+                    self.leaf_uses.append(0)
                     codes[id(operand)] = -len(self.leaves)
         part: list[Any] = [function, value.dtype, value.layout]
         for a in args:
@@ -168,6 +175,8 @@ class Chain:
                 part.append(code)
                 if code >= 0:
                     self.uses[code] += 1
+                else:
+                    self.leaf_uses[-1 - code] += 1
             elif is_number(a):
                 if function in STATIC:
                     part.append(float(a))

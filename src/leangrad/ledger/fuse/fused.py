@@ -107,6 +107,8 @@ def replay(root: Value, made: dict[int, Tensor], task: int) -> tuple[Tensor, boo
                 _give_back(taken, task)
             leaves, owned, scalars, held = fetched
             outputs = plan.run(leaves, owned, scalars)
+            for k, more in pattern.read_again:
+                found[1][k].count_takes(more)
             if held:
                 _hold(held, plan.uses, outputs, task)
             return outputs[-1], True
@@ -151,6 +153,8 @@ def _gather(root: Value, made: dict[int, Tensor], task: int, taken: Taken) -> tu
     owned = [taken.pop(v)[1] for v in chain.leaves]
     _give_back(taken, task)
     outputs = plan.run(leaves, owned, chain.scalars)
+    for k, more in chain.read_again():
+        chain.leaves[k].count_takes(more)
     _know(chain, at_hand, leaves, plan)
     if len(outputs) > 1:
         _hold([chain.values[k] for k in chain.outputs[:-1]], plan.uses, outputs, task)

@@ -46,7 +46,7 @@ class Pattern:
               is another one then.
     """
 
-    __slots__ = ("_held", "_leaves", "_outputs", "_rows", "_scalars", "hits", "plan")
+    __slots__ = ("_held", "_leaves", "_outputs", "_rows", "_scalars", "hits", "plan", "read_again")
 
     def __init__(self, chain: Chain, at_hand: list[bool], tensors: Sequence[Tensor | None], plan: Any) -> None:
         """``at_hand``: of each leaf, whether it was made before the leaves were taken; ``tensors``: where known."""
@@ -60,6 +60,7 @@ class Pattern:
         # What nobody reads but the next value of the chain is never held.
         self._held = [k for k, v in enumerate(chain.values[-2::-1], 1) if v.readers or v.parents > 1]
         self.plan = plan
+        self.read_again = chain.read_again()
         self.hits = 0
 
     def match(self, root: Value, made: dict[int, Tensor], task: int) -> Found | None:

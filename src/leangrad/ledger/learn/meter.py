@@ -7,8 +7,10 @@ elsewhere there is none.
 
 from __future__ import annotations
 
+import time
+
 from leangrad import _torch
-from leangrad.measure.listeners import listen
+from leangrad.measure.listeners import Course, listen
 
 __all__ = ["Meter"]
 
@@ -18,9 +20,28 @@ class Meter:
 
     def __init__(self) -> None:
         self.peak_bytes: int | None = None  # not known, or not yet
-        if _torch.is_profiling():
+        self.start_bytes: int | None = None  # the same until backward came to the model
+        self.later_bytes: int | None = None  # from then on until it ended
+        self.after_bytes: int | None = None  # and after that, in the optimizer's step
+        self._turn: int | None = None  # when backward came to the model
+        self._end: int | None = None  # when it ended
+        self.listens = _torch.is_profiling()
+        if self.listens:
             listen(self)
 
-    def measured(self, peak_bytes: int) -> None:
+    def turns_back(self) -> None:
+        """Backward has come to the model."""
+        if self._turn is None:
+            self._turn = time.time_ns()
+        _torch.after_backward(self._ends)
+
+    def _ends(self) -> None:
+        self._end = time.time_ns()
+
+    def measured(self, peak_bytes: int, course: Course) -> None:
         """`leangrad.measure` has run the step: so much it took."""
-        self.peak_bytes = peak_bytes
+        self.peak_bytes, turn, end = peak_bytes, self._turn, self._end
+        if turn is not None and end is not None:
+            self.start_bytes = max((held for when, held in course if when < turn), default=0)
+            self.later_bytes = max((held for when, held in course if turn <= when < end), default=0)
+            self.after_bytes = max((held for when, held in course if end <= when), default=0)

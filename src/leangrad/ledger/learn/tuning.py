@@ -8,7 +8,10 @@ the recorded one: then all begins anew. One step may be above it knowingly: befo
 a plan is tried of which too much is foreseen, if the machine has room for that.
 
 [Note: peaks] On a GPU the allocator's counters are read when a step begins. They are never reset, so the peak of a step
-is known if it is the highest so far; what it took beyond what was foreseen is added to all that is foreseen later. A
+is known if it is the highest so far; what it took beyond what was foreseen is added to all that is foreseen later. They
+are read too when backward comes to the model. What a step takes until then, a loss outside of the model, the casts that
+autocast keeps, the last layers of forward, stands beside what is kept and not beside what backward makes again. What it
+takes after backward, in the optimizer, is the same for all plans; the first step makes the optimizer's state besides. A
 user who resets them before each step would wipe out what we came to read: so they are read when backward ends as well,
 once the plan is settled only for such a user. On a CPU nobody counts but `leangrad.measure`: where that runs a step,
 its figure is taken, at any time; before that the plan is what is foreseen, with a margin.
@@ -82,6 +85,7 @@ class _Moment(NamedTuple):
     counters: _torch.Counters | None  # of a GPU
     meter: Meter | None  # of a CPU
     highest: int | None = None  # the allocator's peak when the backward pass before it ended, where that was read
+    turn: _torch.Counters | None = None  # when that pass came to the model
     is_end: bool = False  # and no beginning: the next step is of another course
 
 
@@ -102,10 +106,13 @@ class Tuner:
         self._took = 0  # the same, without what stood before the step
         self._extra: int | None = None  # what a step took beyond what was foreseen, where that was measured
         self._extra_before: int | None = None  # the same, where the step was recorded anew
+        self._beside_kept: int | None = None  # what a step took beside what it kept, until backward came to the model
+        self._after = 0  # the peak of what comes after backward, with all that stands; 0: not known
         self._on_gpu = False
         self._has_warned = False  # of what is reserved
         self._is_reset = False  # the user resets the allocator's peak between steps
         self._after_backward: int | None = None  # the allocator's peak, of this step
+        self._at_turn: _torch.Counters | None = None  # when backward came to the model
 
     def begin(self, *, on_gpu: bool) -> None:
         """A step begins."""
@@ -125,16 +132,20 @@ class Tuner:
         meter = None if on_gpu or is_end else Meter()
         time = None if self._is_settled else Stopwatch(on_gpu=on_gpu).now()
         highest, self._after_backward = self._after_backward, None
-        return _Moment(time, counters, meter, highest, is_end)
+        turn, self._at_turn = self._at_turn, None
+        return _Moment(time, counters, meter, highest, turn, is_end)
 
     def sees_output(self, output: object) -> None:
-        """Forward handed this out: read the allocator's peak when backward has ended."""
-        if self._on_gpu and (self._is_reset or not self._is_settled):
+        """Forward handed this out: note the peak when backward has come to it, and when it has ended."""
+        meter = self._moments[-1].meter if self._moments else None
+        if (meter is not None and meter.listens) or (self._on_gpu and (self._is_reset or not self._is_settled)):
             made = first_graded(output)
             if made is not None:
-                made.register_hook(self._at_backward)
+                made.register_hook(self._at_backward if meter is None else lambda _: meter.turns_back())
 
     def _at_backward(self, _: Tensor) -> None:
+        if self._at_turn is None:
+            self._at_turn = _counters()
         _torch.after_backward(self._read_after_backward)
 
     def _read_after_backward(self) -> None:
@@ -160,6 +171,7 @@ class Tuner:
         self._step, self._replay = step, replay
         self._recordings += 1
         self._ran_smallest = False  # and was measured
+        self._may_plan = kept is not None
         plans = [step.kept_items() if kept is None else kept]
         if any(value.products for value in replay.graph.values):
             plans.append(self._without_products())
@@ -182,7 +194,7 @@ class Tuner:
     def restart(self) -> None:
         """A step differs from the recorded one."""
         self._course, self._moments, self._is_settled = None, [], False
-        self._recordings, self._extra, self._extra_before = 0, None, None
+        self._recordings, self._extra, self._extra_before, self._beside_kept, self._after = 0, None, None, None, 0
         self._least = self._with_products = math.inf
 
     def next_way(self) -> Way:
@@ -202,12 +214,8 @@ class Tuner:
     def _towards_budget(self) -> Iterator[Way]:
         limit = self._limit()
         recorded, extra = math.inf if self._peak is None else self._took, self._extra
-        if (
-            self._others
-            and self._recordings == 1
-            and self._foreseen(self._floor_peak() + self._recording_keeps()) <= limit
-        ):
-            self._with_products = self._foreseen(self._relaxation.play(self._smallest).peak_bytes)
+        if self._others and self._recordings == 1 and self._foreseen(self._floor(), self._recording_keeps()) <= limit:
+            self._with_products = self._foreseen(self._relaxation.play(self._smallest))
             yield Way(products=0)
         for _ in range(WARM):
             yield from self._check(limit)
@@ -239,12 +247,13 @@ class Tuner:
                 yield from self._check(limit)
             self._say_budget(limit, best)
             yield self._way(best)
-            extra = self._extra
+            extra, beside_kept = self._extra, self._beside_kept
             self._note_peak(best)
             if self._peak is None or self._extra is None:
                 continue
             if was_above and extra is not None:  # what was once not foreseen is not forgotten
                 self._extra = max(extra, self._extra)
+                self._beside_kept = max(beside_kept or 0, self._beside_kept or 0)
             if self._peak > limit:
                 was_above, corrections = True, corrections + 1
                 smaller = self._within(limit, 1.0) if corrections < CORRECTIONS else fitting
@@ -257,14 +266,14 @@ class Tuner:
 
     def _within(self, limit: int, share: float) -> frozenset[int]:
         """The least work within a share of the room between the least memory and the limit."""
-        least = self._foreseen(self._relaxation.play(self._smallest).peak_bytes)
+        least = self._foreseen(self._relaxation.play(self._smallest))
         target = least + share * max(0.0, limit - least)
         # Two plans differ a little in what they take beyond what is foreseen; below the allocator's peak none sees it.
         is_seen = self._is_reset or self._highest() <= limit
         margin = 0.0 if is_seen or self._extra is None else MARGIN
 
         def fits(outcome: Outcome) -> bool:
-            return self._foreseen(outcome.peak_bytes) + margin * outcome.peak_bytes <= target
+            return self._foreseen(outcome) + margin * outcome.peak_bytes <= target
 
         play = self._relaxation.play
         found = [one.within(fits) for one in (self._relaxation, *self._beside)]
@@ -284,15 +293,15 @@ class Tuner:
 
     def _needs(self) -> float:
         """What the smallest plan takes, where that was measured; else what it takes at least."""
-        peak_bytes = self._relaxation.play(self._smallest).peak_bytes
+        outcome = self._relaxation.play(self._smallest)
         if self._extra is None:
-            return self._standing() + (1 - MARGIN) * peak_bytes
-        return self._foreseen(peak_bytes)
+            return self._standing() + (1 - MARGIN) * outcome.peak_bytes
+        return self._foreseen(outcome)
 
-    def _floor_peak(self) -> int:
-        """What is foreseen of the plan that runs no product twice, from a step whose recipes may do so."""
+    def _floor(self) -> Outcome:
+        """The plan that runs no product twice, as a step whose recipes may do so foresees it."""
         (floor,) = self._others
-        return self._relaxation.play(floor).peak_bytes
+        return self._relaxation.play(floor)
 
     def _recording_keeps(self) -> int:
         """What a step may keep while it is recorded, beyond what its plan does: it does not know yet who reads what."""
@@ -305,17 +314,19 @@ class Tuner:
         is foreseen of it from a step with products is too much there, so it is tried before an error is raised, if the
         machine has the room.
         """
+        if self._needs() > limit:
+            self._plan_anew()
         if self._needs() <= limit:
             return
-        peak_bytes = self._relaxation.play(self._smallest).peak_bytes
-        foreseen = self._foreseen(peak_bytes)
+        outcome = self._relaxation.play(self._smallest)
+        foreseen = self._foreseen(outcome)
         if self._extra is not None and not self._ran_smallest:  # it was measured of the recorded step
-            recorded = self._relaxation.play(self._step.kept_items()).peak_bytes
-            foreseen = min(foreseen + MARGIN * peak_bytes, self._foreseen(recorded))
+            recorded = self._relaxation.play(self._step.kept_items())
+            foreseen = min(foreseen + MARGIN * outcome.peak_bytes, self._foreseen(recorded))
         if self._extra is not None or math.isinf(self._least):
             self._least = min(foreseen, self._least)
         if self._recordings < RECORDINGS:
-            if self._others and self._has_room(self._foreseen(self._floor_peak())):
+            if self._others and self._has_room(self._foreseen(self._floor())):
                 yield Way(products=0)
             elif not self._others and self._with_products <= limit:
                 yield Way(products=PRODUCTS)
@@ -339,10 +350,29 @@ class Tuner:
         counters = self._moments[-1].counters
         return 0 if counters is None else counters.highest
 
-    def _foreseen(self, peak_bytes: int) -> float:
-        """The peak of the next step, if its saved tensors and gradients take ``peak_bytes`` at most."""
-        guess = self._outside + MARGIN * peak_bytes
-        return self._standing() + peak_bytes + (self._extra if self._extra is not None else guess)
+    def _foreseen(self, outcome: Outcome, more: int = 0) -> float:
+        """The peak of the next step, if its saved tensors and gradients take what ``outcome`` says, and ``more``."""
+        guess = int(self._outside + MARGIN * (outcome.peak_bytes + more))
+        later = self._extra if self._extra is not None else guess
+        start = outcome.kept_bytes + (self._beside_kept or 0)
+        return max(self._standing() + more + max(outcome.peak_bytes + later, start), self._after)
+
+    def _plan_anew(self) -> None:
+        """Make the plan that takes the least memory anew, if a step was found to take more before backward begins."""
+        if self._beside_kept is None or not self._may_plan:
+            return
+        before = self._beside_kept - (self._extra or 0)
+
+        def play(kept: frozenset[int]) -> Outcome:
+            outcome = self._relaxation.play(kept)
+            return replace(outcome, peak_bytes=max(outcome.peak_bytes, outcome.kept_bytes + before))
+
+        least = play(self._smallest)
+        if least.peak_bytes > self._relaxation.play(self._smallest).peak_bytes:
+            found = lowest_peak(self._replay.graph, play)
+            if play(found).peak_bytes < least.peak_bytes:
+                self._smallest, self._ran_smallest = found, False
+                self._use(self._replay)
 
     def _note_peak(self, kept: frozenset[int]) -> None:
         """Compare what the last step took, in which ``kept`` was kept, with what was foreseen."""
@@ -351,17 +381,39 @@ class Tuner:
         if not last:
             return
         before, now = last[0]
-        standing = 0
+        outcome = self._relaxation.play(kept)
         if before.counters is not None and now.counters is not None:
             self._warn_of_retries(before.counters, now.counters)
-            highest = max(now.counters.highest, now.highest or 0)
-            if highest > before.counters.highest:
-                self._peak, standing = highest, before.counters.allocated
-        elif before.meter is not None:
-            self._peak = before.meter.peak_bytes
-        if self._peak is not None:
-            self._took = self._peak - standing
-            self._extra = self._took - self._relaxation.play(kept).peak_bytes
+            self._read_counters(before.counters, now, now.counters.highest, outcome)
+        elif before.meter is not None and before.meter.peak_bytes is not None:
+            self._read_meter(before.meter, before.meter.peak_bytes, outcome)
+
+    def _read_counters(self, before: _torch.Counters, now: _Moment, highest: int, outcome: Outcome) -> None:
+        highest = max(highest, now.highest or 0)
+        if highest <= before.highest:
+            return
+        in_backward = highest if now.highest is None else now.highest
+        self._peak, self._took = highest, in_backward - before.allocated
+        if in_backward < highest:
+            self._after = highest
+        if in_backward > before.highest:
+            self._extra = self._took - outcome.peak_bytes
+            if now.turn is not None and now.turn.highest > before.highest:
+                self._beside_kept = now.turn.highest - before.allocated - outcome.kept_bytes
+                if now.turn.highest >= in_backward:  # how high it stood later nobody knows, but what it began with
+                    hidden = now.turn.allocated - before.allocated - outcome.kept_bytes - self._outside
+                    self._extra = min(self._extra, int(max(0, hidden) + MARGIN * outcome.peak_bytes))
+
+    def _read_meter(self, meter: Meter, peak_bytes: int, outcome: Outcome) -> None:
+        self._peak = self._took = peak_bytes
+        self._extra = peak_bytes - outcome.peak_bytes
+        if meter.start_bytes is None or meter.later_bytes is None or meter.after_bytes is None:
+            return
+        self._took = max(meter.start_bytes, meter.later_bytes)
+        self._beside_kept = meter.start_bytes - outcome.kept_bytes
+        self._extra = max(meter.later_bytes - outcome.peak_bytes, min(0, self._took - outcome.peak_bytes))
+        if self._course is not None:  # else it is the recorded step, in which the optimizer may make its state
+            self._after = meter.after_bytes
 
     def _warn_of_retries(self, before: _torch.Counters, now: _torch.Counters) -> None:
         """What is reserved may not fit the device where what is allocated does: the allocator's blocks have gaps."""
@@ -378,8 +430,7 @@ class Tuner:
         outcome, least = self._relaxation.play(kept), self._relaxation.play(self._smallest)
         seconds = f"{1e3 * outcome.work:.1f} of {1e3 * least.work:.1f} ms of rebuilding"
         self.status = (
-            f"budget {size_text(limit)}: a peak of {size_text(self._foreseen(outcome.peak_bytes))} is foreseen, "
-            f"{seconds} are left"
+            f"budget {size_text(limit)}: a peak of {size_text(self._foreseen(outcome))} is foreseen, {seconds} are left"
         )
         counters = self._moments[-1].counters
         if counters is not None:
@@ -438,8 +489,8 @@ class Tuner:
         """Keep ``kept``; where that is all that there is, run plain, if plain is allowed what it keeps beside it."""
         if not self._all_kept <= kept:
             return Way(kept)
-        peak_bytes = self._relaxation.play(kept).peak_bytes + self._step.unkept_bytes
-        fits = self.goal.budget is None or self._foreseen(peak_bytes) <= self._limit()
+        foreseen = self._foreseen(self._relaxation.play(kept), self._step.unkept_bytes)
+        fits = self.goal.budget is None or foreseen <= self._limit()
         return Way(None if fits else kept)
 
     def _beside_plain(self, kept: frozenset[int]) -> Generator[Way, None, tuple[float, float, float]]:
@@ -475,9 +526,7 @@ class Tuner:
         return self._smallest.union(self._relaxation.order)
 
     def _plain_fits(self) -> bool:
-        return self._has_room(
-            self._foreseen(self._relaxation.play(self._all_kept).peak_bytes + self._step.unkept_bytes)
-        )
+        return self._has_room(self._foreseen(self._relaxation.play(self._all_kept), self._step.unkept_bytes))
 
     def _has_room(self, peak: float) -> bool:
         """Whether the machine has so much memory, whatever the budget is."""

@@ -9,6 +9,7 @@ reference (``node.metadata``), so a value dies with its last reader, in the midd
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -68,6 +69,7 @@ class Value(PackedTensor):
     depth = 0  # how many joins of lineages lie between this value and the furthest anchor
     root: Value | None = None  # the one anchor it descends from; None: itself
     length = 0  # how many ops are replayed one inside the other to rebuild it, at most
+    is_waypoint = False  # lengths begin anew after it: see [Note: waypoints]
     is_product = False  # its function is a product
     settings: tuple[Any, ...] = ()  # of torch, under which it ran in forward
     products = 0  # how many of those ops are products, at most
@@ -122,6 +124,7 @@ class Value(PackedTensor):
             # With what has to be gathered for its recipe it stays: it was saved where that may not be there.
             if is_short and self.products <= self.max_products and not any(v.gathers for v in self.inputs):
                 self.tensor = None
+                self.become_waypoint(0)  # the lengths of what was made of it meanwhile begin here
             else:
                 self.depth, self.root, self.length = depth, root, 0
         self._notify()
@@ -190,7 +193,7 @@ class Value(PackedTensor):
         found: Value | None = None
         for v in self.inputs:
             if v.tensor is None:
-                if v.length > length:
+                if v.length > length and not v.is_waypoint:
                     length = v.length
                 if v.products > products:
                     products = v.products
@@ -209,6 +212,18 @@ class Value(PackedTensor):
         self.depth = depth + joined
         self.length = length + 1
         self.products = products + self.is_product
+
+    def become_waypoint(self, least: int) -> None:
+        """Let lengths begin anew after this value, if it is more than ``least`` ops long and held once it is rebuilt.
+
+        [Note: waypoints] A replay is recursive, and Python's stack is not deep: so a recipe is LONGEST_RECIPE ops long
+        at most. But what a product was run for, and autograd has saved, is held once it is rebuilt, for its readers. So
+        a plan that keeps little has recipes of any length, with such values every so often on their way. Before a
+        tensor is rebuilt these are, from the far end on, one after the other (``_reach_waypoints``), and no replay is
+        deeper than the way from one to the next.
+        """
+        if self.length > least and self.products and not self.fleeting and self.tensor is None:
+            self.is_waypoint = True
 
     def catchable(self) -> Tensor | None:
         """The tensor of an absent value, if it is still there and unchanged."""
@@ -236,6 +251,8 @@ class Value(PackedTensor):
             self.reads += 1
         else:
             self.task, self.reads = task, 1
+        if self.products and self.memo is None and self.tensor is None:
+            self._reach_waypoints(task)
         if (
             self.reads >= self.readers
             and self.parents < 2
@@ -305,10 +322,7 @@ class Value(PackedTensor):
             return self.anchor(), False
         memo = self.memo
         if memo is not None and self.memo_stream == _stream(memo):
-            if self._is_held():
-                self.takes += 1
-                if self.takes >= self.parents + self.readers and self.reads >= self.readers:
-                    self.memo = None
+            self.count_takes(1)
             return memo, False
         shared = self.parents > 1
         if shared and id(self) in made:
@@ -316,24 +330,54 @@ class Value(PackedTensor):
         tensor, owned = self._rebuild(made, task)
         if self.fleeting and self.task != task:  # none of its readers has come so far: it is made again for them
             return tensor, owned
-        if (self.readers and (self.reads < self.readers or self.task != task)) or (self.parents and self._is_held()):
+        is_awaited = self.parents + self.readers > 1 and self._is_held()  # else the one recipe that reads it has come
+        if is_awaited or (self.readers and (self.reads < self.readers or self.task != task)):
             # [Note: a memo belongs to one stream] Backward of each op runs on the stream of its forward. What was
             # rebuilt on one stream is not ready on another, so another stream rebuilds it for itself.
-            self.memo, self.memo_stream, self.takes = tensor, _stream(tensor), 1
-            remember(self, task)
+            self._hold(tensor, task, takes=1)
             return tensor, False
         if shared:
             made[id(self)] = tensor
             return tensor, False
         return tensor, owned
 
+    def _reach_waypoints(self, task: int) -> None:
+        """Rebuild the waypoints under this value that are not at hand, those that others are rebuilt from first."""
+        stack = [(v, False) for v in self.inputs]
+        seen: set[int] = set()
+        while stack:
+            v, is_reached = stack.pop()
+            if is_reached:
+                if not v._is_at_hand():
+                    tensor, _ = v._rebuild({}, task)
+                    v._hold(tensor, task, takes=0)
+            elif v.tensor is None and v.products and not v._is_at_hand() and id(v) not in seen:
+                seen.add(id(v))
+                if v.is_waypoint and v.readers:
+                    stack.append((v, True))
+                stack.extend((i, False) for i in v.inputs)
+
+    def _is_at_hand(self) -> bool:
+        return self.memo is not None and self.memo_stream == _stream(self.memo)
+
+    def _hold(self, tensor: Tensor, task: int, takes: int) -> None:
+        """Hold what was rebuilt, and was taken so often, for its next readers in this backward pass."""
+        self.memo, self.memo_stream, self.takes = tensor, _stream(tensor), takes
+        remember(self, task)
+
+    def count_takes(self, more: int) -> None:
+        """What is held was read so often; after the last of its readers it is let go."""
+        if self.memo is not None and self._is_held():
+            self.takes += more
+            if self.takes >= self.parents + self.readers and self.reads >= self.readers:
+                self.memo = None
+
     def give_back(self, tensor: Tensor, task: int) -> None:
         """It was taken in vain: hold it again for those who count on it."""
-        if self.tensor is None and self.takes > 0 and self._is_held():
-            self.takes -= 1
+        if self.tensor is None and self._is_held():
+            self.takes = max(0, self.takes - 1)
             if self.memo is None:
-                self.memo, self.memo_stream = tensor, _stream(tensor)
-                remember(self, task)
+                self._hold(tensor, task, self.takes)
 
     def _rebuild(self, made: dict[int, Tensor], task: int) -> tuple[Tensor, bool]:
         function = self.function
@@ -354,7 +398,7 @@ class Value(PackedTensor):
             elif a.tensor is not None:
                 args[i] = a.anchor()
             else:
-                if a.readers or a.parents > 1:
+                if a.readers or a.parents > 1 or a.memo is not None:
                     args[i], free = a._take(made, task)
                 else:  # the same, for what nobody else will ask for
                     args[i], free = a._rebuild(made, task)
@@ -449,6 +493,8 @@ _checked: tuple[int, tuple[Any, ...]] = (-1, ())  # a backward pass, and the set
 MANY = 4  # see [Note: held for recipes]
 SUMS = ("AddBackward0", "SubBackward0")  # see [Note: lineages through products]
 LONGEST_RECIPE = 200  # ops of a recipe, one inside the other: each takes a frame or two of the 1,000 that Python allows
+FAR = 100  # ops after which a value that is held is a waypoint: nearer ones stand inside of fused kernels
+UNBOUNDED = sys.maxsize  # the sums and the products that a recipe may run through, where a plan says where it ends
 
 
 def _stream(tensor: Tensor) -> int:
