@@ -62,8 +62,9 @@ class HostLimit:
         self._waits: list[float] = []  # for the GPU, as shares of the time of a step
         self._timing: Timing | None = None
         self._thread: int | None = None
-        self._peak = 0  # the allocator's, when the last backward that was looked at had ended
-        self._before: tuple[frozenset[int], int] | None = None  # what was kept before more was, and the peak then
+        self._standing = 0  # what was allocated when the step began
+        self._took = 0  # the last step whose backward has ended, beside that; 0: nobody counts
+        self._before: tuple[frozenset[int], int] | None = None  # what was kept before more was, and what that took
         self._is_careful = False  # no more bytes are kept than may be taken
 
     def next_kept(
@@ -81,16 +82,17 @@ class HostLimit:
         elif _torch.is_capturing():
             self.is_over = True
         elif self._before is not None:
+            self._standing = _standing()
             return self._look_back(step, replay, kept), None
         elif self._timing is not None:
-            self._before = kept, max(self._peak, _highest())
+            self._before, self._standing = (kept, self._took), _standing()
             return self._more(step, replay, kept), None
         else:
             self._steps += 1
             if len(self._waits) >= RUNS:
                 self.is_over = statistics.median(self._waits[1:]) > IDLE
                 if not self.is_over:
-                    self._timing = Timing(on_gpu=True)
+                    self._timing, self._standing = Timing(on_gpu=True), _standing()
             elif self._steps > STEADY + 2 * RUNS:  # of some of these nobody ran the backward
                 self.is_over = True
             else:
@@ -115,7 +117,7 @@ class HostLimit:
         if _torch.is_capturing():
             return
         if began is None:
-            self._peak = _highest()
+            self._took = max(0, _highest() - self._standing)
             return
         issued = time.perf_counter()
         _wait_for_gpu()
@@ -157,11 +159,11 @@ class HostLimit:
     def _look_back(self, step: RecordedStep, replay: Replay, kept: frozenset[int]) -> frozenset[int]:
         """A step that kept more has run: if it took more than was foreseen, less is kept, and at last what was."""
         assert self._before is not None
-        before, highest = self._before
-        if kept == before or not highest or max(self._peak, _highest()) <= (1 + self.spare) * highest:
+        before, took = self._before
+        if kept == before or not took or self._took <= (1 + self.spare) * took:
             self.is_over = True
             return kept
-        self.status, self._peak = "", 0
+        self.status = ""
         if self._is_careful:
             self.is_over = True
             return before
@@ -177,6 +179,12 @@ def _highest() -> int:
     """The allocator's peak so far; 0: nobody counts."""
     counters = _torch.cuda_counters(torch.device("cuda", _torch.current_device()))
     return 0 if counters is None else counters.highest
+
+
+def _standing() -> int:
+    """What is allocated now."""
+    counters = _torch.cuda_counters(torch.device("cuda", _torch.current_device()))
+    return 0 if counters is None else counters.allocated
 
 
 def _room() -> float:
