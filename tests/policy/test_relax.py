@@ -9,7 +9,7 @@ import pytest
 
 from leangrad.policy.choice import lowest_peak
 from leangrad.policy.graph import Graph, Value
-from leangrad.policy.relax import Relaxation
+from leangrad.policy.relax import TRIES, Relaxation
 from leangrad.policy.replay import Replay
 
 
@@ -89,3 +89,17 @@ def test_what_is_made_for_one_value_alone_is_part_of_its_gain() -> None:
     ops = [Value(0, (n,), is_backward=True) for n in (3, 2, 0)]
     replay = Replay(Graph((product, between, last, other, *ops)), [0, 5, 1, 4, 0, 0, 0])
     assert Relaxation(replay, frozenset({0})).order[0] == 2  # 1 for itself and 5 for what nothing else needs
+
+
+def test_what_is_dear_and_large_and_read_at_the_peak_is_kept() -> None:
+    """Logits: backward reads them first, where they are there in any case. Everything else would raise the peak."""
+    small = [Value(10, (0,)) for _ in range(TRIES + 20)]
+    logits = Value(1000, (0,))
+    values = (Value(0, is_fixed=True), *small, logits)
+    last = len(values) - 1
+    ops = [Value(0, (n,), is_backward=True, scratch=2000 * (n == last)) for n in range(last, 0, -1)]
+    replay = Replay(Graph((*values, *ops)), [0.0] + [1.0] * len(small) + [50.0] + [0.0] * len(ops))
+    relaxation = Relaxation(replay, frozenset({0}))
+    least = relaxation.play(relaxation.kept)
+    assert relaxation.order[-1] == last  # it is the cheapest for each of its bytes
+    assert relaxation.within(lambda outcome: outcome.peak_bytes <= least.peak_bytes) == {0, last}

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from leangrad.policy.choice import LONGEST
+from leangrad.policy.graph import Graph, Value
 from leangrad.policy.peak import EQUAL
 from leangrad.policy.replay import Replay
 from tests.support.fuzz import fuzz_settings
@@ -263,3 +264,13 @@ def test_the_plan_of_many_links_that_may_be_made_again_is_soon_made(monkeypatch)
     cut = step.lowest()
     assert len(played) <= 3000
     assert step.play(cut).peak_bytes < 0.75 * step.play((), held=range(len(items))).peak_bytes
+
+
+def test_forward_holds_what_it_makes_whether_it_is_kept_or_not() -> None:
+    values = (Value(100), Value(30, (0,)), Value(500, (1,)), Value(20, (2,)))
+    ops = [Value(0, (n,), is_backward=True) for n in (3, 2, 1, 0)]
+    replay = Replay(Graph((*values, *ops)))
+    assert replay.play(frozenset({0})).forward_bytes == 100 + 500
+    assert replay.play(frozenset({0, 1})).forward_bytes == 130 + 500
+    assert replay.play(frozenset({0, 2})).forward_bytes == 100 + 500 + 20  # it stands while the next one is made
+    assert replay.play(frozenset({0, 2})).kept_bytes == 600

@@ -29,6 +29,7 @@ class Outcome:
     peak_at: int  # the value that is being made then
     kept_bytes: int
     work: float  # of the whole step, with what is made again, in bytes moved; of `Replay`, what is made again alone
+    forward_bytes: int = 0  # of `Replay`: what is kept, and the value that is being made, at the highest in forward
 
 
 def play(graph: Graph, kept: frozenset[int], *, reused_reads: int | None = None) -> Outcome:

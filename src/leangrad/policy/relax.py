@@ -3,7 +3,9 @@
 [Note: gain per byte] To keep a value saves making it again, and what is made for it alone. Values are taken by that
 gain for each of their bytes, the dearest first; of equal ones, those of the last layers first, which backward reads
 first and lets go first. How many of them are taken is found by halving: more of them is more memory and less work. Then
-single values are tried that still fit, and one that does not may push out a cheaper one.
+single values are tried that still fit, and one that does not may push out a cheaper one: the next in that order, and of
+all others those that save the most work. (Logits are dear to make again and large; but backward reads them first, and
+where they are the peak anyway, to keep them costs nothing.)
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from leangrad.policy.replay import Replay
 
 __all__ = ["Relaxation"]
 
-TRIES = 48  # single values that are tried after the halving
+TRIES = 48  # single values that are tried after the halving, in their order
+DEAREST = 16  # and of the others, by the work that they save
 Fits = Callable[[Outcome], bool]
 
 
@@ -38,9 +41,10 @@ class Relaxation:
     @cached_property
     def order(self) -> Sequence[int]:
         """What is made again, the highest gain per byte first: see [Note: gain per byte]."""
-        gains = self._gains()
+        gains = self._gains
         return sorted(gains, key=lambda n: (-gains[n] / self._values[n].nbytes, -n))
 
+    @cached_property
     def _gains(self) -> dict[int, float]:
         """Of each value that may be kept: the work that this saves."""
         graph, costs = self._replay.graph, self._replay.costs
@@ -61,7 +65,8 @@ class Relaxation:
             middle = (few + many) // 2
             few, many = (middle, many) if fits(self.play(self.kept.union(order[:middle]))) else (few, middle)
         kept = self.kept.union(order[:few])
-        for n in order[few : few + TRIES]:
+        others = sorted(order[few + TRIES :], key=lambda n: (-self._gains[n], -n))
+        for n in (*order[few : few + TRIES], *others[:DEAREST]):
             if fits(self.play(kept | {n})):
                 kept |= {n}
             else:

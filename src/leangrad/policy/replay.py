@@ -75,10 +75,14 @@ class Replay:
         """Of what may be made again, only what is ``held`` waits for its readers."""
         values, costs = self.graph.values, self.costs
         change = [0] * (len(self._reads) + 1)
-        standing = 0
-        for n, last in self._last_uses(kept).items():
-            standing += values[n].nbytes
-            change[last + 1] -= values[n].nbytes
+        standing = forward = 0
+        last_uses = self._last_uses(kept)
+        for n, value in enumerate(values):
+            if not value.is_backward:
+                forward = max(forward, standing + value.nbytes)
+            if n in last_uses:
+                standing += value.nbytes
+                change[last_uses[n] + 1] -= value.nbytes
         left = self._readers.copy()
         there: set[int] = set()  # what was rebuilt and is held
         work: float = 0
@@ -107,7 +111,7 @@ class Replay:
             live += added
             if live + values[n].scratch > peak:
                 peak, at = live + values[n].scratch, n
-        return Outcome(peak, at, standing, work)
+        return Outcome(peak, at, standing, work, forward)
 
     def _last_uses(self, kept: AbstractSet[int]) -> dict[int, int]:
         """Of what stands when backward begins: when it is last read, itself or by a recipe that is still there."""

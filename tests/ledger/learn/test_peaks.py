@@ -138,13 +138,15 @@ def test_a_plan_keeps_less_where_forward_is_the_peak(net: nn.Module) -> None:
 
 
 class MeterAtTurn(Meter):
-    """One that also tells what stood when backward came to the model."""
+    """One that also tells what stood when forward had ended, and when backward came to the model."""
 
-    turn_bytes = 0
+    end_bytes = turn_bytes = 0
 
     def measured(self, peak_bytes: int, course: Course) -> None:
         super().measured(peak_bytes, course)
+        assert self._handed_out is not None
         assert self._turn is not None
+        self.end_bytes = next(held for when, held in reversed(course) if when < self._handed_out)
         self.turn_bytes = next(held for when, held in reversed(course) if when < self._turn)
 
 
@@ -171,6 +173,7 @@ class Allocator:
             meters.append(MeterAtTurn())
 
         def ends(module: nn.Module, args: Any, output: Tensor) -> None:
+            meters[0].hands_out()
             output.register_hook(lambda _: meters[0].turns_back())
 
         hooks = [model.register_forward_pre_hook(begins), model.register_forward_hook(ends)]
@@ -179,14 +182,15 @@ class Allocator:
             hook.remove()
         (meter,) = meters
         highest = []
-        for taken in (meter.start_bytes, meter.later_bytes, meter.after_bytes):
+        for taken in (meter.forward_bytes, meter.start_bytes, meter.later_bytes, meter.after_bytes):
             assert taken is not None
             self.counters = self.counters._replace(highest=max(self.counters.highest, standing + taken))
             highest.append(self.counters.highest)
         tuner: Any = leangrad.ledger_of(model)._tuner
         if tuner._after_backward is not None:  # what it would have read
-            tuner._at_turn = Counters(standing + meter.turn_bytes, highest[0])
-            tuner._after_backward = highest[1]
+            tuner._at_end = Counters(standing + meter.end_bytes, highest[0])
+            tuner._at_turn = Counters(standing + meter.turn_bytes, highest[1])
+            tuner._after_backward = highest[2]
         assert meter.peak_bytes is not None
         return standing + meter.peak_bytes
 
@@ -216,7 +220,10 @@ def test_a_meter_tells_the_parts_of_a_step() -> None:
     def step() -> None:
         meters.append(Meter())
         x = torch.ones(10, requires_grad=True)  # 40 bytes
+        small = torch.ones(100)  # 400
+        del small
         y = x.exp()  # 40, which it keeps
+        meters[0].hands_out()
         y.register_hook(lambda _: meters[0].turns_back())
         large = torch.ones(250)  # 1000
         del large
@@ -226,6 +233,7 @@ def test_a_meter_tells_the_parts_of_a_step() -> None:
 
     leangrad.measure(step, timed_runs=0)
     (meter,) = meters
+    assert meter.forward_bytes == 40 + 400
     assert meter.start_bytes == 80 + 1000
     assert meter.later_bytes == 80 + 40 + 40  # the gradients
     assert meter.after_bytes == 80 + 40 + 2000

@@ -20,14 +20,20 @@ class Meter:
 
     def __init__(self) -> None:
         self.peak_bytes: int | None = None  # not known, or not yet
-        self.start_bytes: int | None = None  # the same until backward came to the model
+        self.forward_bytes: int | None = None  # the same until forward had ended
+        self.start_bytes: int | None = None  # from then on until backward came to the model
         self.later_bytes: int | None = None  # from then on until it ended
         self.after_bytes: int | None = None  # and after that, in the optimizer's step
+        self._handed_out: int | None = None  # when forward had ended
         self._turn: int | None = None  # when backward came to the model
         self._end: int | None = None  # when it ended
         self.listens = _torch.is_profiling()
         if self.listens:
             listen(self)
+
+    def hands_out(self) -> None:
+        """Forward has ended."""
+        self._handed_out = time.time_ns()
 
     def turns_back(self) -> None:
         """Backward has come to the model."""
@@ -40,8 +46,9 @@ class Meter:
 
     def measured(self, peak_bytes: int, course: Course) -> None:
         """`leangrad.measure` has run the step: so much it took."""
-        self.peak_bytes, turn, end = peak_bytes, self._turn, self._end
-        if turn is not None and end is not None:
-            self.start_bytes = max((held for when, held in course if when < turn), default=0)
+        self.peak_bytes, handed_out, turn, end = peak_bytes, self._handed_out, self._turn, self._end
+        if handed_out is not None and turn is not None and end is not None:
+            self.forward_bytes = max((held for when, held in course if when < handed_out), default=0)
+            self.start_bytes = max((held for when, held in course if handed_out <= when < turn), default=0)
             self.later_bytes = max((held for when, held in course if turn <= when < end), default=0)
             self.after_bytes = max((held for when, held in course if end <= when), default=0)

@@ -9,10 +9,11 @@ a plan is tried of which too much is foreseen, if the machine has room for that.
 
 [Note: peaks] On a GPU the allocator's counters are read when a step begins. They are never reset, so the peak of a step
 is known if it is the highest so far; what it took beyond what was foreseen is added to all that is foreseen later. They
-are read too when backward comes to the model. What a step takes until then, a loss outside of the model, the casts that
-autocast keeps, the last layers of forward, stands beside what is kept and not beside what backward makes again. What it
-takes after backward, in the optimizer, is the same for all plans; the first step makes the optimizer's state besides. A
-user who resets them before each step would wipe out what we came to read: so they are read when backward ends as well,
+are read too when forward ends and when backward comes to the model. What a step takes until then, the casts that
+autocast keeps, the last layers of forward, and after it a loss outside of the model, stands beside what is kept and not
+beside what backward makes again. (A value that is being made in forward stands there whether it is kept or not.) What
+it takes after backward, in the optimizer, is the same for all plans; the first step makes the optimizer's state
+besides. A user who resets them before each step would wipe out what we came to read: so they are read when backward ends as well,
 once the plan is settled only for such a user. On a CPU nobody counts but `leangrad.measure`: where that runs a step,
 its figure is taken, at any time; before that the plan is what is foreseen, with a margin.
 
@@ -60,6 +61,7 @@ SHARES = (0.6, 0.9, 1.0)  # of the room between the least and the budget, that i
 CORRECTIONS = 3
 CAUTION = (1.0, 0.9, 0.7, 0.4)  # of the work that a bound on the time is expected to allow, in one try after another
 MARGIN = 0.05  # of what is foreseen, where nothing was measured
+QUIET = 1 << 20  # bytes that may be allocated between forward and backward where nothing else runs
 ROOM = 0.95  # of a device's memory that plain may take while it is timed
 
 
@@ -85,7 +87,8 @@ class _Moment(NamedTuple):
     counters: _torch.Counters | None  # of a GPU
     meter: Meter | None  # of a CPU
     highest: int | None = None  # the allocator's peak when the backward pass before it ended, where that was read
-    turn: _torch.Counters | None = None  # when that pass came to the model
+    end: _torch.Counters | None = None  # when the forward pass before it ended
+    turn: _torch.Counters | None = None  # when that backward pass came to the model
     is_end: bool = False  # and no beginning: the next step is of another course
 
 
@@ -106,12 +109,14 @@ class Tuner:
         self._took = 0  # the same, without what stood before the step
         self._extra: int | None = None  # what a step took beyond what was foreseen, where that was measured
         self._extra_before: int | None = None  # the same, where the step was recorded anew
-        self._beside_kept: int | None = None  # what a step took beside what it kept, until backward came to the model
+        self._in_forward: int | None = None  # the same, until forward ended
+        self._beside_kept: int | None = None  # what it took beside what it kept, from then on until backward began
         self._after = 0  # the peak of what comes after backward, with all that stands; 0: not known
         self._on_gpu = False
         self._has_warned = False  # of what is reserved
         self._is_reset = False  # the user resets the allocator's peak between steps
         self._after_backward: int | None = None  # the allocator's peak, of this step
+        self._at_end: _torch.Counters | None = None  # when forward ended
         self._at_turn: _torch.Counters | None = None  # when backward came to the model
 
     def begin(self, *, on_gpu: bool) -> None:
@@ -132,16 +137,21 @@ class Tuner:
         meter = None if on_gpu or is_end else Meter()
         time = None if self._is_settled else Stopwatch(on_gpu=on_gpu).now()
         highest, self._after_backward = self._after_backward, None
+        end, self._at_end = self._at_end, None
         turn, self._at_turn = self._at_turn, None
-        return _Moment(time, counters, meter, highest, turn, is_end)
+        return _Moment(time, counters, meter, highest, end, turn, is_end)
 
     def sees_output(self, output: object) -> None:
         """Forward handed this out: note the peak when backward has come to it, and when it has ended."""
         meter = self._moments[-1].meter if self._moments else None
         if (meter is not None and meter.listens) or (self._on_gpu and (self._is_reset or not self._is_settled)):
             made = first_graded(output)
-            if made is not None:
-                made.register_hook(self._at_backward if meter is None else lambda _: meter.turns_back())
+            if made is not None and meter is not None:
+                meter.hands_out()
+                made.register_hook(lambda _: meter.turns_back())
+            elif made is not None:
+                self._at_end = _counters()
+                made.register_hook(self._at_backward)
 
     def _at_backward(self, _: Tensor) -> None:
         if self._at_turn is None:
@@ -194,7 +204,8 @@ class Tuner:
     def restart(self) -> None:
         """A step differs from the recorded one."""
         self._course, self._moments, self._is_settled = None, [], False
-        self._recordings, self._extra, self._extra_before, self._beside_kept, self._after = 0, None, None, None, 0
+        self._recordings, self._after = 0, 0
+        self._extra = self._extra_before = self._in_forward = self._beside_kept = None
         self._least = self._with_products = math.inf
 
     def next_way(self) -> Way:
@@ -247,13 +258,14 @@ class Tuner:
                 yield from self._check(limit)
             self._say_budget(limit, best)
             yield self._way(best)
-            extra, beside_kept = self._extra, self._beside_kept
+            extra, in_forward, beside_kept = self._extra, self._in_forward, self._beside_kept
             self._note_peak(best)
             if self._peak is None or self._extra is None:
                 continue
             if was_above and extra is not None:  # what was once not foreseen is not forgotten
                 self._extra = max(extra, self._extra)
-                self._beside_kept = max(beside_kept or 0, self._beside_kept or 0)
+                self._in_forward = _higher(in_forward, self._in_forward)
+                self._beside_kept = _higher(beside_kept, self._beside_kept)
             if self._peak > limit:
                 was_above, corrections = True, corrections + 1
                 smaller = self._within(limit, 1.0) if corrections < CORRECTIONS else fitting
@@ -354,18 +366,24 @@ class Tuner:
         """The peak of the next step, if its saved tensors and gradients take what ``outcome`` says, and ``more``."""
         guess = int(self._outside + MARGIN * (outcome.peak_bytes + more))
         later = self._extra if self._extra is not None else guess
-        start = outcome.kept_bytes + (self._beside_kept or 0)
-        return max(self._standing() + more + max(outcome.peak_bytes + later, start), self._after)
+        return max(
+            self._standing() + more + max(outcome.peak_bytes + later, self._until_backward(outcome)), self._after
+        )
+
+    def _until_backward(self, outcome: Outcome) -> int:
+        """The same, before backward comes to the model; 0: nothing was measured."""
+        forward = 0 if self._in_forward is None else outcome.forward_bytes + self._in_forward
+        return max(forward, 0 if self._beside_kept is None else outcome.kept_bytes + self._beside_kept)
 
     def _plan_anew(self) -> None:
         """Make the plan that takes the least memory anew, if a step was found to take more before backward begins."""
-        if self._beside_kept is None or not self._may_plan:
+        if self._in_forward is None or not self._may_plan:
             return
-        before = self._beside_kept - (self._extra or 0)
+        extra = self._extra or 0
 
         def play(kept: frozenset[int]) -> Outcome:
             outcome = self._relaxation.play(kept)
-            return replace(outcome, peak_bytes=max(outcome.peak_bytes, outcome.kept_bytes + before))
+            return replace(outcome, peak_bytes=max(outcome.peak_bytes, self._until_backward(outcome) - extra))
 
         least = play(self._smallest)
         if least.peak_bytes > self._relaxation.play(self._smallest).peak_bytes:
@@ -398,8 +416,15 @@ class Tuner:
             self._after = highest
         if in_backward > before.highest:
             self._extra = self._took - outcome.peak_bytes
-            if now.turn is not None and now.turn.highest > before.highest:
-                self._beside_kept = now.turn.highest - before.allocated - outcome.kept_bytes
+            if now.end is None or now.turn is None:
+                return
+            if now.end.highest > before.highest:
+                self._in_forward = now.end.highest - before.allocated - outcome.forward_bytes
+            if now.turn.highest > before.highest:
+                # Where nothing seems to have run between forward and backward, nothing stood there but what stands now.
+                is_quiet = now.turn.highest == now.end.highest and now.turn.allocated - now.end.allocated < QUIET
+                highest = now.turn.allocated if is_quiet else now.turn.highest
+                self._beside_kept = highest - before.allocated - outcome.kept_bytes
                 if now.turn.highest >= in_backward:  # how high it stood later nobody knows, but what it began with
                     hidden = now.turn.allocated - before.allocated - outcome.kept_bytes - self._outside
                     self._extra = min(self._extra, int(max(0, hidden) + MARGIN * outcome.peak_bytes))
@@ -407,9 +432,15 @@ class Tuner:
     def _read_meter(self, meter: Meter, peak_bytes: int, outcome: Outcome) -> None:
         self._peak = self._took = peak_bytes
         self._extra = peak_bytes - outcome.peak_bytes
-        if meter.start_bytes is None or meter.later_bytes is None or meter.after_bytes is None:
+        if (
+            meter.forward_bytes is None
+            or meter.start_bytes is None
+            or meter.later_bytes is None
+            or meter.after_bytes is None
+        ):
             return
-        self._took = max(meter.start_bytes, meter.later_bytes)
+        self._took = max(meter.forward_bytes, meter.start_bytes, meter.later_bytes)
+        self._in_forward = meter.forward_bytes - outcome.forward_bytes
         self._beside_kept = meter.start_bytes - outcome.kept_bytes
         self._extra = max(meter.later_bytes - outcome.peak_bytes, min(0, self._took - outcome.peak_bytes))
         if self._course is not None:  # else it is the recorded step, in which the optimizer may make its state
@@ -580,6 +611,10 @@ class Tuner:
 def first_graded(output: object) -> Tensor | None:
     """The first tensor that backward may begin at, of what a forward handed out."""
     return next((t for t in tensors_in(output) if t.grad_fn is not None and type(t) is Tensor), None)
+
+
+def _higher(a: int | None, b: int | None) -> int | None:
+    return b if a is None else a if b is None else max(a, b)
 
 
 def _counters() -> _torch.Counters | None:

@@ -107,7 +107,8 @@ def _callables(value: Any) -> Iterator[Any]:
     Not of a container with a class of its own: to look into one may import a library, or compute what it holds.
     """
     if type(value) in (dict, OrderedDict):
-        yield from (one for one in value.values() if not isinstance(one, Tensor | nn.Module))
+        # A copy: another thread may be registering a hook.
+        yield from (one for one in list(value.values()) if not isinstance(one, Tensor | nn.Module))
     elif type(value) in (list, tuple, set):
         yield from (one for one in value if not isinstance(one, Tensor | nn.Module))
     elif callable(value) and not isinstance(value, nn.Module):
