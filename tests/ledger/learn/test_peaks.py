@@ -90,6 +90,7 @@ def least(net: nn.Module, **how: bool) -> int:
 # ------------------------------------------------------------------------------------------------------------- on a CPU
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("how", [{}, {"adam": True}, {"autocast": True}, {"adam": True, "autocast": True}], ids=str)
 def test_the_least_that_an_error_names_can_be_met_and_is_little_more_than_the_least(
     net: nn.Module, how: dict[str, bool]
@@ -195,6 +196,7 @@ class Allocator:
         return standing + meter.peak_bytes
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("adam", [False, True])
 def test_counters_tell_what_stands_when(net: nn.Module, adam: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     smallest, parameters = least(net, adam=adam), list(net.parameters())

@@ -13,9 +13,9 @@ are read too when forward ends and when backward comes to the model. What a step
 autocast keeps, the last layers of forward, and after it a loss outside of the model, stands beside what is kept and not
 beside what backward makes again. (A value that is being made in forward stands there whether it is kept or not.) What
 it takes after backward, in the optimizer, is the same for all plans; the first step makes the optimizer's state
-besides. A user who resets them before each step would wipe out what we came to read: so they are read when backward ends as well,
-once the plan is settled only for such a user. On a CPU nobody counts but `leangrad.measure`: where that runs a step,
-its figure is taken, at any time; before that the plan is what is foreseen, with a margin.
+besides. A user who resets them before each step would wipe out what we came to read: so they are read when backward
+ends as well, once the plan is settled only for such a user. On a CPU nobody counts but `leangrad.measure`: where that
+runs a step, its figure is taken, at any time; before that the plan is what is foreseen, with a margin.
 
 [Note: time] A step lasts from its beginning to that of the next one, on the clock of the device: forward, backward and
 all else that the user does in it. Of a few steps the shortest counts; where a bound on the time has to hold, so must
