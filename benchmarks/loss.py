@@ -2,6 +2,7 @@
 
     python -m benchmarks.loss [--device cuda] [--hidden 4096] [--vocab 128256] [--tokens 8192 32768] [--write loss_h200]
     python -m benchmarks.loss --device cuda --models [--write loss_models_h200]
+    python -m benchmarks.loss --device cuda --head --hidden 2048 --vocab 128256 --tokens 8192 [--write loss_head_h200]
 
 A row is one way at one number of tokens: milliseconds of a step (the median over rounds, all ways in turns; of the
 process, on one thread of a CPU), their ratio to plain's, and `peak_bytes`, the highest memory above the arguments and
@@ -12,6 +13,9 @@ the accumulation of three micro-batches. A way that is not installed, or fails, 
 With `--models` a row is one of our two language models in training, way by way: plain, lean, lean with lazy logits,
 Liger's kernels with its loss, `torch.compile`, and that with our backend, without and with its fused loss. `ms` is the
 step as training runs it, `device_ms` that of its kernels, `peak_gib` the peak above what stands before the step.
+
+With `--head` a row is one shape: `three_ms` of the three products alone, `compile_ms` of plain under `torch.compile`,
+and `leangrad_ms` of ours, in eager mode, all on the GPU's clock.
 """
 
 from __future__ import annotations
@@ -178,6 +182,45 @@ def measure(shape: tuple[int, int, int], dtype: torch.dtype, device: str, rounds
     return rows
 
 
+def measure_head(tokens: int, hidden: int, vocabulary: int) -> dict[str, Any]:
+    """The three products of a head, all of it compiled, and ours: milliseconds on the GPU, in bfloat16."""
+    torch.manual_seed(0)
+    x = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = (torch.randn(vocabulary, hidden, device="cuda") / hidden**0.5).bfloat16().requires_grad_()
+    target = torch.randint(vocabulary, (tokens,), device="cuda")
+    row: dict[str, Any] = {"tokens": tokens, "hidden": hidden, "vocab": vocabulary, "three_ms": _three(x, weight)}
+    compiled = torch.compile(plain)
+    row["compile_ms"] = _on_device(lambda: step(compiled, x, weight, target))
+    row["leangrad_ms"] = _on_device(lambda: step(leangrad.linear_cross_entropy, x, weight, target))
+    return row
+
+
+@torch.no_grad()
+def _three(x: Tensor, weight: Tensor) -> float:
+    logits = torch.randn(len(x), len(weight), device="cuda", dtype=x.dtype)
+    dx, dW = torch.empty_like(x), torch.empty_like(weight)
+
+    def run() -> None:
+        torch.mm(x, weight.t(), out=logits)
+        torch.mm(logits, weight, out=dx)
+        torch.mm(logits.t(), x, out=dW)
+
+    return _on_device(run)
+
+
+def _on_device(run: Callable[[], object], rounds: int = 5) -> float:
+    times = []
+    for n in range(2 + rounds):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        run()
+        end.record()
+        end.synchronize()
+        if n >= 2:
+            times.append(begin.elapsed_time(end))
+    return statistics.median(times)
+
+
 # Whole models
 
 
@@ -259,6 +302,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, help="timed steps of each way; default 20 on CUDA, 5 on the CPU")
     parser.add_argument("--way", nargs="+", choices=sorted(WAYS), help="only these, beside plain")
     parser.add_argument("--models", nargs="*", metavar="NAME", help="models in the place of the loss alone")
+    parser.add_argument("--head", action="store_true", help="the products alone, compiled and ours, on a GPU")
     parser.add_argument("--write", help="the name of a file for the rows, in benchmarks/results")
     options = parser.parse_args()
     on_gpu = options.device == "cuda"
@@ -273,7 +317,10 @@ def main() -> None:
             rows.append(row)
             if options.write:
                 write_rows(options.write, options.device, rows)
-    for tokens in options.tokens if options.models is None else ():
+    for tokens in options.tokens if options.head else ():
+        rows.append(measure_head(tokens, options.hidden, options.vocab))
+        print(json.dumps(rows[-1]), flush=True)
+    for tokens in options.tokens if options.models is None and not options.head else ():
         shape = (tokens, options.hidden, options.vocab)
         for row in measure(shape, dtype, options.device, options.rounds or (20 if on_gpu else 5)):
             print(json.dumps(row))

@@ -63,8 +63,8 @@ def linear_cross_entropy(
 
     Keeps for backward, with "mean" and "sum", the gradients of the input and of the weight in float32, those of them
     that are needed: 4·N·D and 4·V·D bytes for N tokens. With "none", its arguments. Besides there are the logits of one
-    chunk, at most 64 MiB on a CPU and 512 MiB on a GPU, or there as much as half of the gradient that is held of the
-    weight. Plain PyTorch keeps 4·N·V bytes and more.
+    chunk, at most 64 MiB on a CPU and 512 MiB on a GPU, 256 in bfloat16, or there as much as half of the gradient that
+    is held of the weight. Plain PyTorch keeps 4·N·V bytes and more.
 
     >>> hidden, table = torch.randn(8, 16, requires_grad=True), torch.randn(1000, 16, requires_grad=True)
     >>> loss = linear_cross_entropy(hidden, table, torch.arange(8))
