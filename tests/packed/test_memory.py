@@ -123,7 +123,7 @@ def test_under_autocast_only_the_product_of_the_low_dtype_is_temporary() -> None
             run = backward_of(model, x)
         events = memory_events(run)
         found.append((of_weight_size(events), sum(e == WEIGHT_BYTES // 2 for e in events)))
-    # OneDNN's products may take as much as a weight for themselves: with many threads, or made for them in another test.
+    # Products of oneDNN may take as much as a weight: with many threads, or made for many in another test.
     scratch = found[0][0] - 6
     assert 0 <= scratch <= 6
     assert found == [(6 + scratch, 6), (scratch, 6)]  # (float32 temporaries, bfloat16 products)
