@@ -639,7 +639,7 @@ def test_a_budget_just_below_the_least(net: Net, x: Tensor, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("seed", [0, 5, 6, 13])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 def test_memory_that_others_take_meanwhile(net: Net, x: Tensor, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """The optimizer's state is made in the first step, and a batch may be held: the plan gives way.
 

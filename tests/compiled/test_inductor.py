@@ -18,7 +18,7 @@ OPTIONS = {"fallback_random": True}  # draw as eager does: masks are then eager'
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if "hf" not in case.tags], ids=lambda case: case.name)
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(13)
 def test_two_steps_are_eagers(case: Case) -> None:
     """The second step reads what the first has left: running statistics, and gradients that are added to."""
     torch._dynamo.reset()

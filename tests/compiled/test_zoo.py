@@ -52,14 +52,14 @@ def gradients(case: Case, backend: Partitions | None) -> list[Tensor | None]:
 
 
 @SMALL_ZOO
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 def test_small(case: Case) -> None:
     assert_right_and_lean(case)
 
 
 @pytest.mark.slow
 @HF_ZOO
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 def test_hf(case: Case) -> None:
     assert_right_and_lean(case)
 

@@ -203,7 +203,7 @@ def assert_good_company(
 
 @pytest.mark.parametrize("lean", LEANS)
 @pytest.mark.parametrize("run", RUNS)
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(7)
 def test_together_no_higher_than_either_alone(run: str, lean: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Ledger, "differs", lambda *_: pytest.fail("the step was not like the recorded one"))
     without = nested_plainly if run == "nested" else plainly
@@ -711,6 +711,7 @@ def test_a_token_is_the_tensor_for_whoever_computes_with_it() -> None:
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("where", ["model", "layers"])
+@pytest.mark.sampled(3)
 def test_a_model_of_transformers(where: str, use_reentrant: bool) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
@@ -825,6 +826,7 @@ def random_tree(draw: random.Random) -> Tree:
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # a checkpoint inside a reentrant one
 @pytest.mark.parametrize("seed", range(8))
+@pytest.mark.sampled(3)
 def test_random_nets(seed: int) -> None:
     """Random blocks with checkpoints and lean in random places."""
 
