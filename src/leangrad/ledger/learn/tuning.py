@@ -142,16 +142,19 @@ class Tuner:
         return _Moment(time, counters, meter, highest, end, turn, is_end)
 
     def sees_output(self, output: object) -> None:
-        """Forward handed this out: note the peak when backward has come to it, and when it has ended."""
+        """Forward handed this out: note the peak when backward has come to it, and when it has ended.
+
+        Several outputs may have a backward pass each: the first to come begins it, and the last ends it.
+        """
         meter = self._moments[-1].meter if self._moments else None
         if (meter is not None and meter.listens) or (self._on_gpu and (self._is_reset or not self._is_settled)):
-            made = first_graded(output)
-            if made is not None and meter is not None:
+            made = list(_graded(output))
+            if made and meter is not None:
                 meter.hands_out()
-                made.register_hook(lambda _: meter.turns_back())
-            elif made is not None:
+            elif made:
                 self._at_end = _counters()
-                made.register_hook(self._at_backward)
+            for one in made:
+                one.register_hook(self._at_backward if meter is None else lambda _: meter.turns_back())
 
     def _at_backward(self, _: Tensor) -> None:
         if self._at_turn is None:
@@ -180,14 +183,15 @@ class Tuner:
         self._outside = outputs_nbytes
         self._step, self._replay = step, replay
         self._recordings += 1
-        self._ran_smallest = False  # and was measured
+        self._smallest_took: int | None = None  # what was measured of the smallest plan, above what stood before it
         self._may_plan = kept is not None
+        self._may_take_recorded = True
         plans = [step.kept_items() if kept is None else kept]
         if any(value.products for value in replay.graph.values):
             plans.append(self._without_products())
         self._smallest, *self._others = plans
         self._use(replay)
-        self._note_peak(step.kept_items())
+        self._note_peak(step.kept_items(), is_recorded=True)
         self._course = self._towards_budget() if self.goal.budget is not None else self._towards_slowdown()
 
     def _use(self, replay: Replay) -> None:
@@ -232,9 +236,8 @@ class Tuner:
             yield from self._check(limit)
             yield Way(self._smallest)
             self._note_peak(self._smallest)
-            self._ran_smallest |= self._peak is not None
             if self._peak is not None and self._took > recorded:  # nobody foresaw that
-                self._smallest, self._extra = self._step.kept_items(), extra
+                self._smallest, self._extra, self._smallest_took = self._step.kept_items(), extra, None
                 self._use(self._replay)
         if self._highest() > limit and self._extra is None:  # what was measured of another recording has to do
             self._extra = self._extra_before
@@ -254,8 +257,10 @@ class Tuner:
         self._is_settled = True
         fitting, corrections, was_above = self._smallest, 0, False
         while True:
-            if best == self._smallest:
+            # Before an error is raised for what was measured of another plan, the smallest one runs, if that is seen.
+            if best == self._smallest and (self._knows_smallest(limit) or self._extra is None or not self._sees(limit)):
                 yield from self._check(limit)
+                best = self._smallest
             self._say_budget(limit, best)
             yield self._way(best)
             extra, in_forward, beside_kept = self._extra, self._in_forward, self._beside_kept
@@ -278,11 +283,10 @@ class Tuner:
 
     def _within(self, limit: int, share: float) -> frozenset[int]:
         """The least work within a share of the room between the least memory and the limit."""
-        least = self._foreseen(self._relaxation.play(self._smallest))
+        least = self._of_smallest(limit)
         target = least + share * max(0.0, limit - least)
         # Two plans differ a little in what they take beyond what is foreseen; below the allocator's peak none sees it.
-        is_seen = self._is_reset or self._highest() <= limit
-        margin = 0.0 if is_seen or self._extra is None else MARGIN
+        margin = 0.0 if self._sees(limit) or self._extra is None else MARGIN
 
         def fits(outcome: Outcome) -> bool:
             return self._foreseen(outcome) + margin * outcome.peak_bytes <= target
@@ -303,12 +307,25 @@ class Tuner:
         assert budget is not None
         return budget
 
-    def _needs(self) -> float:
+    def _needs(self, limit: int) -> float:
         """What the smallest plan takes, where that was measured; else what it takes at least."""
-        outcome = self._relaxation.play(self._smallest)
-        if self._extra is None:
-            return self._standing() + (1 - MARGIN) * outcome.peak_bytes
-        return self._foreseen(outcome)
+        if self._extra is None and not self._knows_smallest(limit):
+            return self._standing() + (1 - MARGIN) * self._relaxation.play(self._smallest).peak_bytes
+        return self._of_smallest(limit)
+
+    def _of_smallest(self, limit: int) -> float:
+        """What the smallest plan was measured to take, else what is foreseen: plans differ in what they take beside."""
+        if self._knows_smallest(limit):
+            assert self._smallest_took is not None
+            return self._standing() + self._smallest_took
+        return self._foreseen(self._relaxation.play(self._smallest))
+
+    def _knows_smallest(self, limit: int) -> bool:
+        return self._smallest_took is not None and self._sees(limit)
+
+    def _sees(self, limit: int) -> bool:
+        """Whether a step that takes more than the limit is seen to."""
+        return self._is_reset or self._highest() <= limit
 
     def _floor(self) -> Outcome:
         """The plan that runs no product twice, as a step whose recipes may do so foresees it."""
@@ -326,13 +343,15 @@ class Tuner:
         is foreseen of it from a step with products is too much there, so it is tried before an error is raised, if the
         machine has the room.
         """
-        if self._needs() > limit:
+        if self._needs(limit) > limit:
             self._plan_anew()
-        if self._needs() <= limit:
+        if self._needs(limit) > limit:
+            self._take_recorded(limit)
+        if self._needs(limit) <= limit:
             return
         outcome = self._relaxation.play(self._smallest)
-        foreseen = self._foreseen(outcome)
-        if self._extra is not None and not self._ran_smallest:  # it was measured of the recorded step
+        foreseen = self._of_smallest(limit)
+        if self._extra is not None and self._smallest_took is None:  # it was measured of the recorded step
             recorded = self._relaxation.play(self._step.kept_items())
             foreseen = min(foreseen + MARGIN * outcome.peak_bytes, self._foreseen(recorded))
         if self._extra is not None or math.isinf(self._least):
@@ -389,15 +408,30 @@ class Tuner:
         if least.peak_bytes > self._relaxation.play(self._smallest).peak_bytes:
             found = lowest_peak(self._replay.graph, play)
             if play(found).peak_bytes < least.peak_bytes:
-                self._smallest, self._ran_smallest = found, False
+                self._smallest, self._smallest_took = found, None
                 self._use(self._replay)
 
-    def _note_peak(self, kept: frozenset[int]) -> None:
+    def _take_recorded(self, limit: int) -> None:
+        """Keep what the recorded step kept, if that fits: it may be less than what is foreseen to be the least."""
+        kept = self._step.kept_items()
+        if not self._may_take_recorded or self._extra is None or kept == self._smallest:
+            return
+        if self._foreseen(self._relaxation.play(kept)) <= limit:
+            self._may_take_recorded, self._smallest, self._smallest_took = False, kept, None
+            self._use(self._replay)
+
+    def _note_peak(self, kept: frozenset[int], *, is_recorded: bool = False) -> None:
         """Compare what the last step took, in which ``kept`` was kept, with what was foreseen."""
+        stood = self._compare(kept)
+        if self._peak is not None and kept == self._smallest and not is_recorded:
+            self._smallest_took = self._peak - stood
+
+    def _compare(self, kept: frozenset[int]) -> int:
+        """The same; returns what stood before that step."""
         self._peak = None
         last = [(a, b) for a, b in pairwise(self._moments[-3:]) if not a.is_end][-1:]
         if not last:
-            return
+            return 0
         before, now = last[0]
         outcome = self._relaxation.play(kept)
         if before.counters is not None and now.counters is not None:
@@ -405,6 +439,7 @@ class Tuner:
             self._read_counters(before.counters, now, now.counters.highest, outcome)
         elif before.meter is not None and before.meter.peak_bytes is not None:
             self._read_meter(before.meter, before.meter.peak_bytes, outcome)
+        return 0 if before.counters is None else before.counters.allocated
 
     def _read_counters(self, before: _torch.Counters, now: _Moment, highest: int, outcome: Outcome) -> None:
         highest = max(highest, now.highest or 0)
@@ -610,7 +645,11 @@ class Tuner:
 
 def first_graded(output: object) -> Tensor | None:
     """The first tensor that backward may begin at, of what a forward handed out."""
-    return next((t for t in tensors_in(output) if t.grad_fn is not None and type(t) is Tensor), None)
+    return next(_graded(output), None)
+
+
+def _graded(output: object) -> Iterator[Tensor]:
+    return (t for t in tensors_in(output) if t.grad_fn is not None and type(t) is Tensor)
 
 
 def _higher(a: int | None, b: int | None) -> int | None:
