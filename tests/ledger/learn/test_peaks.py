@@ -90,7 +90,7 @@ def least(net: nn.Module, **how: bool) -> int:
 # ------------------------------------------------------------------------------------------------------------- on a CPU
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("how", [{}, {"adam": True}, {"autocast": True}, {"adam": True, "autocast": True}], ids=str)
 def test_the_least_that_an_error_names_can_be_met_and_is_little_more_than_the_least(
     net: nn.Module, how: dict[str, bool]
