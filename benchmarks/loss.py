@@ -218,7 +218,7 @@ def _on_device(run: Callable[[], object], rounds: int = 5) -> float:
         end.synchronize()
         if n >= 2:
             times.append(begin.elapsed_time(end))
-    return statistics.median(times)
+    return float(statistics.median(times))
 
 
 # Whole models
