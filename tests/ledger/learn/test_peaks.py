@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from contextlib import nullcontext
 from typing import Any
 
@@ -322,11 +323,15 @@ def test_a_meter_tells_the_parts_of_a_step() -> None:
         small = torch.ones(100)  # 400
         del small
         y = x.exp()  # 40, which it keeps
+        time.sleep(0.001)  # the profiler's clock may be some microseconds off
         meters[0].hands_out()
+        time.sleep(0.001)
         y.register_hook(lambda _: meters[0].turns_back())
         large = torch.ones(250)  # 1000
         del large
+        time.sleep(0.001)
         y.backward(torch.ones(10))
+        time.sleep(0.001)
         larger = torch.ones(500)  # 2000
         del larger
 
