@@ -18,11 +18,11 @@ from torch import Tensor, nn
 import leangrad
 from leangrad._torch import Counters
 from leangrad.errors import BudgetError
-from leangrad.ledger import ledger as ledger_module
 from leangrad.ledger.decision import SavedKind
 from leangrad.ledger.learn import timing, tuning
 from leangrad.policy.relax import Relaxation
 from tests.support import assert_same_bits
+from tests.support.allocator import FakeAllocator
 
 SETTLED = 24  # steps after which a plan for a budget stands, but for corrections
 WIDTH, ROWS = 64, 96
@@ -584,16 +584,12 @@ def test_after_the_error_a_smaller_batch_is_tried(net: Net, x: Tensor) -> None:
 # ------------------------------------------------------------------------------------------------------------- on a GPU
 
 
-class Allocator:
+class Allocator(FakeAllocator):
     """Counts what steps on a CPU take as the allocator of a GPU would."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, standing: int) -> None:
-        self.counters = Counters(standing, standing, 2 * standing)
+        super().__init__(monkeypatch, Counters(standing, standing, 2 * standing))
         self.resets = False  # the user resets the peak before each step
-        monkeypatch.setattr(ledger_module, "_is_on_gpu", lambda _: True)
-        monkeypatch.setattr(tuning, "_counters", lambda: self.counters)
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 10**10))
-        monkeypatch.setattr(tuning.Stopwatch, "__init__", lambda watch, *, on_gpu: setattr(watch, "_on_gpu", False))
 
     def steps(self, model: nn.Module, x: Tensor, count: int) -> list[int]:
         """Their peaks."""

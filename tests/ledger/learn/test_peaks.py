@@ -15,11 +15,11 @@ from torch import Tensor, nn
 import leangrad
 from leangrad._torch import Counters
 from leangrad.errors import BudgetError
-from leangrad.ledger import ledger as ledger_module
 from leangrad.ledger.learn import tuning
 from leangrad.ledger.learn.meter import Meter
 from leangrad.measure.listeners import Course
 from tests.support import assert_same_bits
+from tests.support.allocator import FakeAllocator
 
 ROWS, WIDTH, CLASSES, BLOCKS = 256, 64, 1024, 12
 STANDING = 10**9
@@ -152,15 +152,11 @@ class MeterAtTurn(Meter):
         self.turn_bytes = next(held for when, held in reversed(course) if when < self._turn)
 
 
-class Allocator:
+class Allocator(FakeAllocator):
     """Counts what steps on a CPU take as the allocator of a GPU would, at the moments at which it is asked."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.counters = Counters(STANDING, STANDING)
-        monkeypatch.setattr(ledger_module, "_is_on_gpu", lambda _: True)
-        monkeypatch.setattr(tuning, "_counters", lambda: self.counters)
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 10**10))
-        monkeypatch.setattr(tuning.Stopwatch, "__init__", lambda watch, *, on_gpu: setattr(watch, "_on_gpu", False))
+        super().__init__(monkeypatch, Counters(STANDING, STANDING))
 
     def steps(self, model: nn.Module, step: Step, count: int) -> list[int]:
         """Their peaks."""
