@@ -2,14 +2,15 @@
 
     make bench                                                                # the CPU set, as the next line
     OMP_NUM_THREADS=1 python -m benchmarks --workers 2 --write side_by_side_cpu
-    python -m benchmarks --device cuda --write side_by_side_h200               # full shapes, the models of the table
+    OMP_NUM_THREADS=1 python -m benchmarks --device cuda --workers 5 --write side_by_side_h200     # full shapes
     python -m benchmarks --readme                                              # README's table and pictures, from rows
 
 A row is one way on one model (`leangrad.bench`, which says what is measured and how): its peak above what stands before
 a step, what it keeps over the floor, its time over plain's in the same process, its largest difference of a gradient
 from plain's, and, for the models of LARGEST, the largest batch in the memory that plain takes for its own. Rows with an
 `axis` tell how the peak grows when a GPT has more layers, is wider, or has longer or more sequences. On a CPU only the
-models of COMPILED are compiled, which takes about a minute each.
+models of COMPILED are compiled, which takes about a minute each. On a GPU one process at a time runs steps, and several
+prepare theirs or compile meanwhile.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ import json
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from tempfile import TemporaryDirectory
 from threading import Lock
 from typing import Any
 
-from benchmarks.cases import FULL, PLAIN_DTYPE, SHAPES, SMALL
+from benchmarks.cases import FULL, PLAIN_DTYPE, SHAPES, SMALL, UNROLLED
 from benchmarks.environment import RESULTS, commit
 from leangrad.bench import WAYS, Bench, bench
 
@@ -33,16 +36,35 @@ AXES = {"layers": "depth", "width": "width", "length": "length", "batch": "batch
 FACTORS = (2, 4)
 SCALED = ("checkpoint", "lean")  # beside plain
 EAGER = tuple(name for name, choice in WAYS.items() if not choice.compiles)
-ROUNDS = {"cpu": 4, "cuda": 8}
+TURNS: dict[str, dict[str, Any]] = {"cpu": {"rounds": 4, "steps": 2}, "cuda": {"rounds": 5, "steps": 3, "seconds": 4}}
 
 
-def side_by_side(name: str, device: str, ways: list[str] | None) -> list[Bench]:
+@dataclass(frozen=True)
+class Asked:
+    """What is measured on each model.
+
+    - `ways`: some of them; None: all that are for it.
+    - `largest`: whether the largest batch is searched, for the models of LARGEST.
+    - `turnstile`: a file, by which one process at a time has the GPU.
+    """
+
+    device: str
+    ways: list[str] | None = None
+    largest: bool = True
+    turnstile: str = ""
+
+    def compiles(self, name: str) -> bool:
+        """Whether a model is compiled too."""
+        return name not in UNROLLED if self.device == "cuda" else name in COMPILED
+
+
+def side_by_side(name: str, of: Asked) -> list[Bench]:
     """All ways on one model. The largest batch is searched without those that compile anew for each size."""
-    asked = ways or [way for way in WAYS if device == "cuda" or name in COMPILED or not WAYS[way].compiles]
-    dtype = "bfloat16" if device == "cuda" and name not in PLAIN_DTYPE else ""
-    settings: dict[str, Any] = {"autocast": dtype, "rounds": ROUNDS[device], "steps": 2 if device == "cpu" else 6}
-    options = {"name": name, "device": device}
-    fitting = [way for way in asked if way in EAGER] if name in LARGEST else []
+    asked = of.ways or [way for way in WAYS if of.compiles(name) or not WAYS[way].compiles]
+    dtype = "bfloat16" if of.device == "cuda" and name not in PLAIN_DTYPE else ""
+    settings: dict[str, Any] = {"autocast": dtype, "turnstile": of.turnstile, **TURNS[of.device]}
+    options = {"name": name, "device": of.device}
+    fitting = [way for way in asked if way in EAGER] if of.largest and name in LARGEST else []
     rest = [way for way in asked if way not in fitting]
     found = []
     if fitting:
@@ -52,10 +74,10 @@ def side_by_side(name: str, device: str, ways: list[str] | None) -> list[Bench]:
     return found
 
 
-def rows_of(name: str, device: str, ways: list[str] | None) -> list[dict[str, Any]]:
+def rows_of(name: str, asked: Asked) -> list[dict[str, Any]]:
     """The rows of one model, each way once."""
     rows: dict[str, dict[str, Any]] = {}
-    for one in side_by_side(name, device, ways):
+    for one in side_by_side(name, asked):
         for row in one.as_rows():
             rows.setdefault(row["way"], row | {"machine": one.machine})
     return [rows[way] for way in WAYS if way in rows]
@@ -120,7 +142,8 @@ def main() -> None:
     parser.add_argument("--case", nargs="+", metavar="NAME", help="some of the models")
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), help="some of the ways, beside plain")
     parser.add_argument("--no-scaling", action="store_true", help="leave out how the peak grows")
-    parser.add_argument("--workers", type=int, default=1, help="models that are measured at the same time, on a CPU")
+    parser.add_argument("--no-largest", action="store_true", help="leave out the search for the largest batch")
+    parser.add_argument("--workers", type=int, default=1, help="models that are at work at the same time")
     parser.add_argument("--write", default="", metavar="NAME", help="write the rows to benchmarks/results")
     parser.add_argument(
         "--keep", action="store_true", help="with --write: keep rows of earlier runs that are not run again"
@@ -140,8 +163,10 @@ def main() -> None:
     if chosen.device == "cpu":
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread has a clock that other programs do not change
     rows = Rows(chosen.write, list(known), chosen.keep)
-    with ThreadPoolExecutor(chosen.workers if chosen.device == "cpu" else 1) as pool:
-        jobs = [pool.submit(measure, rows_of, rows, name, chosen.device, chosen.ways) for name in names]
+    with TemporaryDirectory() as folder, ThreadPoolExecutor(chosen.workers) as pool:
+        turnstile = f"{folder}/turnstile" if chosen.device == "cuda" else ""
+        asked = Asked(chosen.device, chosen.ways, not chosen.no_largest, turnstile)
+        jobs = [pool.submit(measure, rows_of, rows, name, asked) for name in names]
         if chosen.device == "cpu" and (chosen.scaling or not (chosen.no_scaling or chosen.case)):
             jobs += [pool.submit(measure, scaled_rows, rows, *one) for one in scaling()]
         for job in jobs:

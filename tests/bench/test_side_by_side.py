@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from benchmarks import side_by_side
-from benchmarks.cases import FULL, SMALL
+from benchmarks.cases import FULL, SMALL, UNROLLED
 from leangrad.bench import WAYS, Bench, Row
 
 
@@ -54,9 +54,20 @@ def test_on_a_gpu_all_ways_of_all_models_under_autocast(
     run(monkeypatch, "--device", "cuda")
     assert {one["name"] for one in asked} == set(FULL)
     ways = {name: {way for one in asked if one["name"] == name for way in one["ways"]} for name in FULL}
-    assert all(found == set(WAYS) for found in ways.values())
+    assert all(found == set(WAYS) for name, found in ways.items() if name not in UNROLLED)
+    assert all(ways[name] == set(side_by_side.EAGER) for name in UNROLLED)
+    assert len({one["turnstile"] for one in asked}) == 1, "they share one device"
+    assert asked[0]["turnstile"]
     assert {one["name"] for one in asked if not one["autocast"]} == {"llama_1b"}
     assert all(one["options"]["device"] == "cuda" for one in asked)
+
+
+def test_without_the_search_for_the_largest_batch(
+    asked: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(monkeypatch, "--no-largest", "--no-scaling")
+    assert not any("memory" in one for one in asked)
+    assert {one["turnstile"] for one in asked} == {""}
 
 
 def test_some_rows_beside_those_of_earlier_runs(

@@ -1,6 +1,8 @@
 """One way on one model, measured in this process."""
 
 import json
+import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 import leangrad
 from leangrad.bench import worker
 from leangrad.bench.job import Job, Row
+from leangrad.bench.turnstile import alone
 from leangrad.bench.ways import WAYS, Choice
 from leangrad.errors import BudgetError
 from leangrad.frontier.ways import Way
@@ -129,6 +132,37 @@ def test_times_are_ratios_of_steps_in_turns(monkeypatch: pytest.MonkeyPatch) -> 
     row = measured("checkpoint", rounds=2, steps=3)
     assert (row.ratio, row.seconds) == (2.0, 2.0)
     assert order[-16:] == [*["checkpoint"] * 4, *["plain"] * 8, *["checkpoint"] * 4]
+
+
+def test_turns_end_when_their_seconds_are_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[float] = []
+    turn = worker._Measuring._turn
+    monkeypatch.setattr(worker._Measuring, "_turn", lambda self, way: taken.append(1) or turn(self, way))
+    measured("checkpoint", rounds=9, steps=1, seconds=0.0)
+    assert len(taken) == 2 * 2  # of plain and of the way
+    measured("checkpoint", rounds=3, steps=1)
+    assert len(taken) == 2 * 2 + 2 * 3
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no file locks there")
+@pytest.mark.parametrize("way", ["lean", "plain"])
+def test_processes_that_share_a_device_use_it_one_at_a_time(way: str, tmp_path: Path) -> None:
+    """While another holds the turnstile, a job waits; and it lets others in before it ends."""
+    path = str(tmp_path / "turnstile")
+    ended = threading.Event()
+
+    def work() -> None:
+        measured(way, rounds=2, turnstile=path)
+        ended.set()
+
+    with alone(path):
+        thread = threading.Thread(target=work)
+        thread.start()
+        assert not ended.wait(1.5)
+    thread.join(60)
+    assert ended.is_set()
+    with alone(path):
+        pass
 
 
 def test_a_budget_that_cannot_be_met_is_the_smallest() -> None:

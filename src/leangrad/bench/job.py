@@ -18,6 +18,9 @@ class Job:
     - `way`: a name in `ways.WAYS`.
     - `autocast`: "bfloat16", "float16" or nothing.
     - `rounds`, `steps`: plain and the way take so many turns of so many timed steps each. 0 rounds: nothing is timed.
+    - `seconds`: of timed turns after which no further one begins; two are taken all the same.
+    - `turnstile`: a file that all jobs on one device name which run at the same time. One of them uses the device at a
+      time; a compiled model alone warms up beside others, since it is the host that compiles.
     - `budget`: the peak that lean with a budget may take, above what stands before a step.
     - `floor`: find the floor of the model too, and how far plain's gradients are from float64's.
     - `memory`: find the largest batch in so many bytes, which count what `leangrad fit` counts.
@@ -30,6 +33,8 @@ class Job:
     autocast: str = ""
     rounds: int = 5
     steps: int = 2
+    seconds: float = 120.0
+    turnstile: str = ""
     budget: int | None = None
     floor: bool = False
     memory: int | None = None

@@ -30,6 +30,8 @@ def bench(
     autocast: str = "",
     rounds: int = 5,
     steps: int = 2,
+    seconds: float = 120.0,
+    turnstile: str = "",
     budget: int | None = None,
     memory: int | None = None,
     timeout: float = 900,
@@ -47,6 +49,9 @@ def bench(
         options: what the factory is called with.
         autocast: "bfloat16" or "float16".
         rounds, steps: plain and the way take so many turns of so many timed steps.
+        seconds: of timed turns after which a way begins no further one; it takes two all the same.
+        turnstile: a file that all calls name which run at the same time with the same device, so that one process at a
+            time uses it.
         budget: the peak that lean with a budget may take, in bytes above what stands before a step. None: the peak of
             the checkpoint around each block, which is what most people would use; or 0.8 of lean's, if there is none.
         memory: also search the largest batch of each way in so many bytes, which count what `leangrad fit` counts: on a
@@ -59,7 +64,18 @@ def bench(
         ValueError: a name is none of a way.
     """
     chosen = find(["plain", *(WAYS if ways is None else ways)])
-    job = Job(target, "plain", options or {}, autocast, rounds, steps, floor=True, whole_traceback=whole_traceback)
+    job = Job(
+        target,
+        "plain",
+        options or {},
+        autocast,
+        rounds,
+        steps,
+        seconds,
+        turnstile,
+        floor=True,
+        whole_traceback=whole_traceback,
+    )
     rows: list[Row] = []
     notes: list[str] = []
     for n, choice in enumerate(chosen):

@@ -16,6 +16,7 @@ import random
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from traceback import format_exception
@@ -27,6 +28,7 @@ from torch import Tensor
 from leangrad.bench.job import Job, Row
 from leangrad.bench.machine import describe_machine
 from leangrad.bench.peers import NotForThisError
+from leangrad.bench.turnstile import alone
 from leangrad.bench.ways import WAYS, Choice, Given
 from leangrad.errors import BudgetError
 from leangrad.floor import floor
@@ -94,12 +96,14 @@ class _Measuring:
     def run(self) -> Row:
         """Everything that the job asks for."""
         self.choice.way(self._given(self.job.budget, self.job.budget))  # may say at once that it is not for this model
-        plain = self._train_plain()
-        if self.choice.is_global:
-            before = self._time_alone(plain.training) if plain.reference and self.job.rounds else []
+        with alone(self.job.turnstile):
+            plain = self._train_plain()
+            if self.choice.is_global:
+                before = self._time_alone(plain.training) if plain.reference and self.job.rounds else []
         with self.choice.around():
             standing = self.meter.standing_bytes()
-            training, first_seconds = self._settle(plain, standing)
+            with alone("" if self.choice.compiles else self.job.turnstile):
+                training, first_seconds = self._settle(plain, standing)
             assert training.reading is not None
             row = Row(
                 self.job.way,
@@ -113,16 +117,18 @@ class _Measuring:
                 else 0,
                 machine=describe_machine(str(self.device)),
             )
-            if self.job.rounds and plain.reference is not None:
-                if self.choice.is_global:
-                    row = _with_times(row, before, self._time_alone(training))
-                else:
-                    row = _with_times(row, *self._take_turns(plain.training, training))
-            elif self.job.rounds:
-                row = replace(row, seconds=statistics.median(self._time_alone(training)))
+            with alone(self.job.turnstile if self.job.rounds else ""):
+                if self.job.rounds and plain.reference is not None:
+                    if self.choice.is_global:
+                        row = _with_times(row, before, self._time_alone(training))
+                    else:
+                        row = _with_times(row, *self._take_turns(plain.training, training))
+                elif self.job.rounds:
+                    row = replace(row, seconds=statistics.median(self._time_alone(training)))
             row = replace(row, **self._compare(plain, training))
             if self.job.memory is not None:
-                row = replace(row, largest_batch=self._largest_batch(training.way))
+                with alone(self.job.turnstile):
+                    row = replace(row, largest_batch=self._largest_batch(training.way))
         if self.job.floor:
             found = floor(self.subject.model, self.batch, self.subject.loss, autocast=self.subject.autocast)
             row = replace(row, floor_bytes=found.bytes, float64_error=self._float64_error(plain))
@@ -238,13 +244,21 @@ class _Measuring:
     def _take_turns(self, plain: Training, training: Training) -> tuple[list[float], list[float]]:
         """Seconds of a step, plain's and the way's, turn by turn; who comes first changes."""
         times: tuple[list[float], list[float]] = ([], [])
-        for n in range(self.job.rounds):
+        for n in self._turns():
             for which in (0, 1) if n % 2 else (1, 0):
                 times[which].append(self._turn((plain, training)[which]))
         return times
 
     def _time_alone(self, training: Training) -> list[float]:
-        return [self._turn(training) for _ in range(self.job.rounds)]
+        return [self._turn(training) for _ in self._turns()]
+
+    def _turns(self) -> Iterator[int]:
+        """Numbers of the turns to take."""
+        began = time.perf_counter()
+        for n in range(self.job.rounds):
+            if n >= 2 and time.perf_counter() - began > self.job.seconds:
+                return
+            yield n
 
     def _turn(self, training: Training) -> float:
         """Steps in a row, as training runs them; one goes before, for what another way has left in the caches."""
@@ -299,7 +313,7 @@ def _error(plain: Outcome, other: Outcome) -> float:
 
 
 def _with_times(row: Row, plain: list[float], own: list[float]) -> Row:
-    ratio = statistics.median(b / a for a, b in zip(plain, own, strict=True))
+    ratio = statistics.median(b / a for a, b in zip(plain, own))  # noqa: B905  (each may have ended early)
     return replace(row, seconds=statistics.median(own), ratio=ratio)
 
 
