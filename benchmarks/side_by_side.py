@@ -58,7 +58,7 @@ class Asked:
         return name not in UNROLLED if self.device == "cuda" else name in COMPILED
 
 
-def side_by_side(name: str, of: Asked) -> list[Bench]:
+def rows_of(name: str, of: Asked, add: Callable[[list[dict[str, Any]]], object]) -> None:
     """All ways on one model. The largest batch is searched without those that compile anew for each size."""
     asked = of.ways or [way for way in WAYS if of.compiles(name) or not WAYS[way].compiles]
     dtype = "bfloat16" if of.device == "cuda" and name not in PLAIN_DTYPE else ""
@@ -66,21 +66,19 @@ def side_by_side(name: str, of: Asked) -> list[Bench]:
     options = {"name": name, "device": of.device}
     fitting = [way for way in asked if way in EAGER] if of.largest and name in LARGEST else []
     rest = [way for way in asked if way not in fitting]
-    found = []
+    added: set[str] = set()
+
+    def found(so_far: Bench) -> None:
+        """Add the row of the last way; plain's but once."""
+        row = so_far.as_rows()[-1] | {"machine": so_far.machine}
+        if row["way"] not in added:
+            added.add(row["way"])
+            add([row])
+
     if fitting:
-        found.append(bench(TARGET, fitting, name=name, options=options, memory=0, **settings))
+        bench(TARGET, fitting, name=name, options=options, memory=0, found=found, **settings)
     if rest:
-        found.append(bench(TARGET, rest, name=name, options=options, **settings))
-    return found
-
-
-def rows_of(name: str, asked: Asked) -> list[dict[str, Any]]:
-    """The rows of one model, each way once."""
-    rows: dict[str, dict[str, Any]] = {}
-    for one in side_by_side(name, asked):
-        for row in one.as_rows():
-            rows.setdefault(row["way"], row | {"machine": one.machine})
-    return [rows[way] for way in WAYS if way in rows]
+        bench(TARGET, rest, name=name, options=options, found=found, **settings)
 
 
 def scaling() -> list[tuple[str, int, dict[str, int]]]:
@@ -91,15 +89,15 @@ def scaling() -> list[tuple[str, int, dict[str, int]]]:
     return shapes
 
 
-def scaled_rows(axis: str, factor: int, shape: dict[str, int]) -> list[dict[str, Any]]:
+def scaled_rows(axis: str, factor: int, shape: dict[str, int], add: Callable[[list[dict[str, Any]]], object]) -> None:
     """The peaks of a GPT of one shape."""
     options = {"name": "gpt2_medium", **shape}
     found = bench(TARGET, SCALED, name="gpt2_medium", options=options, rounds=0)
-    return [{"axis": axis, "factor": factor, **shape, **row, "machine": found.machine} for row in found.as_rows()]
+    add([{"axis": axis, "factor": factor, **shape, **row, "machine": found.machine} for row in found.as_rows()])
 
 
 class Rows:
-    """What has been measured so far; written after each model. `keep`: beside the rows of earlier runs."""
+    """What has been measured so far; written after each way. `keep`: beside the rows of earlier runs."""
 
     def __init__(self, write: str, order: list[str], keep: bool) -> None:
         self.write, self.order, self.lock = write, order, Lock()
@@ -166,13 +164,8 @@ def main() -> None:
     with TemporaryDirectory() as folder, ThreadPoolExecutor(chosen.workers) as pool:
         turnstile = f"{folder}/turnstile" if chosen.device == "cuda" else ""
         asked = Asked(chosen.device, chosen.ways, not chosen.no_largest, turnstile)
-        jobs = [pool.submit(measure, rows_of, rows, name, asked) for name in names]
+        jobs = [pool.submit(rows_of, name, asked, rows.add) for name in names]
         if chosen.device == "cpu" and (chosen.scaling or not (chosen.no_scaling or chosen.case)):
-            jobs += [pool.submit(measure, scaled_rows, rows, *one) for one in scaling()]
+            jobs += [pool.submit(scaled_rows, *one, rows.add) for one in scaling()]
         for job in jobs:
             job.result()
-
-
-def measure(of: Callable[..., list[dict[str, Any]]], rows: Rows, *asked: Any) -> None:
-    """Measure some rows, and add them."""
-    rows.add(of(*asked))

@@ -20,7 +20,7 @@ class Job:
     - `rounds`, `steps`: plain and the way take so many turns of so many timed steps each. 0 rounds: nothing is timed.
     - `seconds`: of timed turns after which no further one begins; two are taken all the same.
     - `turnstile`: a file that all jobs on one device name which run at the same time. One of them uses the device at a
-      time; a compiled model alone warms up beside others, since it is the host that compiles.
+      time; the first step of a way that has no budget runs beside others, since it is the host that compiles then.
     - `budget`: the peak that lean with a budget may take, above what stands before a step.
     - `floor`: find the floor of the model too, and how far plain's gradients are from float64's.
     - `memory`: find the largest batch in so many bytes, which count what `leangrad fit` counts.

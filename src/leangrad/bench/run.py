@@ -37,6 +37,7 @@ def bench(
     timeout: float = 900,
     whole_traceback: bool = False,
     progress: Progress = lambda *_: None,
+    found: Callable[[Bench], object] = lambda _: None,
 ) -> Bench:
     """Measure each way to train a model in a process of its own.
 
@@ -59,6 +60,7 @@ def bench(
         timeout: seconds that a way may take.
         whole_traceback: of an error in the user's code, with the frames of torch and leangrad.
         progress: called with what is going on, how many ways are done, and how many there are.
+        found: called after each way, with all rows so far.
 
     Raises:
         ValueError: a name is none of a way.
@@ -94,6 +96,7 @@ def bench(
         if n == 0 and memory == 0:
             row = replace(row, largest_batch=row.rows)  # by definition
         rows.append(row)
+        found(Bench(name or target, tuple(rows)))
         if n == 0 and row.outcome == "failed":
             break  # nothing to compare with; the error is the user's
     progress("done", len(chosen), len(chosen))

@@ -16,8 +16,10 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from traceback import format_exception
 from typing import Any
@@ -102,8 +104,7 @@ class _Measuring:
                 before = self._time_alone(plain.training) if plain.reference and self.job.rounds else []
         with self.choice.around():
             standing = self.meter.standing_bytes()
-            with alone("" if self.choice.compiles else self.job.turnstile):
-                training, first_seconds = self._settle(plain, standing)
+            training, first_seconds = self._settle(plain, standing)
             assert training.reading is not None
             row = Row(
                 self.job.way,
@@ -168,8 +169,13 @@ class _Measuring:
             way = self.choice.way(self._given(budget, told))
             training = self._training(way)
             try:
-                self.outcomes, first_seconds = self._timed_warm_up(training)
-                training.read()
+                with ExitStack() as device:
+                    enter = partial(device.enter_context, alone(self.job.turnstile))
+                    if way.budget is not None:  # what its first step measures decides
+                        enter()
+                        enter = _stay
+                    self.outcomes, first_seconds = self._timed_warm_up(training, enter)
+                    training.read()
             except BudgetError as error:
                 if error.smallest is None or told is None or error.smallest <= told:
                     raise
@@ -186,18 +192,26 @@ class _Measuring:
             return training, first_seconds
         raise BudgetError(f"named a larger budget {_BUDGETS} times", told or 0)
 
-    def _timed_warm_up(self, training: Training) -> tuple[tuple[Outcome, Outcome], float]:
+    def _timed_warm_up(
+        self, training: Training, after_first: Callable[[], object]
+    ) -> tuple[tuple[Outcome, Outcome], float]:
         """The outcomes of its first and of a settled step, and how long the first one took."""
         training.subject  # noqa: B018  (what is not for this model says so before anything is timed)
         self.start.restore()
         began = time.perf_counter()
         ends: list[float] = []
         memory = Memory(training.subject.model, self.batch, self.subject.loss)
-        outcomes = training.warm_up(memory, lambda: ends.append(time.perf_counter()))
+
+        def after_step() -> None:
+            ends.append(time.perf_counter())
+            if len(ends) == 1:
+                after_first()
+
+        outcomes = training.warm_up(memory, after_step)
         return outcomes, ends[0] - began
 
     def _warm_up(self, training: Training) -> tuple[Outcome, Outcome]:
-        return self._timed_warm_up(training)[0]
+        return self._timed_warm_up(training, _stay)[0]
 
     def _compare(self, plain: _Plain, training: Training) -> dict[str, Any]:
         """How far loss and gradients are from plain's."""
@@ -297,6 +311,10 @@ class _Measuring:
         if fitted.rows is None:
             self.notes.append(f"no largest batch: {fitted.note}")
         return fitted.rows
+
+
+def _stay() -> None:
+    """Where nobody waits for the device, or it is held already."""
 
 
 def _error(plain: Outcome, other: Outcome) -> float:
