@@ -225,6 +225,8 @@ def test_a_plan_may_rebuild_what_the_recorded_step_kept(x: Tensor) -> None:
 
 # ----------------------------------------------------------------------------------------------------- a bound on time
 
+TRIED = 8 + 16 * 9  # steps after which no plan is tried any more
+
 
 def fake_time(
     monkeypatch: pytest.MonkeyPatch,
@@ -279,7 +281,7 @@ def test_the_least_memory_within_the_time(
     floor = leangrad.lean(copy.deepcopy(net), min_bytes=0)
     settle(floor, x, 3)
     fake_time(monkeypatch, lean, overhead)
-    settle(lean, x, 50)
+    settle(lean, x, TRIED)
     status = leangrad.ledger_of(lean).summary().splitlines()[-1]
     assert re.match(rf"slowdown {slowdown:g}: plain takes 1000.0 ms \(measured\)", status)
     tuner: Any = leangrad.ledger_of(lean)._tuner
@@ -301,7 +303,7 @@ def test_a_lucky_step_does_not_meet_the_bound(net: Net, x: Tensor, monkeypatch: 
         return -0.1 if is_timed and next(lucky, False) else 0.0
 
     fake_time(monkeypatch, lean, 0.15, noise=noise)
-    settle(lean, x, 50)
+    settle(lean, x, TRIED)
     assert next(lucky, None) is None
     floor = leangrad.lean(copy.deepcopy(net), min_bytes=0)
     settle(floor, x, 3)
@@ -318,7 +320,7 @@ def test_an_override_that_takes_too_long_by_itself(net: Net, x: Tensor, monkeypa
     monkeypatch.setattr(timing.Timing, "costs", by_bytes)  # those that are measured differ from run to run
     lean = leangrad.lean(copy.deepcopy(net), slowdown=1.1, min_bytes=0)
     fake_time(monkeypatch, lean, 0.2, override=0.15)
-    settle(lean, x, 60)
+    settle(lean, x, TRIED)
     assert not leangrad.ledger_of(lean)._is_plain
     assert rebuilt_bytes(lean) > 0
 
@@ -354,7 +356,7 @@ def test_with_no_time_to_lose_it_runs_plain(net: Net, x: Tensor, monkeypatch: py
     lean = leangrad.lean(copy.deepcopy(net), slowdown=1.0, min_bytes=0)
     fake_time(monkeypatch, lean, 0.4)
     plain = copy.deepcopy(net)
-    for seed in range(50):
+    for seed in range(TRIED):
         step(lean, x, seed)
         step(plain, x, seed)
         assert_same_gradients(plain, lean)
@@ -365,7 +367,7 @@ def test_with_no_time_to_lose_it_runs_plain(net: Net, x: Tensor, monkeypatch: py
 def test_where_plain_does_not_fit_its_time_is_foreseen(net: Net, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "ROOM", 0.0)
     lean = leangrad.lean(net, slowdown=1.01, min_bytes=0)
-    for _ in range(50):
+    for _ in range(TRIED):
         step(lean, x)
         assert not leangrad.ledger_of(lean)._is_plain or "foreseen" in leangrad.ledger_of(lean).summary()
     assert "plain does not fit: foreseen" in leangrad.ledger_of(lean).summary()

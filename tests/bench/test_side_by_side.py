@@ -64,9 +64,7 @@ def test_on_a_gpu_all_ways_of_all_models_under_autocast(
     assert all(one["options"]["device"] == "cuda" for one in asked)
 
 
-def test_without_the_search_for_the_largest_batch(
-    asked: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_the_search_for_the_largest_batch(asked: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     run(monkeypatch, "--no-largest", "--no-scaling")
     assert not any("memory" in one for one in asked)
     assert {one["turnstile"] for one in asked} == {""}

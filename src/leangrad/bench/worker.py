@@ -170,7 +170,7 @@ class _Measuring:
             training = self._training(way)
             try:
                 with ExitStack() as device:
-                    enter = partial(device.enter_context, alone(self.job.turnstile))
+                    enter: Callable[[], object] = partial(device.enter_context, alone(self.job.turnstile))
                     if way.budget is not None:  # what its first step measures decides
                         enter()
                         enter = _stay

@@ -21,6 +21,7 @@ __all__ = ["Relaxation"]
 
 TRIES = 48  # single values that are tried after the halving, in their order
 DEAREST = 16  # and of the others, by the work that they save
+FINE = 0.002  # of a peak: two plans that are no further apart are taken for equal
 Fits = Callable[[Outcome], bool]
 
 
@@ -83,7 +84,23 @@ class Relaxation:
         return kept
 
     def at_most(self, work: float) -> frozenset[int]:
-        """The fewest bytes beside ``kept`` with which the work is at most so much; all, if it never is."""
+        """The lowest peak with which the work is at most so much; all, if it never is.
+
+        The fewest bytes that spare so much work are a beginning. But what the last layers keep is gone before backward
+        comes to the peak: of the plans for one peak or another, the one with the lowest is taken that is fast enough.
+        """
+        best = self._fewest_bytes(work)
+        low, high = self.play(self.kept).peak_bytes, self.play(best).peak_bytes
+        while high - low > FINE * high:
+            middle = (low + high) // 2
+            found = self.within(lambda outcome, most=middle: outcome.peak_bytes <= most)  # type: ignore[misc]
+            if self.play(found).work <= work:
+                best, high = found, min(middle, self.play(found).peak_bytes)
+            else:
+                low = middle
+        return best
+
+    def _fewest_bytes(self, work: float) -> frozenset[int]:
         order = self.order
         few, many = -1, len(order)
         while many - few > 1:
