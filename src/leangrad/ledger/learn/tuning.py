@@ -41,6 +41,7 @@ from leangrad.errors import BudgetError
 from leangrad.ledger.learn.meter import Meter
 from leangrad.ledger.learn.recorded_step import RecordedStep
 from leangrad.ledger.learn.timing import Stopwatch, Timing
+from leangrad.ledger.tune.pace import Pace
 from leangrad.policy.choice import lowest_peak
 from leangrad.policy.graph import Graph
 from leangrad.policy.peak import Outcome
@@ -59,16 +60,6 @@ TURNS = 3  # the same, where the ways are plans for one budget
 SURE = 0.97  # times as long as the other: such a plan is the faster one
 SHARES = (0.6, 0.9, 1.0)  # of the room between the least and the budget, that is taken in one step after another
 CORRECTIONS = 3
-CAUTION = (
-    1.0,
-    0.9,
-    0.7,
-    0.4,
-    0.2,
-)  # of the work that a bound on the time is expected to allow, in one try after another
-REFINEMENTS = 3  # plans that are tried between one that is fast enough and one that is not
-SLACK = 0.1  # of the time that may be lost: so much is left by a plan that is tried between two others
-WORTH = 0.05  # of the memory that can be saved: for less no plan is tried
 MARGIN = 0.05  # of what is foreseen, where nothing was measured
 QUIET = 1 << 20  # bytes that may be allocated between forward and backward where nothing else runs
 ROOM = 0.95  # of a device's memory that plain may take while it is timed
@@ -526,70 +517,20 @@ class Tuner:
             (lean,) = yield from self._shortest(self._smallest)
             plain = lean - self._relaxation.play(self._smallest).work
             ratio = lean / plain
-        tried = {self._smallest: ratio}  # time beside plain's, of what was kept
-
-        def measure(kept: frozenset[int]) -> Iterator[Way]:
-            nonlocal plain
+        pace = Pace(self._replay, self._smallest, self.goal.slowdown - 1)
+        pace.note(self._smallest, ratio - 1)
+        while (kept := pace.next()) is not None:
             if is_measured:
-                plain, _, tried[kept] = yield from self._beside_plain(kept)
+                plain, _, ratio = yield from self._beside_plain(kept)
             else:
                 (seconds,) = yield from self._shortest(kept)
-                tried[kept] = seconds / plain
-
-        for share in CAUTION:
-            if min(tried.values()) <= self.goal.slowdown:
-                break
-            kept = self._relaxation.at_most(share * self._allowed_work(tried, plain))
-            if kept not in tried and not self._all_kept <= kept:
-                yield from measure(kept)
-        for _ in range(REFINEMENTS):
-            between = self._between(tried)
-            if between is None:
-                break
-            yield from measure(between)
-        kept = self._fast_enough(tried)[-1]
+                ratio = seconds / plain
+            pace.note(kept, ratio - 1)
+        kept = pace.best or self._all_kept
         self._say_slowdown(plain, lean, kept, is_measured=is_measured)
         self._is_settled = True
         while True:
             yield self._way(kept)
-
-    def _fast_enough(self, tried: dict[frozenset[int], float]) -> list[frozenset[int]]:
-        """Of what was tried, what is within the bound, the lowest peak last; before them all, everything kept."""
-        assert self.goal.slowdown is not None
-        found = [kept for kept, ratio in tried.items() if ratio <= self.goal.slowdown]
-        return [self._all_kept, *sorted(found, key=lambda kept: -self._relaxation.play(kept).peak_bytes)]
-
-    def _between(self, tried: dict[frozenset[int], float]) -> frozenset[int] | None:
-        """A plan that should be just fast enough, between the two nearest that were tried; None: it is not worth it."""
-        assert self.goal.slowdown is not None
-        play, best = self._relaxation.play, self._fast_enough(tried)[-1]
-        slower = [kept for kept, ratio in tried.items() if ratio > self.goal.slowdown]
-        if best not in tried or not slower:
-            return None
-        nearest = min(slower, key=lambda kept: play(kept).work)
-        low, high = play(best).work, play(nearest).work
-        aim = self.goal.slowdown - SLACK * (self.goal.slowdown - 1)
-        share = (aim - tried[best]) / (tried[nearest] - tried[best])
-        kept = self._relaxation.at_most(low + min(max(share, 0.2), 0.8) * (high - low))
-        room = play(self._all_kept).peak_bytes - play(self._smallest).peak_bytes
-        gain = play(best).peak_bytes - play(kept).peak_bytes
-        return None if kept in tried or gain < WORTH * room else kept
-
-    def _allowed_work(self, tried: dict[frozenset[int], float], plain: float) -> float:
-        """The seconds of rebuilding with which a step is expected to take as long as it may.
-
-        A region takes some time whatever is rebuilt in it: two plans that were tried tell it from the rest. If that
-        alone is too much, a plan that rebuilds less may still do, because its override ends earlier: see `early_end`.
-        """
-        assert self.goal.slowdown is not None
-        points = [(self._relaxation.play(kept).work, (ratio - 1) * plain) for kept, ratio in tried.items()]
-        (work, lost), allowed = points[-1], (self.goal.slowdown - 1) * plain
-        fixed = 0.0
-        if len(points) > 1 and points[0][0] > work:
-            slope = max(0.0, (points[0][1] - lost) / (points[0][0] - work))
-            fixed = min(max(0.0, lost - slope * work), lost)
-            fixed = fixed if fixed < allowed else 0.0
-        return work * max(0.0, allowed - fixed) / max(lost - fixed, 1e-9)
 
     def _way(self, kept: frozenset[int]) -> Way:
         """Keep ``kept``; where that is all that there is, run plain, if plain is allowed what it keeps beside it."""

@@ -1,0 +1,113 @@
+"""Which plans are tried for a bound on the time, on steps whose times are made up."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from leangrad.ledger.tune.pace import MOST, Pace
+from leangrad.policy.choice import lowest_peak
+from leangrad.policy.cut import remade
+from leangrad.policy.graph import Graph, Value
+from leangrad.policy.relax import Relaxation
+from leangrad.policy.replay import Replay
+
+
+def net(seed: int, layers: int = 24) -> tuple[Replay, frozenset[int]]:
+    """A chain of products with a cheap value after each; the first layers have the larger ones, as in a conv net."""
+    draw = random.Random(seed)
+    values: list[Value] = []
+    for layer in range(layers):
+        nbytes = draw.choice([50, 100, 200]) * (4 if layer < layers // 3 else 1)
+        values.append(Value(nbytes, (len(values) - 1,) if values else (), is_fixed=True))
+        values.append(Value(nbytes, (len(values) - 1,)))
+    ops = [Value(0, (n,), is_backward=True) for n in range(len(values) - 1, -1, -1)]
+    costs = [0.0 if value.is_fixed else draw.choice([1.0, 2.0, 3.0]) for value in values] + [0.0] * len(ops)
+    graph = Graph((*values, *ops))
+    replay = Replay(graph, costs)
+    return replay, lowest_peak(graph, replay.play)
+
+
+def time_of(replay: Replay, kept: frozenset[int], watching: float, rebuilding: float) -> float:
+    """What is lost by a plan: for all that is watched until the last value that is rebuilt, and for rebuilding."""
+    made = [n for n in remade(replay.graph, kept) if not replay.graph.values[n].is_fixed]
+    forward = [n for n, value in enumerate(replay.graph.values) if not value.is_backward]
+    return watching * (max(made) + 1) / len(forward) + rebuilding * replay.play(kept).work if made else 0.0
+
+
+def search(replay: Replay, smallest: frozenset[int], allowed: float, watching: float, rebuilding: float) -> Pace:
+    pace = Pace(replay, smallest, allowed)
+    pace.note(smallest, time_of(replay, smallest, watching, rebuilding))
+    while (kept := pace.next()) is not None:
+        assert kept not in pace.lost
+        pace.note(kept, time_of(replay, kept, watching, rebuilding))
+    return pace
+
+
+def oracle(
+    replay: Replay, smallest: frozenset[int], allowed: float, watching: float, rebuilding: float
+) -> list[frozenset[int]]:
+    """The plans that who knows the times would choose from: for each layer after which nothing is rebuilt."""
+    order = sorted(Relaxation(replay, smallest).order)
+    found = [smallest.union(order)]
+    for n in range(1, len(order) + 1):
+        left = allowed - watching * (order[n - 1] + 1) / (2 * 24)
+        if left >= 0:
+            found.append(Relaxation(replay, smallest.union(order[n:])).at_most(left / rebuilding))
+    return [kept for kept in found if time_of(replay, kept, watching, rebuilding) <= allowed]
+
+
+@pytest.mark.parametrize("watching", [0.0, 0.05, 0.2])
+@pytest.mark.parametrize("seed", range(12))
+def test_the_plan_is_fast_enough_and_saves_much(seed: int, watching: float) -> None:
+    replay, smallest = net(seed)
+    rebuilding = 0.4 / replay.play(smallest).work
+    pace = search(replay, smallest, 0.1, watching, rebuilding)
+    assert len(pace.lost) <= MOST + 1
+    best = pace.best
+    assert best is not None
+    assert time_of(replay, best, watching, rebuilding) <= 0.1
+    most = replay.play(pace.everything).peak_bytes
+    possible = most - min(replay.play(kept).peak_bytes for kept in oracle(replay, smallest, 0.1, watching, rebuilding))
+    largest = max(value.nbytes for value in replay.graph.values)
+    assert most - replay.play(best).peak_bytes >= possible - largest  # one value less than who knows the times
+
+
+def test_watching_alone_may_take_too_long_unless_it_ends_early() -> None:
+    replay, smallest = net(3)
+    pace = search(replay, smallest, 0.1, 0.25, 1e-4)
+    assert pace.best is not None
+    last = max(n for n in remade(replay.graph, pace.best))
+    assert last < 0.4 * 48  # of the values of forward
+
+
+def test_the_least_memory_where_it_is_fast_enough() -> None:
+    replay, smallest = net(0)
+    pace = search(replay, smallest, 0.1, 0.0, 0.05 / replay.play(smallest).work)
+    assert pace.best == smallest
+    assert len(pace.lost) == 1
+
+
+def test_nothing_is_fast_enough() -> None:
+    replay, smallest = net(0)
+    pace = Pace(replay, smallest, 0.1)
+    pace.note(smallest, 0.5)
+    while (kept := pace.next()) is not None:
+        pace.note(kept, 0.2)  # whatever is rebuilt
+    assert pace.best is None
+    assert 1 < len(pace.lost) <= MOST + 1
+
+
+def test_a_plan_that_was_lucky_is_not_taken() -> None:
+    """It rebuilds more than another that was too slow, in as much of forward."""
+    replay, smallest = net(0)
+    order = sorted(n for n in remade(replay.graph, smallest) if not replay.graph.values[n].is_fixed)
+    fewer, more = smallest.union(order[1:-1]), smallest.union(order[2:-1])
+    pace = Pace(replay, smallest, 0.1)
+    pace.note(smallest, 0.5)
+    pace.note(fewer, 0.15)
+    pace.note(more, 0.05)
+    assert pace.best is None
+    pace.note(smallest.union(order[1:]), 0.05)
+    assert pace.best == smallest.union(order[1:])
