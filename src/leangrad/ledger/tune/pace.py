@@ -46,13 +46,14 @@ class Pace:
 
         Not one that did better than another which rebuilds less, and that was too slow: it was lucky.
         """
-        slow = [(self._reach(kept), self._work(kept)) for kept, lost in self.lost.items() if lost > self._allowed]
-
-        def was_lucky(kept: frozenset[int]) -> bool:
-            return any(reach <= self._reach(kept) and work <= self._work(kept) for reach, work in slow)
-
-        found = [kept for kept, lost in self.lost.items() if lost <= self._allowed and not was_lucky(kept)]
+        found = [kept for kept, lost in self.lost.items() if lost <= self._allowed and not self._is_too_much(kept)]
         return min(found, key=self._peak, default=None)
+
+    def _is_too_much(self, kept: frozenset[int]) -> bool:
+        """Whether a plan that rebuilds less, and no further into forward, was too slow."""
+        slow = [other for other, lost in self.lost.items() if lost > self._allowed and other != kept]
+        reach, work = self._reach(kept), self._work(kept)
+        return any(self._reach(other) <= reach and self._work(other) <= work for other in slow)
 
     def next(self) -> frozenset[int] | None:
         """The lowest peak that should be fast enough; None: nothing more is worth a try."""
@@ -60,10 +61,10 @@ class Pace:
         if best == self.smallest or len(self.lost) > MOST:
             return None
         most = self._peak(self.everything) if best is None else self._peak(best)
-        room = self._peak(self.everything) - self._peak(self.smallest)
+        worth = 0.0 if best is None else WORTH * (self._peak(self.everything) - self._peak(self.smallest))
         for aim in AIMS[max(0, self._too_slow - 1) :] if best is None else (AFTER_ONE,):
             limit = aim * self._allowed
-            found = [one for one in self._candidates(limit) if most - self._peak(one) >= max(1, WORTH * room)]
+            found = [one for one in self._candidates(limit) if most - self._peak(one) >= max(1, worth)]
             fast = [one for one in found if self._foreseen(one) <= limit]
             if fast:
                 return min(fast, key=lambda one: (self._peak(one), self._foreseen(one)))
@@ -90,8 +91,16 @@ class Pace:
         watching, rebuilding = self._rates
         found = []
         for reach, relaxation in zip(REACHES, self._relaxations, strict=True):
-            found.append(relaxation.at_most(max(lost - watching * reach, LITTLE * lost) / rebuilding))
-        return [kept for kept in found if kept not in self.lost and not self.everything <= kept]
+            kept = relaxation.at_most(max(lost - watching * reach, LITTLE * lost) / rebuilding)
+            if self.everything <= kept and relaxation.order:  # at the least the largest value that is made again
+                values = self._replay.graph.values
+                kept = self.everything - {max(relaxation.order, key=lambda n: values[n].nbytes)}
+            found.append(kept)
+        return [
+            kept
+            for kept in found
+            if kept not in self.lost and not self.everything <= kept and not self._is_too_much(kept)
+        ]
 
     def _foreseen(self, kept: frozenset[int]) -> float:
         watching, rebuilding = self._rates
