@@ -18,8 +18,10 @@ from torch import Tensor, nn
 import leangrad
 from leangrad._torch import Counters
 from leangrad.errors import BudgetError
+from leangrad.ledger import Goal
 from leangrad.ledger.decision import SavedKind
-from leangrad.ledger.learn import timing, tuning
+from leangrad.ledger.learn import timing
+from leangrad.ledger.tune import peaks, to_budget
 from leangrad.policy.relax import Relaxation
 from tests.support import assert_same_bits
 from tests.support.allocator import FakeAllocator
@@ -52,7 +54,7 @@ class Net(nn.Module):
 @pytest.fixture(autouse=True)
 def no_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     """Models as small as these take as long with any plan: none is to be dropped for the noise of a busy machine."""
-    monkeypatch.setattr(tuning, "SURE", 0.0)
+    monkeypatch.setattr(to_budget, "SURE", 0.0)
 
 
 @pytest.fixture
@@ -118,11 +120,11 @@ def test_every_step_has_plains_gradients_and_the_peak_is_within(net: Net, x: Ten
 def test_more_room_never_takes_longer(net: Net, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a plan that keeps more is measured to be the slower one, the least memory stays."""
     most, least = ends(net, x)
-    monkeypatch.setattr(tuning, "SURE", 1e9)
+    monkeypatch.setattr(to_budget, "SURE", 1e9)
     lean = leangrad.lean(copy.deepcopy(net), budget=(most + least) // 2, min_bytes=0)
     settle(lean, x)
     tuner: Any = leangrad.ledger_of(lean)._tuner
-    assert leangrad.ledger_of(lean)._kept_items == tuner._smallest
+    assert leangrad.ledger_of(lean)._kept_items == tuner.course.smallest
     assert peak(lean, x) <= 1.02 * least
 
 
@@ -247,8 +249,8 @@ def fake_time(
     def of_step() -> float:
         if ledger._is_plain or ledger.decisions is None:
             return 1.0
-        relaxation = tuner._relaxation
-        least = relaxation.play(tuner._smallest).work
+        relaxation = tuner.course.relaxation
+        least = relaxation.play(tuner.course.smallest).work
         share = relaxation.play(ledger._kept_items or frozenset()).work / least
         return 1.0 + overhead * share + (override if share > 0.1 else 0.0)
 
@@ -258,11 +260,11 @@ def fake_time(
     begin = tuner.begin
 
     def timed(**how: Any) -> None:
-        if tuner._course is not None:
+        if tuner.peaks.is_recorded:
             now[0] += of_step() + noise()
         begin(**how)
 
-    monkeypatch.setattr(tuning.Stopwatch, "now", tell)
+    monkeypatch.setattr(timing.Stopwatch, "now", tell)
     monkeypatch.setattr(tuner, "begin", timed)
 
 
@@ -285,9 +287,8 @@ def test_the_least_memory_within_the_time(
     status = leangrad.ledger_of(lean).summary().splitlines()[-1]
     assert re.match(rf"slowdown {slowdown:g}: plain takes 1000.0 ms \(measured\)", status)
     tuner: Any = leangrad.ledger_of(lean)._tuner
-    share = (
-        tuner._relaxation.play(leangrad.ledger_of(lean)._kept_items).work / tuner._relaxation.play(tuner._smallest).work
-    )
+    course = tuner.course
+    share = course.play(leangrad.ledger_of(lean)._kept_items).work / course.play(course.smallest).work
     assert 1 + overhead * share <= slowdown
     assert 0 < rebuilt_bytes(lean) < rebuilt_bytes(floor)
 
@@ -299,7 +300,7 @@ def test_a_lucky_step_does_not_meet_the_bound(net: Net, x: Tensor, monkeypatch: 
     lucky = iter([True])
 
     def noise() -> float:
-        is_timed = bool(tuner._course) and not leangrad.ledger_of(lean)._is_plain and len(tuner._moments) > 8
+        is_timed = tuner.peaks.is_recorded and not leangrad.ledger_of(lean)._is_plain and len(tuner.peaks.moments) > 8
         return -0.1 if is_timed and next(lucky, False) else 0.0
 
     fake_time(monkeypatch, lean, 0.15, noise=noise)
@@ -331,15 +332,15 @@ def test_tensors_that_are_alike_have_one_cost(net: Net, x: Tensor) -> None:
     settle(lean, x, 3)
     tuner: Any = leangrad.ledger_of(lean)._tuner
     draw = random.Random(0)
-    costs = {n: draw.random() for n, item in enumerate(tuner._step.items) if not item.is_fixed}
-    evened = tuner._evened(costs)
+    costs = {n: draw.random() for n, item in enumerate(tuner.course.step.items) if not item.is_fixed}
+    evened = tuner.course.evened(costs)
     assert evened.keys() == costs.keys()
     assert sum(evened.values()) == pytest.approx(sum(costs.values()))
     assert len(set(costs.values())) == len(costs) == 12
     assert len(set(evened.values())) == 4  # the norm of the batch; norm, mask and dropped-out GELU of a block
     for n in costs:
         assert evened[n] != costs[n] or list(evened.values()).count(evened[n]) == 1
-    nbytes = {n: tuner._step.items[n].nbytes for n in evened}
+    nbytes = {n: tuner.course.step.items[n].nbytes for n in evened}
     assert all(nbytes[n] == nbytes[m] for n in evened for m in evened if evened[n] == evened[m])
 
 
@@ -365,7 +366,7 @@ def test_with_no_time_to_lose_it_runs_plain(net: Net, x: Tensor, monkeypatch: py
 
 
 def test_where_plain_does_not_fit_its_time_is_foreseen(net: Net, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuning, "ROOM", 0.0)
+    monkeypatch.setattr(peaks, "ROOM", 0.0)
     lean = leangrad.lean(net, slowdown=1.01, min_bytes=0)
     for _ in range(TRIED):
         step(lean, x)
@@ -430,7 +431,7 @@ def test_the_time_of_a_step_is_not_that_of_another_batch_after_it(
 ) -> None:
     lean = leangrad.lean(net, slowdown=1.1, min_bytes=0)
     now = 0.0
-    monkeypatch.setattr(tuning.Stopwatch, "now", lambda _: now)
+    monkeypatch.setattr(timing.Stopwatch, "now", lambda _: now)
     for _ in range(40):
         step(lean, x)
         now += 1.0
@@ -445,7 +446,7 @@ def test_copies_and_pickles_have_the_goal_and_begin_anew(net: Net, x: Tensor) ->
     settle(lean, x)
     for copied in (copy.deepcopy(lean), pickle.loads(pickle.dumps(lean))):
         ledger = leangrad.ledger_of(copied)
-        assert ledger.goal == tuning.Goal(budget=10**9)
+        assert ledger.goal == Goal(budget=10**9)
         assert ledger.decisions is None
         see, enter = copied._forward_pre_hooks.values()
         assert see.enter is enter
@@ -485,7 +486,7 @@ def test_nothing_piles_up(net: Net, x: Tensor) -> None:
     lean = leangrad.lean(net, budget=10**9, min_bytes=0)
     settle(lean, x, 40)
     tuner: Any = leangrad.ledger_of(lean)._tuner
-    assert len(tuner._moments) <= 3
+    assert len(tuner.peaks.moments) <= 3
 
 
 def test_beside_checkpoint_and_packed_gradients(net: Net, x: Tensor) -> None:
@@ -569,7 +570,7 @@ def test_forwards_with_no_backward_do_not_pile_up(net: Net, x: Tensor) -> None:
     for _ in range(20):
         lean(x)
     tuner: Any = leangrad.ledger_of(lean)._tuner
-    assert len(tuner._moments) <= 3
+    assert len(tuner.peaks.moments) <= 3
 
 
 def test_after_the_error_a_smaller_batch_is_tried(net: Net, x: Tensor) -> None:
@@ -601,8 +602,8 @@ class Allocator(FakeAllocator):
         highest = self.counters.allocated + peak(model, x)
         self.counters = self.counters._replace(highest=max(self.counters.highest, highest))
         tuner: Any = leangrad.ledger_of(model)._tuner
-        if tuner._after_backward is not None:  # by the time that it was read all of the peak had been seen
-            tuner._after_backward = self.counters.highest
+        if tuner.peaks._after_backward is not None:  # by the time that it was read all of the peak had been seen
+            tuner.peaks._after_backward = self.counters.highest
         return highest
 
 
@@ -676,13 +677,13 @@ def test_peaks_are_known_to_who_resets_them(net: Net, x: Tensor, monkeypatch: py
         inside = True
 
     lean.register_forward_hook(enters)
-    monkeypatch.setattr(tuning, "_counters", counters)
+    monkeypatch.setattr(peaks, "_counters", counters)
     for _ in range(12):
         inside = False
         taken = allocator.counters.allocated + peak(lean, x)
     tuner: Any = leangrad.ledger_of(lean)._tuner
-    assert tuner._moments[-1].highest in range(10**9 + least // 2, 10**9 + most + 1)
-    assert tuner._extra is not None  # what was foreseen has been compared with it
+    assert tuner.peaks.moments[-1].highest in range(10**9 + least // 2, 10**9 + most + 1)
+    assert tuner.peaks.extra is not None  # what was foreseen has been compared with it
 
 
 def test_an_allocator_that_runs_out_by_its_gaps_is_told_of(

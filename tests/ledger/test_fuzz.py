@@ -28,8 +28,9 @@ from leangrad.ledger import ledger as ledger_module
 from leangrad.ledger.learn import early_end
 from leangrad.ledger.learn.recorded_step import RecordedStep
 from leangrad.ledger.learn.trace import TraceMode
-from leangrad.ledger.learn.tuning import Tuner, Way
 from leangrad.ledger.origins.rules import PRODUCTS as PRODUCT_NODES
+from leangrad.ledger.tune.goal import Way
+from leangrad.ledger.tune.tuner import Tuner
 from leangrad.policy.replay import Replay
 from tests.support import assert_same_bits
 from tests.support.fuzz import fuzz_settings

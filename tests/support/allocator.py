@@ -5,7 +5,8 @@ import torch
 
 from leangrad._torch import Counters
 from leangrad.ledger import ledger as ledger_module
-from leangrad.ledger.learn import tuning
+from leangrad.ledger.learn import timing
+from leangrad.ledger.tune import peaks
 
 __all__ = ["FakeAllocator"]
 
@@ -16,6 +17,6 @@ class FakeAllocator:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, counters: Counters) -> None:
         self.counters = counters
         monkeypatch.setattr(ledger_module, "_is_on_gpu", lambda _: True)
-        monkeypatch.setattr(tuning, "_counters", lambda: self.counters)
+        monkeypatch.setattr(peaks, "_counters", lambda: self.counters)
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 10**10))
-        monkeypatch.setattr(tuning.Stopwatch, "__init__", lambda watch, *, on_gpu: setattr(watch, "_on_gpu", False))
+        monkeypatch.setattr(timing.Stopwatch, "__init__", lambda watch, *, on_gpu: setattr(watch, "_on_gpu", False))

@@ -7,6 +7,7 @@ origins     where tensors come from: rules of ops, the walk along the graph
 observe     what nodes forget: calls, changes in place, random numbers; hooks and checkpoints
 decision    keep, share or rebuild: for one saved tensor
 learn       what a recorded step shows, and the trace that later steps follow; what to keep says ``leangrad.policy``
+tune        towards a budget of memory, or a bound on the time
 region      one forward: hooks, function mode and decision together; ``gc_pause`` while it runs
 fuse        a chain of recipes as one kernel
 ledger      what is learned from step to step; ``summary`` tells it
@@ -112,8 +113,6 @@ learn: what a recorded step shows
     TraceMode                       the function mode of a region that records a trace, follows one, or only takes notes
     TraceRecorder, RecordedCall     the trace while it is recorded; one call of it, with the tensors that it saved
     TracedRegion                    protocol: what TraceMode asks of its region
-    tuning, Tuner                   from step to step towards a budget of memory, or a bound on the time
-    Goal, Way                       what the user asked for; how one step on the way there runs
     early_end, EarlyEnd             where the override of a step is taken away before forward has ended
     Ends, Border                    what a recorded step tells of that; after which module it is
     Exit, Change                    parts of what it tells: a module has run; memory has changed in place
@@ -122,6 +121,18 @@ learn: what a recorded step shows
     timing, Timing, Cost            what each rebuild of a step takes, on the host and on the device
     Stopwatch                       moments on the clock of a device
     meter, Meter                    the peak of a step on a CPU, where `leangrad.measure` runs it
+
+tune: towards what the user asked for
+    tune                            the folder of the way to a budget of memory, or to a bound on the time
+    goal, Goal, Way                 what the user asked for; how one step on the way there runs
+    peaks, Peaks                    what steps took, and what the next one is foreseen to take
+    Moment                          the beginning of a step: its time, and what was counted then
+    course, Course                  what both courses share: the plans of a recorded step, and steps that are timed
+    to_budget, TowardsBudget        the fastest plan that stays within a budget
+    Recordings                      what is known of the steps that were recorded for one budget
+    to_slowdown, TowardsSlowdown    the least memory with which a step takes no longer than a bound
+    pace, Pace                      which plan to try next for that
+    tuner, Tuner                    the course of one ledger, through all that happens to its model
 
 fuse: a chain of ops as one kernel
     fuse                            the folder of fused replays; it registers itself where Triton has a device
@@ -142,9 +153,9 @@ fuse: a chain of ops as one kernel
     PatternOp, Leaf                 parts of a pattern: one op, and one tensor that is read
 """
 
-from leangrad.ledger.learn.tuning import Goal
 from leangrad.ledger.ledger import MIN_BYTES, Ledger
 from leangrad.ledger.observe.active_region import no_regions
 from leangrad.ledger.region import Region
+from leangrad.ledger.tune.goal import Goal
 
 __all__ = ["MIN_BYTES", "Goal", "Ledger", "Region", "no_regions"]

@@ -23,12 +23,14 @@ from leangrad.ledger.learn.recorded_step import RecordedStep
 from leangrad.ledger.learn.recorder import Recorder
 from leangrad.ledger.learn.timing import Timing
 from leangrad.ledger.learn.trace import Trace
-from leangrad.ledger.learn.tuning import PRODUCTS, Goal, Tuner, Way, first_graded
 from leangrad.ledger.observe.active_region import region_is_open
 from leangrad.ledger.observe.processes.gathers import Gathers
 from leangrad.ledger.observe.unseen_writes import may_write_unseen
 from leangrad.ledger.region import Region
 from leangrad.ledger.summary import bytes_for_backward, summarize
+from leangrad.ledger.tune.goal import PRODUCTS, Goal, Way
+from leangrad.ledger.tune.peaks import first_graded
+from leangrad.ledger.tune.tuner import Tuner
 from leangrad.policy.choice import lowest_peak
 from leangrad.policy.replay import Replay
 from leangrad.switch import NAME, disabled

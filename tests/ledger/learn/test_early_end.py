@@ -23,7 +23,8 @@ from leangrad.ledger.learn import early_end
 from leangrad.ledger.learn.early_end import Border, Change, Ends, Exit
 from leangrad.ledger.learn.recorded_step import RecordedStep
 from leangrad.ledger.learn.trace import TraceMode
-from leangrad.ledger.learn.tuning import Tuner, Way
+from leangrad.ledger.tune.goal import Way
+from leangrad.ledger.tune.tuner import Tuner
 from leangrad.policy.replay import Replay
 from tests.support import assert_same_bits
 

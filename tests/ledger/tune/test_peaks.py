@@ -15,9 +15,10 @@ from torch import Tensor, nn
 import leangrad
 from leangrad._torch import Counters
 from leangrad.errors import BudgetError
-from leangrad.ledger.learn import tuning
 from leangrad.ledger.learn.meter import Meter
+from leangrad.ledger.tune import to_budget
 from leangrad.measure.listeners import Course
+from leangrad.policy.choice import lowest_peak
 from tests.support import assert_same_bits
 from tests.support.allocator import FakeAllocator
 
@@ -38,7 +39,7 @@ class Block(nn.Module):
 @pytest.fixture(autouse=True)
 def no_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     """Models as small as these take as long with any plan: none is to be dropped for the noise of a busy machine."""
-    monkeypatch.setattr(tuning, "SURE", 0.0)
+    monkeypatch.setattr(to_budget, "SURE", 0.0)
 
 
 @pytest.fixture
@@ -118,9 +119,9 @@ def test_a_loss_outside_stands_beside_what_is_kept(net: nn.Module) -> None:
     tuner: Any = leangrad.ledger_of(model)._tuner
     logits = ROWS * CLASSES * 4
     # The logits, their log-softmax, which the loss keeps, and the two gradients.
-    assert 2 * logits < tuner._beside_kept < 4 * logits
-    assert tuner._extra < 1.5 * logits  # one gradient is the plan's to foresee
-    assert tuner._after < sum(p.nbytes for p in model.parameters()) * 1.2
+    assert 2 * logits < tuner.peaks.beside_kept < 4 * logits
+    assert tuner.peaks.extra < 1.5 * logits  # one gradient is the plan's to foresee
+    assert tuner.peaks.after < sum(p.nbytes for p in model.parameters()) * 1.2
 
 
 def test_a_plan_keeps_less_where_forward_is_the_peak(net: nn.Module) -> None:
@@ -130,8 +131,8 @@ def test_a_plan_keeps_less_where_forward_is_the_peak(net: nn.Module) -> None:
     peaks(step, 4)
     ledger: Any = leangrad.ledger_of(model)
     tuner = ledger._tuner
-    chosen = tuner._relaxation.play(tuner._smallest)
-    lowest = tuner._relaxation.play(tuning.lowest_peak(ledger._replay.graph, ledger._replay.play))
+    chosen = tuner.course.relaxation.play(tuner.course.smallest)
+    lowest = tuner.course.relaxation.play(lowest_peak(ledger._replay.graph, ledger._replay.play))
     assert chosen.kept_bytes < lowest.kept_bytes
     assert chosen.peak_bytes >= lowest.peak_bytes
 
@@ -185,10 +186,10 @@ class Allocator(FakeAllocator):
             self.counters = self.counters._replace(highest=max(self.counters.highest, standing + taken))
             highest.append(self.counters.highest)
         tuner: Any = leangrad.ledger_of(model)._tuner
-        if tuner._after_backward is not None:  # what it would have read
-            tuner._at_end = Counters(standing + meter.end_bytes, highest[0])
-            tuner._at_turn = Counters(standing + meter.turn_bytes, highest[1])
-            tuner._after_backward = highest[2]
+        if tuner.peaks._after_backward is not None:  # what it would have read
+            tuner.peaks._at_end = Counters(standing + meter.end_bytes, highest[0])
+            tuner.peaks._at_turn = Counters(standing + meter.turn_bytes, highest[1])
+            tuner.peaks._after_backward = highest[2]
         assert meter.peak_bytes is not None
         return standing + meter.peak_bytes
 
@@ -251,8 +252,8 @@ def test_backward_begins_with_the_first_output_that_it_comes_to_and_ends_with_th
     step.order = order
     peaks(step, 3)
     tuner: Any = leangrad.ledger_of(model)._tuner
-    assert tuner._beside_kept < 4 * ROWS * 4 * WIDTH * 4
-    assert tuner._after < 1.5 * sum(p.nbytes for p in model.parameters())
+    assert tuner.peaks.beside_kept < 4 * ROWS * 4 * WIDTH * 4
+    assert tuner.peaks.after < 1.5 * sum(p.nbytes for p in model.parameters())
 
 
 def test_the_least_is_no_error_where_other_plans_take_more_than_foreseen() -> None:

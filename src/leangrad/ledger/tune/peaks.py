@@ -1,0 +1,256 @@
+"""What steps took, and what the next one is foreseen to take.
+
+[Note: peaks] On a GPU the allocator's counters are read when a step begins. They are never reset, so the peak of a step
+is known if it is the highest so far; what it took beyond what was foreseen is added to all that is foreseen later. They
+are read too when forward ends and when backward comes to the model. What a step takes until then, the casts that
+autocast keeps, the last layers of forward, and after it a loss outside of the model, stands beside what is kept and not
+beside what backward makes again. (A value that is being made in forward stands there whether it is kept or not.) What
+it takes after backward, in the optimizer, is the same for all plans; the first step makes the optimizer's state
+besides. A user who resets them before each step would wipe out what we came to read: so they are read when backward
+ends as well, once the plan is settled only for such a user. On a CPU nobody counts but `leangrad.measure`: where that
+runs a step, its figure is taken, at any time; before that the plan is what is foreseen, with a margin.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from leangrad import _torch
+from leangrad.ledger.learn.meter import Meter
+from leangrad.ledger.learn.timing import Stopwatch
+from leangrad.policy.peak import Outcome
+from leangrad.sizes import size_text
+from leangrad.trees import tensors_in
+
+__all__ = ["MARGIN", "Peaks", "first_graded"]
+
+MARGIN = 0.05  # of what is foreseen, where nothing was measured
+QUIET = 1 << 20  # bytes that may be allocated between forward and backward where nothing else runs
+ROOM = 0.95  # of a device's memory that a step may take which is above the budget
+
+
+class Moment(NamedTuple):
+    """The beginning of a step, which is the end of the one before it."""
+
+    time: Any
+    counters: _torch.Counters | None  # of a GPU
+    meter: Meter | None  # of a CPU
+    highest: int | None = None  # the allocator's peak when the backward pass before it ended, where that was read
+    end: _torch.Counters | None = None  # when the forward pass before it ended
+    turn: _torch.Counters | None = None  # when that backward pass came to the model
+    is_end: bool = False  # and no beginning: the next step is of another course
+
+
+class Peaks:
+    """The readings of one ledger's steps.
+
+    - `moments`: when the steps of this course began.
+    - `peak`, `took`: of the last step, where that was measured, with and without what stood before it.
+    - `extra`: what a step took beyond what was foreseen, where that was measured; `extra_before`: the same, where the
+      step was recorded anew; `in_forward`: until forward ended.
+    - `beside_kept`: what it took beside what it kept, from then on until backward began.
+    - `after`: the peak of what comes after backward, with all that stands; 0: not known.
+    - `outside`: of what the region handed out. A loss that is computed outside keeps about as many bytes.
+    - `is_settled`: no step is timed any more.
+    """
+
+    def __init__(self) -> None:
+        self.on_gpu = False
+        self.outside = 0
+        self._has_warned = False  # of what is reserved
+        self._is_reset = False  # the user resets the allocator's peak between steps
+        self._after_backward: int | None = None  # the allocator's peak, of this step
+        self._at_end: _torch.Counters | None = None  # when forward ended
+        self._at_turn: _torch.Counters | None = None  # when backward came to the model
+        self.restart()
+
+    def restart(self) -> None:
+        """A step differs from the recorded one."""
+        self.moments: list[Moment] = []
+        self.is_settled = False
+        self.is_recorded = False  # a step was, from which a course began
+        self.peak: int | None = None
+        self.took = self.after = 0
+        self.extra: int | None = None
+        self.extra_before: int | None = None
+        self.in_forward: int | None = None
+        self.beside_kept: int | None = None
+
+    # -------------------------------------------------------------------------------------------------------- readings
+
+    def begin(self, *, on_gpu: bool) -> None:
+        """A step begins."""
+        self.on_gpu = on_gpu
+        now = self._now()
+        if now.counters is not None and (now.highest or 0) > now.counters.highest:
+            self._is_reset = True
+        self.moments.append(now)
+        if self.is_settled or not self.is_recorded:
+            del self.moments[:-3]
+
+    def end_step(self) -> None:
+        """Another step begins, which is not of this course."""
+        if self.moments and not self.moments[-1].is_end:
+            self.moments.append(self._now(is_end=True))
+
+    def _now(self, *, is_end: bool = False) -> Moment:
+        on_gpu = self.on_gpu
+        counters = _counters() if on_gpu else None
+        meter = None if on_gpu or is_end else Meter()
+        time = None if self.is_settled else Stopwatch(on_gpu=on_gpu).now()
+        highest, self._after_backward = self._after_backward, None
+        end, self._at_end = self._at_end, None
+        turn, self._at_turn = self._at_turn, None
+        return Moment(time, counters, meter, highest, end, turn, is_end)
+
+    def sees_output(self, output: object) -> None:
+        """Forward handed this out: note the peak when backward has come to it, and when it has ended.
+
+        Several outputs may have a backward pass each: the first to come begins it, and the last ends it.
+        """
+        meter = self.moments[-1].meter if self.moments else None
+        if (meter is not None and meter.listens) or (self.on_gpu and (self._is_reset or not self.is_settled)):
+            made = list(_graded(output))
+            if made and meter is not None:
+                meter.hands_out()
+            elif made:
+                self._at_end = _counters()
+            for one in made:
+                one.register_hook(self._at_backward if meter is None else lambda _: meter.turns_back())
+
+    def _at_backward(self, _: Tensor) -> None:
+        if self._at_turn is None:
+            self._at_turn = _counters()
+        _torch.after_backward(self._read_after_backward)
+
+    def _read_after_backward(self) -> None:
+        counters = _counters()
+        self._after_backward = None if counters is None else counters.highest
+
+    def standing(self) -> int:
+        """What stands before a step: parameters, optimizer state, a batch."""
+        counters = self.moments[-1].counters
+        return 0 if counters is None else counters.allocated
+
+    def highest(self) -> int:
+        """The allocator's peak so far."""
+        counters = self.moments[-1].counters
+        return 0 if counters is None else counters.highest
+
+    def reserved(self) -> int | None:
+        """What the allocator has reserved; None: nobody counts."""
+        counters = self.moments[-1].counters
+        return None if counters is None else counters.reserved
+
+    def sees(self, limit: int) -> bool:
+        """Whether a step that takes more than the limit is seen to."""
+        return self._is_reset or self.highest() <= limit
+
+    def has_room(self, peak: float) -> bool:
+        """Whether the machine has so much memory, whatever the budget is."""
+        if self.on_gpu:
+            return peak <= ROOM * torch.cuda.mem_get_info()[1]
+        try:
+            return peak <= ROOM * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+        except (AttributeError, OSError, ValueError):  # not a Unix
+            return True
+
+    # -------------------------------------------------------------------------------------------- what a step has taken
+
+    def compare(self, outcome: Outcome) -> int:
+        """Compare what the last step took with what was foreseen of it; returns what stood before it."""
+        self.peak = None
+        last = [(a, b) for a, b in pairwise(self.moments[-3:]) if not a.is_end][-1:]
+        if not last:
+            return 0
+        before, now = last[0]
+        if before.counters is not None and now.counters is not None:
+            self._warn_of_retries(before.counters, now.counters)
+            self._read_counters(before.counters, now, now.counters.highest, outcome)
+        elif before.meter is not None and before.meter.peak_bytes is not None:
+            self._read_meter(before.meter, before.meter.peak_bytes, outcome)
+        return 0 if before.counters is None else before.counters.allocated
+
+    def _read_counters(self, before: _torch.Counters, now: Moment, highest: int, outcome: Outcome) -> None:
+        highest = max(highest, now.highest or 0)
+        if highest <= before.highest:
+            return
+        in_backward = highest if now.highest is None else now.highest
+        self.peak, self.took = highest, in_backward - before.allocated
+        if in_backward < highest:
+            self.after = highest
+        if in_backward > before.highest:
+            self.extra = self.took - outcome.peak_bytes
+            if now.end is None or now.turn is None:
+                return
+            if now.end.highest > before.highest:
+                self.in_forward = now.end.highest - before.allocated - outcome.forward_bytes
+            if now.turn.highest > before.highest:
+                # Where nothing seems to have run between forward and backward, nothing stood there but what stands now.
+                is_quiet = now.turn.highest == now.end.highest and now.turn.allocated - now.end.allocated < QUIET
+                highest = now.turn.allocated if is_quiet else now.turn.highest
+                self.beside_kept = highest - before.allocated - outcome.kept_bytes
+                if now.turn.highest >= in_backward:  # how high it stood later nobody knows, but what it began with
+                    hidden = now.turn.allocated - before.allocated - outcome.kept_bytes - self.outside
+                    self.extra = min(self.extra, int(max(0, hidden) + MARGIN * outcome.peak_bytes))
+
+    def _read_meter(self, meter: Meter, peak_bytes: int, outcome: Outcome) -> None:
+        self.peak = self.took = peak_bytes
+        self.extra = peak_bytes - outcome.peak_bytes
+        if (
+            meter.forward_bytes is None
+            or meter.start_bytes is None
+            or meter.later_bytes is None
+            or meter.after_bytes is None
+        ):
+            return
+        self.took = max(meter.forward_bytes, meter.start_bytes, meter.later_bytes)
+        self.in_forward = meter.forward_bytes - outcome.forward_bytes
+        self.beside_kept = meter.start_bytes - outcome.kept_bytes
+        self.extra = max(meter.later_bytes - outcome.peak_bytes, min(0, self.took - outcome.peak_bytes))
+        if self.is_recorded:  # else it is the recorded step, in which the optimizer may make its state
+            self.after = meter.after_bytes
+
+    def _warn_of_retries(self, before: _torch.Counters, now: _torch.Counters) -> None:
+        """What is reserved may not fit the device where what is allocated does: the allocator's blocks have gaps."""
+        if now.retries > before.retries and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"a step of at most {size_text(now.highest)} was too much for the GPU as torch's allocator divides it "
+                f"({size_text(now.reserved)} are reserved): it gave back what it had cached and tried again, which "
+                "takes time. Set PYTORCH_ALLOC_CONF=expandable_segments:True, or give a smaller budget.",
+                stacklevel=2,
+            )
+
+    # ----------------------------------------------------------------------------------------------- what one will take
+
+    def foreseen(self, outcome: Outcome, more: int = 0) -> float:
+        """The peak of the next step, if its saved tensors and gradients take what ``outcome`` says, and ``more``."""
+        guess = int(self.outside + MARGIN * (outcome.peak_bytes + more))
+        later = self.extra if self.extra is not None else guess
+        return max(self.standing() + more + max(outcome.peak_bytes + later, self.until_backward(outcome)), self.after)
+
+    def until_backward(self, outcome: Outcome) -> int:
+        """The same, before backward comes to the model; 0: nothing was measured."""
+        forward = 0 if self.in_forward is None else outcome.forward_bytes + self.in_forward
+        return max(forward, 0 if self.beside_kept is None else outcome.kept_bytes + self.beside_kept)
+
+
+def first_graded(output: object) -> Tensor | None:
+    """The first tensor that backward may begin at, of what a forward handed out."""
+    return next(_graded(output), None)
+
+
+def _graded(output: object) -> Iterator[Tensor]:
+    return (t for t in tensors_in(output) if t.grad_fn is not None and type(t) is Tensor)
+
+
+def _counters() -> _torch.Counters | None:
+    return _torch.cuda_counters(torch.device("cuda", torch.cuda.current_device()))
