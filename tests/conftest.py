@@ -5,6 +5,7 @@ marked `sampled(n)` every n-th, those marked `extended` not at all. `make test-a
 called by its name.
 """
 
+import gc
 import importlib
 import os
 import random
@@ -54,6 +55,21 @@ def _sample(config: pytest.Config, items: list[pytest.Item]) -> None:
     if others:
         config.hook.pytest_deselected(items=others)
         items[:] = chosen
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()  # what is frozen outlives the interpreter, and bindings to C++ complain of that
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _few_objects() -> None:
+    """Hide what was there before a test file from the garbage collector.
+
+    `measure` looks through all objects that the collector knows, and many tests collect. After some hundred tests there
+    are millions of objects, and each look takes a second.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

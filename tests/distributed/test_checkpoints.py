@@ -12,14 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 
 from leangrad.lean import lean, ledger_of
 from tests.support import same_bits
-from tests.support.ranks import Scaled, Transformer, local, loss_of, run_ranks
+from tests.support.ranks import Scaled, Transformer, local, loss_of, run_ranks, start_ranks
 
 pytestmark = [
     pytest.mark.slow,
@@ -69,7 +68,7 @@ def save_and_load(rank: int, folder: str) -> None:
 
 
 def test_checkpoints_are_saved_and_loaded(tmp_path: Path) -> None:
-    run_ranks(save_and_load, 2, tmp_path, str(tmp_path))
+    run_ranks(save_and_load, 2, tmp_path, str(tmp_path), copies=True)
 
 
 def work_until(rank: int, store: str, folder: str, end: str, is_lean: bool) -> None:
@@ -108,7 +107,7 @@ def errors_after(end: str, is_lean: bool, folder: Path) -> dict[int, str]:
     """What the ranks raise, by rank."""
     folder.mkdir()
     start = time.monotonic()
-    mp.spawn(work_until, (str(folder / "store"), str(folder), end, is_lean), nprocs=2)
+    start_ranks(work_until, (str(folder / "store"), str(folder), end, is_lean), 2)
     found = {rank: path.read_text() for rank in range(2) if (path := folder / f"error_{rank}").exists()}
     assert 0 in found, f"no error after {time.monotonic() - start:.0f} s"
     return found

@@ -145,4 +145,4 @@ def test_two_processes(tmp_path: Path) -> None:
 
 
 def test_four_processes(tmp_path: Path) -> None:
-    run_ranks(work, 4, tmp_path, ["per block", "per layer"])
+    run_ranks(work, 4, tmp_path, ["per block", "per layer"], copies=True)

@@ -197,7 +197,7 @@ def some_ranks(rank: int) -> None:
 
 @pytest.mark.slow
 def test_lean_on_one_rank_only(tmp_path: Path) -> None:
-    run_ranks(some_ranks, 2, tmp_path)
+    run_ranks(some_ranks, 2, tmp_path, copies=True)
 
 
 @pytest.mark.slow

@@ -173,4 +173,4 @@ def work(rank: int) -> None:
 
 
 def test_two_processes(tmp_path: Path) -> None:
-    run_ranks(work, 2, tmp_path)
+    run_ranks(work, 2, tmp_path, copies=True)

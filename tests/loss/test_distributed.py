@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -14,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from leangrad.lean import lean, ledger_of
 from leangrad.loss import linear_cross_entropy
+from tests.support.ranks import start_ranks
 
 pytestmark = [
     pytest.mark.slow,
@@ -99,4 +99,4 @@ def work(rank: int, file: str) -> None:
 
 
 def test_two_processes_train_like_plain(tmp_path: Path) -> None:
-    mp.spawn(work, (str(tmp_path / "store"),), nprocs=WORLD)
+    start_ranks(work, (str(tmp_path / "store"),), WORLD)

@@ -455,7 +455,8 @@ def test_compiled_and_transformed_it_is_plain() -> None:
     plain, ids = Model(), words()
     model = leangrad.lean(copy.deepcopy(plain), exact=False)
     torch._dynamo.reset()
-    assert type(torch.compile(model, backend="leangrad", fullgraph=True)(ids)) is Tensor
+    compiled = torch.compile(model, backend="leangrad", fullgraph=True, options={"leangrad.exact": True})
+    assert type(compiled(ids)) is Tensor  # run op by op: what Dynamo traces is the same, without a C++ compiler
     parameters = {name: p.detach() for name, p in model.named_parameters()}
     found = torch.func.grad(lambda p: torch.func.functional_call(model, p, (ids,)).square().mean())(parameters)
     expected = torch.autograd.grad(plain(ids).square().mean(), list(plain.parameters()))

@@ -21,15 +21,6 @@ from leangrad.measure import Allocation, Measurement, instrument, measure
 from leangrad.measure.trace import read_trace
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _few_objects() -> Iterator[None]:
-    """Hide what was imported from the garbage collector: `measure` looks through all that it knows."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 def size_of(*tensors: torch.Tensor) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from leangrad.errors import LeangradError
 from leangrad.packed import pack_gradients
+from tests.support.ranks import start_ranks
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo")
 
@@ -249,7 +249,7 @@ def _work(rank: int, store: str, tasks: tuple[Callable[[int], None], ...]) -> No
 
 
 def in_two_processes(folder: Path, *tasks: Callable[[int], None]) -> None:
-    mp.spawn(_work, args=(str(folder / "store"), tasks), nprocs=WORLD)
+    start_ranks(_work, (str(folder / "store"), tasks), WORLD)
 
 
 @pytest.mark.slow

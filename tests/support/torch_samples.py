@@ -6,6 +6,7 @@ They live in ``torch.testing._internal``: the lists differ from release to relea
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import warnings
 from collections.abc import Iterator
@@ -55,7 +56,10 @@ def samples_of(op: Any, device: str, dtype: torch.dtype, count: int | None) -> I
     """The first ``count`` sample inputs of an op, or all; none if it does not have ``dtype``."""
     if dtype in op.supported_backward_dtypes(device):
         torch.manual_seed(0)
-        yield from itertools.islice(op.sample_inputs(device, dtype, requires_grad=True), count)
+        # torch looks for a unittest among the callers, and reads the source of each of them: most of the time of this.
+        with mock.patch.object(inspect, "stack", list):
+            samples = op.sample_inputs(device, dtype, requires_grad=True)
+        yield from itertools.islice(samples, count)
 
 
 def module_samples_of(info: Any, device: str, dtype: torch.dtype, training: bool) -> list[Any]:

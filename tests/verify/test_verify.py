@@ -1,7 +1,6 @@
 """`leangrad.verify`: what it must catch, what it must leave alone, and what it says about bad input."""
 
 import contextlib
-import gc
 import importlib
 import itertools
 import pickle
@@ -28,15 +27,6 @@ from tests.support import same_bits
 verify_module = importlib.import_module("leangrad.verify")
 
 Lean = Callable[[Callable[[nn.Module], Any]], None]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _few_objects() -> Iterator[None]:
-    """Hide what was imported from the garbage collector: `measure` looks through all that it knows."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from leangrad.nn.abn import InPlaceABN, InPlaceABNSync
 from tests.support import same_bits
+from tests.support.ranks import start_ranks
 
 SIZES = {"unequal": (5, 2), "equal": (3, 3), "one empty": (4, 0)}
 
@@ -58,7 +58,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    mp.spawn(worker, args=(port, str(folder)), nprocs=2)
+    start_ranks(worker, (port, str(folder)), 2)
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(2)]
 
 
