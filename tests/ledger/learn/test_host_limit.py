@@ -53,11 +53,13 @@ class Machine:
         self.now = 0.0
         self.wait = 0.0  # of the host for the GPU, after a step of 1 second
         self.waits = 0
+        self.is_idle = False  # when forward has been issued
         self.highest, self.room = 10**9, 10.0**9
         self.is_capturing = False
         monkeypatch.setattr(ledger_module, "_is_on_gpu", lambda _: True)
         monkeypatch.setattr(host_limit, "time", SimpleNamespace(perf_counter=lambda: self.now))
         monkeypatch.setattr(host_limit, "_wait_for_gpu", self._wait_for_gpu)
+        monkeypatch.setattr(host_limit, "_is_idle", lambda: self.is_idle)
         monkeypatch.setattr(host_limit, "_highest", lambda: self.highest)
         monkeypatch.setattr(host_limit, "_standing", lambda: 0)
         monkeypatch.setattr(host_limit, "_room", lambda: self.room)
@@ -130,6 +132,17 @@ def test_steps_before_it_is_known_are_as_ever(machine: Machine, x: Tensor) -> No
         machine.steps(least, x, 1)
         assert leangrad.ledger_of(model)._kept_items == leangrad.ledger_of(least)._kept_items
         assert leangrad.ledger_of(model).decisions == leangrad.ledger_of(least).decisions
+
+
+def test_a_gpu_that_is_idle_after_forward_waits_for_the_host_though_it_is_busy_at_the_end(
+    machine: Machine, x: Tensor
+) -> None:
+    """As a convolutional net's is: its largest kernels are the last of backward."""
+    machine.wait, machine.is_idle = 0.05, True
+    model, least = lean(), lean(spare=0)
+    machine.steps(model, x)
+    machine.steps(least, x, 4)
+    assert len(rebuilt(model)) < 0.6 * len(rebuilt(least))
 
 
 @pytest.mark.parametrize("wait", [0.05, 1.0])

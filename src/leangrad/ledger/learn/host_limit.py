@@ -5,13 +5,17 @@ A rebuild costs the host 40 to 150 microseconds, however many bytes it saves. Wh
 notices; a model of many small kernels becomes slower. And much of what is rebuilt does not matter to the peak: it is
 read, and gone, before backward comes to the layers whose tensors are large.
 
-So a model without a budget or a bound on the time is measured, once its plan stands: in a few steps the host waits for
-the GPU when backward has been issued, and notes how long. If that is next to nothing, the GPU had nothing left to do:
-it waits for the host. Then every rebuild of one step is timed, and what is dearest to the host for each of its bytes is
-kept, as long as the peak that is foreseen is no more than a small share above the least. If the allocator's peak, read
-when backward has ended, shows that a step took more than that (a chain that runs as one kernel takes less than is
-foreseen for rebuilding it), then no more bytes are kept than that share, wherever the peak may be. If even that is too
-much, all is as it was before.
+So a model without a budget or a bound on the time is measured, once its plan stands: in a few steps the host asks, when
+forward has been issued, whether the GPU has anything left to do, and when backward has, it waits for the GPU and notes
+how long. If there was nothing at the one time, or next to nothing at the other, the GPU waits for the host. (The last
+kernels of backward are those of the first layers, the largest of a convolutional net: they keep the GPU busy at the end
+of a step for most of which it had nothing to do.)
+
+Then every rebuild of one step is timed, and what is dearest to the host for each of its bytes is kept, as long as the
+peak that is foreseen is no more than a small share above the least. If the allocator's peak, read when backward has
+ended, shows that a step took more than that (a chain that runs as one kernel takes less than is foreseen for rebuilding
+it), then no more bytes are kept than that share, wherever the peak may be. If even that is too much, all is as it was
+before.
 
 Everything else is as ever: the whole step is followed, and one that differs is learned from anew.
 """
@@ -60,6 +64,7 @@ class HostLimit:
         self._steps = 0
         self._began: float | None = None  # the step that is being measured
         self._waits: list[float] = []  # for the GPU, as shares of the time of a step
+        self._idle: list[bool] = []  # whether the GPU had nothing left to do when forward had been issued
         self._timing: Timing | None = None
         self._thread: int | None = None
         self._standing = 0  # what was allocated when the step began
@@ -90,7 +95,7 @@ class HostLimit:
         else:
             self._steps += 1
             if len(self._waits) >= RUNS:
-                self.is_over = statistics.median(self._waits[1:]) > IDLE
+                self.is_over = statistics.median(self._waits[1:]) > IDLE and 2 * sum(self._idle[1:]) < RUNS
                 if not self.is_over:
                     self._timing, self._standing = Timing(on_gpu=True), _standing()
             elif self._steps > STEADY + 2 * RUNS:  # of some of these nobody ran the backward
@@ -105,6 +110,8 @@ class HostLimit:
 
     def sees_output(self, made: Tensor) -> None:
         """Forward handed this out: measure the step, if it is to be measured, when its backward has ended."""
+        if self._began is not None:
+            self._idle.append(not _torch.is_capturing() and _is_idle())
         if self._began is not None or (self._timing is not None and not self.is_over):
             made.register_hook(self._at_backward)
 
@@ -169,6 +176,10 @@ class HostLimit:
             return before
         self._is_careful = True
         return self._more(step, replay, before)
+
+
+def _is_idle() -> bool:
+    return torch.cuda.current_stream().query()
 
 
 def _wait_for_gpu() -> None:

@@ -133,6 +133,10 @@ class Pace:
 
     def _reach(self, kept: frozenset[int]) -> float:
         """The part of forward in which something is rebuilt under a plan."""
-        places = sorted(self._relaxations[0].order)
-        made = [n for n in remade(self._replay.graph, kept) if n in self._relaxations[0]._gains]
-        return (places.index(max(made)) + 1) / len(places) if made else 0.0
+        made = [n for n in remade(self._replay.graph, kept) if n in self._places]
+        return (self._places[max(made)] + 1) / len(self._places) if made else 0.0
+
+    @cached_property
+    def _places(self) -> dict[int, int]:
+        """Of each value that may be kept, its place among them in forward."""
+        return {n: place for place, n in enumerate(sorted(self._relaxations[0].order))}
