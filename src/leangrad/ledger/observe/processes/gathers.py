@@ -6,6 +6,7 @@ it would pass for changes of the model's tensors behind autograd's back, and end
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
 from typing import Any
@@ -98,18 +99,25 @@ class Aside:
 
     def __init__(self, hook: Any, *, gathers: bool) -> None:
         self._hook, self._gathers = hook, gathers
-        self._run = torch.compiler.disable(self._call) if "torch._dynamo" in sys.modules else self._call
+        self._run = _run_undisturbed() if "torch._dynamo" in sys.modules else _run
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Call the hook; in a compiled module, where Dynamo does not look either."""
-        return self._run(module, *args, **kwargs)
+        return self._run(self._hook, self._gathers, module, *args, **kwargs)
 
-    def _call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        region = open_region()
-        if region is None or region.shards is None:
-            return self._hook(module, *args, **kwargs)
-        with region.aside():
-            result = self._hook(module, *args, **kwargs)
-            if self._gathers and region.shards.gathered(_torch.shards_of(module)):
-                region.fence = _torch.next_sequence_nr()
-        return result
+
+def _run(hook: Any, gathers: bool, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    region = open_region()
+    if region is None or region.shards is None:
+        return hook(module, *args, **kwargs)
+    with region.aside():
+        result = hook(module, *args, **kwargs)
+        if gathers and region.shards.gathered(_torch.shards_of(module)):
+            region.fence = _torch.next_sequence_nr()
+    return result
+
+
+@functools.cache
+def _run_undisturbed() -> Any:
+    """One for all: of a method of each stand-in Dynamo would make a function that holds it, which it would hold."""
+    return torch.compiler.disable(_run)
