@@ -1,13 +1,13 @@
 """What stands for a hook of FSDP2 while a region is open."""
 
 import gc
+import sys
 import weakref
 
 import pytest
 import torch._dynamo  # noqa: F401  (a stand-in asks whether it was imported)
 from torch import nn
 
-from leangrad.ledger.observe.processes import gathers
 from leangrad.ledger.observe.processes.gathers import Aside
 
 
@@ -22,7 +22,7 @@ def test_it_calls_the_hook_where_no_region_is_open() -> None:
 @pytest.mark.parametrize("knows_dynamo", [True, False])
 def test_it_does_not_wait_for_the_collector(knows_dynamo: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not knows_dynamo:
-        monkeypatch.setattr(gathers.sys, "modules", {})
+        monkeypatch.delitem(sys.modules, "torch._dynamo")
     gc.disable()
     try:
         stand_in = Aside(print, gathers=True)
