@@ -107,11 +107,7 @@ def on_gpu(name: str, shares: tuple[float, ...], ways: list[str], *, of_kernels:
         row: dict[str, Any] = {"case": name, "way": way, **said}
         try:
             return row | _on_gpu(setup, make_ready, SETTLED[way], of_kernels=of_kernels)
-        except (
-            BudgetError,
-            RuntimeError,
-            AssertionError,
-        ) as error:  # too little memory, or timm has no checkpoint
+        except (BudgetError, RuntimeError, AssertionError) as error:  # AssertionError: timm has no checkpoint
             return row | {"error": str(error).splitlines()[0]}
         finally:
             gc.collect()

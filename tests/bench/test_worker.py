@@ -146,21 +146,23 @@ def test_turns_end_when_their_seconds_are_over(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no file locks there")
 @pytest.mark.parametrize("way", ["lean", "plain"])
-def test_processes_that_share_a_device_use_it_one_at_a_time(way: str, tmp_path: Path) -> None:
+def test_processes_that_share_a_device_use_it_one_at_a_time(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """While another holds the turnstile, a job waits; and it lets others in before it ends."""
     path = str(tmp_path / "turnstile")
-    ended = threading.Event()
-
-    def work() -> None:
-        measured(way, rounds=2, turnstile=path)
-        ended.set()
-
+    asked, began = threading.Event(), threading.Event()
+    train = worker._Measuring._train_plain
+    monkeypatch.setattr(worker, "alone", lambda of: asked.set() or alone(of))
+    monkeypatch.setattr(worker._Measuring, "_train_plain", lambda self: began.set() or train(self))
+    thread = threading.Thread(target=measured, args=(way,), kwargs={"rounds": 2, "turnstile": path})
     with alone(path):
-        thread = threading.Thread(target=work)
         thread.start()
-        assert not ended.wait(1.5)
-    thread.join(60)
-    assert ended.is_set()
+        assert asked.wait(60)
+        assert not began.wait(0.5)
+    thread.join(120)
+    assert began.is_set()
+    assert not thread.is_alive()
     with alone(path):
         pass
 

@@ -33,12 +33,10 @@ class Pace:
         """``allowed``: what may be lost, as a share of plain's time."""
         self._replay, self.smallest, self._allowed = replay, smallest, allowed
         self.lost: dict[frozenset[int], float] = {}  # of what was tried, the plan with the least memory first
-        self._too_slow = 0  # plans
 
     def note(self, kept: frozenset[int], lost: float) -> None:
         """It was tried, and so much was lost."""
         self.lost[kept] = lost
-        self._too_slow += lost > self._allowed
 
     @property
     def best(self) -> frozenset[int] | None:
@@ -62,7 +60,8 @@ class Pace:
             return None
         most = self._peak(self.everything) if best is None else self._peak(best)
         worth = 0.0 if best is None else WORTH * (self._peak(self.everything) - self._peak(self.smallest))
-        for aim in AIMS[max(0, self._too_slow - 1) :] if best is None else (AFTER_ONE,):
+        too_slow = sum(lost > self._allowed for lost in self.lost.values())
+        for aim in AIMS[max(0, too_slow - 1) :] if best is None else (AFTER_ONE,):
             limit = aim * self._allowed
             found = [one for one in self._candidates(limit) if most - self._peak(one) >= max(1, worth)]
             fast = [one for one in found if self._foreseen(one) <= limit]
@@ -113,7 +112,7 @@ class Pace:
         if len(points) == 1:
             _, work, lost = points[0]
             return 0.0, lost / max(work, 1e-12)
-        weighed = [(reach / lost, work / lost) for reach, work, lost in points]  # the sum of both rates should be 1
+        weighed = [(reach / lost, work / lost) for reach, work, lost in points]  # times the two rates, each should be 1
         rr, rw, ww = (sum(a[i] * a[j] for a in weighed) for i, j in ((0, 0), (0, 1), (1, 1)))
         r, w = (sum(a[i] for a in weighed) for i in (0, 1))
         det = rr * ww - rw * rw

@@ -39,7 +39,7 @@ class TowardsSlowdown(Course):
                 (seconds,) = yield from self.shortest(kept)
                 ratio = seconds / plain
             pace.note(kept, ratio - 1)
-        kept = pace.best or self.all_kept
+        kept = self.all_kept if pace.best is None else pace.best  # which may be empty
         self._say(plain, lean, kept, is_measured=is_measured)
         self.peaks.is_settled = True
         while True:
