@@ -237,14 +237,18 @@ def test_gradients_that_are_rounding_alone_do_not_count_as_errors() -> None:
     plain: Any = {("loss", ""): torch.tensor(1.0), ("gradient", "w"): torch.tensor([2.0, 1.0])}
     plain["gradient", "b"] = torch.tensor([1e-9])
     other = {**plain, ("gradient", "b"): torch.tensor([3e-9])}
-    assert worker._error(plain, other) == 0.0
-    assert worker._error(plain, {**other, ("gradient", "w"): torch.tensor([2.0, 1.5])}) == 0.25
-    assert worker._error(plain, {**other, ("loss", ""): torch.tensor(1.5)}) == 0.5
-    assert worker._error(plain, {**other, ("gradient", "w"): None}) == float("inf")
-    assert worker._error(plain, {**plain, ("gradient", "b"): None}) == float("inf")
-    assert worker._error(plain, {**plain, ("gradient", "b"): torch.tensor([float("nan")])}) == float("inf")
+
+    def error(plain: Any, other: Any) -> float:
+        return worker._largest_error(plain, worker._compared(plain, other))
+
+    assert error(plain, other) == 0.0
+    assert error(plain, {**other, ("gradient", "w"): torch.tensor([2.0, 1.5])}) == 0.25
+    assert error(plain, {**other, ("loss", ""): torch.tensor(1.5)}) == 0.5
+    assert error(plain, {**other, ("gradient", "w"): None}) == float("inf")
+    assert error(plain, {**plain, ("gradient", "b"): None}) == float("inf")
+    assert error(plain, {**plain, ("gradient", "b"): torch.tensor([float("nan")])}) == float("inf")
     large = {**plain, ("gradient", "b"): torch.tensor([1e-3])}
-    assert worker._error(large, {**large, ("gradient", "b"): torch.tensor([2e-3])}) == pytest.approx(1.0)
+    assert error(large, {**large, ("gradient", "b"): torch.tensor([2e-3])}) == pytest.approx(1.0)
 
 
 def test_a_compiled_way_is_compared_by_a_model_that_draws_as_eager(monkeypatch: pytest.MonkeyPatch) -> None:

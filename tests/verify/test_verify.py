@@ -3,6 +3,7 @@
 import contextlib
 import importlib
 import itertools
+import math
 import pickle
 import random
 from collections import Counter, UserDict, namedtuple
@@ -509,6 +510,29 @@ def test_a_batch_that_does_not_fit_is_named(lean: Lean, batch: Any, named: str) 
 )
 def test_difference(plain: Tensor | None, lean_value: Tensor | None, expected: float | None) -> None:
     assert difference(plain, lean_value) == expected
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_difference_of_a_large_tensor_is_that_of_its_elements(seed: int) -> None:
+    """NaN, infinities, zeros of both signs and equal elements, in some of the parts that are compared one by one."""
+    generator = torch.Generator().manual_seed(seed)
+    dtype = (torch.float32, torch.bfloat16, torch.float64, torch.complex64)[seed % 4]
+    plain = torch.randn(3 * 2**16 + 5, generator=generator).to(dtype)
+    lean_value = plain.clone()
+    special = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 7.0]).to(dtype)
+    for _ in range(seed // 4):
+        at, which, whose = (int(torch.randint(n, (), generator=generator)) for n in (len(plain), len(special), 3))
+        for tensor in ((plain,), (lean_value,), (plain, lean_value))[whose]:
+            tensor[at] = special[which]
+    pairs = [(complex(a), complex(b)) for a, b in zip(plain.tolist(), lean_value.tolist(), strict=True) if a != b]
+    apart = [abs(a - b) for a, b in pairs if a == a or b == b]
+    sizes = [abs(a) for a in plain.tolist() if abs(a) < math.inf]
+    expected = None if not apart else max(math.inf if d != d else d for d in apart) / max(sizes)
+    found = difference(plain, lean_value)
+    if expected is None:
+        assert not found  # 0.0 where zeros have other signs
+    else:
+        assert found == pytest.approx(expected)
 
 
 def test_memory_writes_only_what_changed() -> None:

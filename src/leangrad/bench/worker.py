@@ -17,7 +17,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -43,7 +43,7 @@ from leangrad.frontier.training import Setup, Training
 from leangrad.frontier.ways import Way, budget_way, plain_way
 from leangrad.timeline.event import format_bytes
 from leangrad.verify import check_gradients, check_trainable
-from leangrad.verify.comparison import Outcome, collect, differences, largest
+from leangrad.verify.comparison import Difference, Outcome, collect, differences, largest
 from leangrad.verify.generators import global_states
 from leangrad.verify.memory import Memory
 from leangrad.verify.subject import Subject
@@ -98,10 +98,12 @@ class _Measuring:
     def run(self) -> Row:
         """Everything that the job asks for."""
         self.choice.way(self._given(self.job.budget, self.job.budget))  # may say at once that it is not for this model
-        with alone(self.job.turnstile):
-            plain = self._train_plain()
+        with self._alone():
+            plain, last = self._train_plain()
             if self.choice.is_global:
                 before = self._time_alone(plain.training) if plain.reference and self.job.rounds else []
+        if plain.reference is not None:
+            plain.noise = largest(_compared(plain.reference, last))
         with self.choice.around():
             standing = self.meter.standing_bytes()
             training, first_seconds = self._settle(plain, standing)
@@ -118,7 +120,7 @@ class _Measuring:
                 else 0,
                 machine=describe_machine(str(self.device)),
             )
-            with alone(self.job.turnstile if self.job.rounds else ""):
+            with self._alone() if self.job.rounds else nullcontext():
                 if self.job.rounds and plain.reference is not None:
                     if self.choice.is_global:
                         row = _with_times(row, before, self._time_alone(training))
@@ -128,16 +130,25 @@ class _Measuring:
                     row = replace(row, seconds=statistics.median(self._time_alone(training)))
             row = replace(row, **self._compare(plain, training))
             if self.job.memory is not None:
-                with alone(self.job.turnstile):
+                with self._alone():
                     row = replace(row, largest_batch=self._largest_batch(training.way))
         if self.job.floor:
             found = floor(self.subject.model, self.batch, self.subject.loss, autocast=self.subject.autocast)
             row = replace(row, floor_bytes=found.bytes, float64_error=self._float64_error(plain))
         return replace(row, note="; ".join(self.notes))
 
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """The device for this process alone; the others find none of the memory taken that steps have left."""
+        with alone(self.job.turnstile):
+            yield
+            if self.job.turnstile:
+                self.meter.release()
+
     # -- the steps that are compared -------------------------------------------------------------------------------
 
-    def _train_plain(self) -> _Plain:
+    def _train_plain(self) -> tuple[_Plain, Outcome]:
+        """Plain at work, and what its last step gave."""
         plain = _Plain(self._training(plain_way()))
         self.start.restore()
         before = global_states(self.device)
@@ -149,10 +160,9 @@ class _Measuring:
             self.notes.append("plain ran out of memory: no gradients and no times to compare with")
             plain.training.fail(error)
             self.meter.release()
-            return plain
+            return plain, {}
         check_gradients(first)
         plain.reference = first
-        plain.noise = largest(one for one in differences(first, last) if one.kind in _COMPARED)
         after = {name: state for (kind, name), state in first.items() if kind == "random state"}
         plain.draws = bool(
             differences(
@@ -160,7 +170,7 @@ class _Measuring:
                 {("random state", name): state for name, state in after.items()},
             )
         )
-        return plain
+        return plain, last
 
     def _settle(self, plain: _Plain, standing: int) -> tuple[Training, float]:
         """The way at work, trained until nothing changes more, its memory read; and the seconds of its first step."""
@@ -170,7 +180,7 @@ class _Measuring:
             training = self._training(way)
             try:
                 with ExitStack() as device:
-                    enter: Callable[[], object] = partial(device.enter_context, alone(self.job.turnstile))
+                    enter: Callable[[], object] = partial(device.enter_context, self._alone())
                     if way.budget is not None:  # what its first step measures decides
                         enter()
                         enter = _stay
@@ -222,9 +232,9 @@ class _Measuring:
             outcomes = self._drawing_as_eager()
         if plain.noise:
             self.notes.append(f"plain differs from itself by up to {plain.noise:.2g}")
-        found = [one for outcome in outcomes for one in differences(plain.reference, outcome) if one.kind in _COMPARED]
-        error = max(_error(plain.reference, outcome) for outcome in outcomes)
-        return {"gradient_error": error, "bitwise": None if plain.noise else not found}
+        found = [_compared(plain.reference, outcome) for outcome in outcomes]
+        error = max(_largest_error(plain.reference, some) for some in found)
+        return {"gradient_error": error, "bitwise": None if plain.noise else not any(found)}
 
     def _drawing_as_eager(self) -> tuple[Outcome, Outcome]:
         """The outcomes of a model that was compiled once more, to draw the random numbers that plain draws."""
@@ -251,7 +261,8 @@ class _Measuring:
         wide: Outcome = {
             key: one.double() for key, one in plain.reference.items() if one is not None and key[0] in _COMPARED
         }
-        return _error({key: exact.get(key) for key in wide}, wide)
+        compared: Outcome = {key: exact.get(key) for key in wide}
+        return _largest_error(compared, _compared(compared, wide))
 
     # -- time ------------------------------------------------------------------------------------------------------
 
@@ -317,15 +328,21 @@ def _stay() -> None:
     """Where nobody waits for the device, or it is held already."""
 
 
-def _error(plain: Outcome, other: Outcome) -> float:
+def _compared(plain: Outcome, other: Outcome) -> list[Difference]:
+    """Where losses and gradients are apart."""
+    return [one for one in differences(plain, other) if one.kind in _COMPARED]
+
+
+def _largest_error(plain: Outcome, found: list[Difference]) -> float:
     """The largest difference of the loss or of a gradient, as `verify` counts it.
 
     Gradients that are rounding alone are left out: of a bias before a batch norm, say, whose true gradient is 0.
     """
+    if not found:
+        return 0.0
     sizes = {key: one.abs().max().item() for key, one in plain.items() if one is not None and key[0] in _COMPARED}
     sizes = {key: size for key, size in sizes.items() if key[0] != "loss"}
     least = _ROUNDING * max((size for size in sizes.values() if math.isfinite(size)), default=0.0)
-    found = [one for one in differences(plain, other) if one.kind in _COMPARED]
     counts = [one for one in found if sizes.get((one.kind, one.name), math.inf) >= least]
     return largest(counts + [one for one in found if math.isinf(one.max_difference)])  # what is missing always counts
 

@@ -72,33 +72,54 @@ def difference(plain: Tensor | None, lean: Tensor | None) -> float | None:
         return None if plain is lean else math.inf
     if plain.shape != lean.shape or plain.dtype != lean.dtype:
         return math.inf
-    plain, lean = _dense(plain), _dense(lean)
-    plain_bytes, lean_bytes = _bytes(plain), _bytes(lean)
-    if torch.equal(plain_bytes, lean_bytes):  # the usual case, without a mask as large as the tensor
+    plain, lean = _flat(plain), _flat(lean)
+    if torch.equal(_bits(plain), _bits(lean)):
         return None
-    same = (plain_bytes == lean_bytes).all(dim=1)
     if not (plain.is_floating_point() or plain.is_complex()):
         return math.inf
-    wide = torch.complex128 if plain.is_complex() else torch.float64
-    a, b = plain.to(wide).flatten()[~same], lean.to(wide).flatten()[~same]
-    apart = ~(a.isnan() & b.isnan())
-    if not apart.any():
-        return None
-    finite = plain.to(wide).abs()
-    scale = finite[finite.isfinite()].max() if finite.isfinite().any() else torch.tensor(0.0)
-    largest = (a[apart] - b[apart]).abs().nan_to_num(nan=math.inf, posinf=math.inf).max()
-    if largest == 0:
-        return 0.0  # 0.0 and -0.0
-    return (largest / scale).item() if scale > 0 else math.inf
+    chunks = [_apart(a, b) for a, b in zip(plain.split(_CHUNK), lean.split(_CHUNK), strict=True)]
+    found = [distance for distance, _ in chunks if distance is not None]
+    largest, scale = max(found, default=None), max(size for _, size in chunks)
+    if not largest:
+        return largest  # None: NaN with other bits; 0.0: 0.0 and -0.0
+    return largest / scale if scale > 0 else math.inf
 
 
-def _dense(tensor: Tensor) -> Tensor:
-    return tensor.to_dense() if tensor.layout is not torch.strided else tensor
+_CHUNK = 1 << 16  # elements: in a processor's cache in double precision
 
 
-def _bytes(tensor: Tensor) -> Tensor:
-    tensor = tensor.resolve_conj().resolve_neg().contiguous().flatten()
-    return tensor.view(torch.uint8).view(-1, tensor.element_size())
+def _apart(a: Tensor, b: Tensor) -> tuple[float | None, float]:
+    """The largest |a − b|, None if they are the same; and the largest finite |a|."""
+    is_same = torch.equal(_bits(a), _bits(b))
+    wide = torch.complex128 if a.is_complex() else torch.float64
+    x, y = a.to(wide), b.to(wide)
+    size = x.abs()
+    if is_same and (scale := size.max().item()) < math.inf:
+        return None, scale
+    distance = (x - y).abs()
+    largest = distance.max().item()
+    if largest < math.inf:  # all is finite
+        return largest, size.max().item()
+    scale = size.nan_to_num(nan=0.0, posinf=0.0).max().item()
+    bits = _bits(a) != _bits(b)
+    differs = (bits if bits.dim() == 1 else bits.any(1)) & ~(x.isnan() & y.isnan())
+    if not differs.any():
+        return None, scale
+    return distance[differs].nan_to_num(nan=math.inf, posinf=math.inf).max().item(), scale
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    dense = tensor.to_dense() if tensor.layout is not torch.strided else tensor
+    return dense.resolve_conj().resolve_neg().contiguous().flatten()
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _bits(flat: Tensor) -> Tensor:
+    """As integers; two for each element where there are none as large."""
+    size = flat.element_size()
+    return flat.view(_INTEGERS[size]) if size in _INTEGERS else flat.view(torch.int64).view(-1, size // 8)
 
 
 def _copy(tensor: Tensor | None) -> Tensor | None:
