@@ -154,7 +154,7 @@ def test_processes_that_share_a_device_use_it_one_at_a_time(
     asked, began = threading.Event(), threading.Event()
     train = worker._Measuring._train_plain
     monkeypatch.setattr(worker, "alone", lambda of: asked.set() or alone(of))
-    monkeypatch.setattr(worker._Measuring, "_train_plain", lambda self: began.set() or train(self))
+    monkeypatch.setattr(worker._Measuring, "_train_plain", lambda self, *of: began.set() or train(self, *of))
     thread = threading.Thread(target=measured, args=(way,), kwargs={"rounds": 2, "turnstile": path})
     with alone(path):
         thread.start()

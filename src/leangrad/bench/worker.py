@@ -98,8 +98,10 @@ class _Measuring:
     def run(self) -> Row:
         """Everything that the job asks for."""
         self.choice.way(self._given(self.job.budget, self.job.budget))  # may say at once that it is not for this model
+        plain = _Plain(self._training(plain_way()))
+        memory = self._ready(plain.training)
         with self._alone():
-            plain, last = self._train_plain()
+            last = self._train_plain(plain, memory)
             if self.choice.is_global:
                 before = self._time_alone(plain.training) if plain.reference and self.job.rounds else []
         if plain.reference is not None:
@@ -147,20 +149,18 @@ class _Measuring:
 
     # -- the steps that are compared -------------------------------------------------------------------------------
 
-    def _train_plain(self) -> tuple[_Plain, Outcome]:
-        """Plain at work, and what its last step gave."""
-        plain = _Plain(self._training(plain_way()))
-        self.start.restore()
+    def _train_plain(self, plain: _Plain, memory: Memory) -> Outcome:
+        """Set plain to work; what its last step gave."""
         before = global_states(self.device)
         try:
-            first, last = self._warm_up(plain.training)
+            first, last = plain.training.warm_up(memory, _stay)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             self.notes.append("plain ran out of memory: no gradients and no times to compare with")
             plain.training.fail(error)
             self.meter.release()
-            return plain, {}
+            return {}
         check_gradients(first)
         plain.reference = first
         after = {name: state for (kind, name), state in first.items() if kind == "random state"}
@@ -170,7 +170,7 @@ class _Measuring:
                 {("random state", name): state for name, state in after.items()},
             )
         )
-        return plain, last
+        return last
 
     def _settle(self, plain: _Plain, standing: int) -> tuple[Training, float]:
         """The way at work, trained until nothing changes more, its memory read; and the seconds of its first step."""
@@ -206,11 +206,9 @@ class _Measuring:
         self, training: Training, after_first: Callable[[], object]
     ) -> tuple[tuple[Outcome, Outcome], float]:
         """The outcomes of its first and of a settled step, and how long the first one took."""
-        training.subject  # noqa: B018  (what is not for this model says so before anything is timed)
-        self.start.restore()
+        memory = self._ready(training)
         began = time.perf_counter()
         ends: list[float] = []
-        memory = Memory(training.subject.model, self.batch, self.subject.loss)
 
         def after_step() -> None:
             ends.append(time.perf_counter())
@@ -220,8 +218,11 @@ class _Measuring:
         outcomes = training.warm_up(memory, after_step)
         return outcomes, ends[0] - began
 
-    def _warm_up(self, training: Training) -> tuple[Outcome, Outcome]:
-        return self._timed_warm_up(training, _stay)[0]
+    def _ready(self, training: Training) -> Memory:
+        """Put back what every way begins from, and remember it."""
+        training.subject  # noqa: B018  (what is not for this model says so before anything is timed)
+        self.start.restore()
+        return Memory(training.subject.model, self.batch, self.subject.loss)
 
     def _compare(self, plain: _Plain, training: Training) -> dict[str, Any]:
         """How far loss and gradients are from plain's."""
@@ -240,7 +241,7 @@ class _Measuring:
         """The outcomes of a model that was compiled once more, to draw the random numbers that plain draws."""
         self.notes.append("gradients are of a second compilation, which draws eager's random numbers")
         way = self.choice.way(replace(self._given(None, None), draws_as_eager=True))
-        return self._warm_up(self._training(way))
+        return self._timed_warm_up(self._training(way), _stay)[0]
 
     def _float64_error(self, plain: _Plain) -> float | None:
         """How far plain's loss and gradients are from those in float64; None where that is not asked."""
