@@ -153,4 +153,4 @@ def _mamba() -> tuple[nn.Module, tuple[Tensor, ...]]:
     from transformers import MambaConfig, MambaForCausalLM
 
     config = MambaConfig(hidden_size=768, num_hidden_layers=2, vocab_size=32000, use_cache=False)
-    return LanguageModel(MambaForCausalLM(config).train()), (torch.randint(5, 32000, (4, 2048)),)
+    return LanguageModel(MambaForCausalLM(config).train()), (torch.randint(5, 32000, (4, 512)),)

@@ -1,6 +1,7 @@
 """The frontier of whole models: its figures, its failures, and that the model is left as it was."""
 
 import copy
+import functools
 import random
 import re
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import leangrad
 from leangrad.frontier import Frontier, Point, comparison, frontier, ways
@@ -226,6 +228,36 @@ def test_a_way_that_fails_is_a_row() -> None:
 def test_a_model_without_blocks_has_no_checkpoint() -> None:
     found = by_way(frontier(nn.Linear(4, 4), torch.randn(2, 4), points=0, steps=1))
     assert found["checkpoint"] == Point("checkpoint", note="found no repeated modules to put it around")
+
+
+class Switched(nn.Module):
+    """Checkpoints by a switch of its own, as timm's models have them; or a switch that refuses."""
+
+    def __init__(self, refuses: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 4)) for _ in range(3))
+        self.refuses, self.is_on = refuses, False
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        assert not (enable and self.refuses), "gradient checkpointing not supported"
+        self.is_on = enable
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = [x]  # one list that grows: a checkpoint from outside would read more than forward did
+        for layer in self.layers:
+            run: Any = functools.partial(checkpoint, layer, use_reentrant=False) if self.is_on else layer
+            features.append(run(sum(features)))
+        return features[-1]
+
+
+def test_a_model_with_a_switch_for_checkpoints_is_checkpointed_by_it() -> None:
+    model = nn.Sequential(Switched())
+    found = by_way(frontier(model, torch.randn(64, 4), points=0, steps=1))
+    assert "set_grad_checkpointing()" in found["checkpoint"].note
+    assert found["checkpoint"].peak_bytes < found["plain"].peak_bytes  # type: ignore[operator]
+    assert not model[0].is_on
+    found = by_way(frontier(nn.Sequential(Switched(refuses=True)), torch.randn(64, 4), points=0, steps=1))
+    assert "around 3 × Sequential" in found["checkpoint"].note
 
 
 def test_an_error_of_the_model_is_raised() -> None:

@@ -47,11 +47,30 @@ def budget_way(budget: int, told: int, note: str = "") -> Way:
 
 
 def checkpoint_way(model: nn.Module) -> Way | None:
-    """`torch.utils.checkpoint` around each of the repeated modules; None if the model has none."""
+    """`torch.utils.checkpoint` by the model's own switch, or else around each of the repeated modules; None: neither.
+
+    The switch is timm's: a DenseNet, whose layers read one list that grows, cannot be wrapped from outside.
+    """
+    if _switch_on(model):
+        _switch_on(model, enable=False)
+        return Way("checkpoint", _switch_on, _PLAIN_STEPS, note="by the model's own set_grad_checkpointing()")
     found = repeated_modules(model)
     if not found:
         return None
     return Way("checkpoint", _checkpoint, _PLAIN_STEPS, note=f"around {describe_repeated(found)}")
+
+
+def _switch_on(model: nn.Module, *, enable: bool = True) -> bool:
+    """Switch on the checkpoints of a model that has them; whether it has."""
+    for module in model.modules():
+        switch = getattr(module, "set_grad_checkpointing", None)
+        if callable(switch):
+            try:
+                switch(enable)
+            except AssertionError:  # so models refuse that have the switch from their base class
+                return False
+            return True
+    return False
 
 
 def no_checkpoint() -> Way:
