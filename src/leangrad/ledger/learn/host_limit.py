@@ -5,11 +5,10 @@ A rebuild costs the host 40 to 150 microseconds, however many bytes it saves. Wh
 notices; a model of many small kernels becomes slower. And much of what is rebuilt does not matter to the peak: it is
 read, and gone, before backward comes to the layers whose tensors are large.
 
-So a model without a budget or a bound on the time is measured, once its plan stands: in a few steps the host asks, when
-forward has been issued, whether the GPU has anything left to do, and when backward has, it waits for the GPU and notes
-how long. If there was nothing at the one time, or next to nothing at the other, the GPU waits for the host. (The last
-kernels of backward are those of the first layers, the largest of a convolutional net: they keep the GPU busy at the end
-of a step for most of which it had nothing to do.)
+So a model without a budget or a bound on the time is measured, once its plan stands: in a few steps the host waits for
+the GPU when forward has been issued, in a few others when backward has, and notes how long. If that is next to nothing
+at either time, the GPU waits for the host. (The last kernels of backward are those of the first layers, the largest of
+a convolutional net: they keep the GPU busy at the end of a step for most of which it had nothing to do.)
 
 Then every rebuild of one step is timed, and what is dearest to the host for each of its bytes is kept, as long as the
 peak that is foreseen is no more than a small share above the least. If the allocator's peak, read when backward has
@@ -40,8 +39,8 @@ from leangrad.sizes import size_text
 __all__ = ["HostLimit"]
 
 STEADY = 8  # steps along the plan before any is measured: kernels are proven and caches filled in the first ones
-RUNS = 5  # steps that are measured; the first of them only waits for what was issued before it
-IDLE = 0.03  # of the time of a step: if the host waits no longer than that, the GPU has waited for the host
+RUNS = 5  # steps that are measured of each kind; the first of them only waits for what was issued before it
+IDLE = 0.03  # of the time up to then: if the host waits no longer than that, the GPU has waited for the host
 COURSES = 3  # a model whose steps differ again and again is not measured for ever
 SHARE = 0.5  # of the memory that the device has left: where more than that would be taken, nothing is
 
@@ -63,8 +62,8 @@ class HostLimit:
         self.status = ""
         self._steps = 0
         self._began: float | None = None  # the step that is being measured
-        self._waits: list[float] = []  # for the GPU, as shares of the time of a step
-        self._idle: list[bool] = []  # whether the GPU had nothing left to do when forward had been issued
+        self._forward_waits: list[float] = []  # for the GPU, as shares of the time from the beginning of the step
+        self._waits: list[float] = []  # the same of a whole step
         self._timing: Timing | None = None
         self._thread: int | None = None
         self._standing = 0  # what was allocated when the step began
@@ -95,10 +94,10 @@ class HostLimit:
         else:
             self._steps += 1
             if len(self._waits) >= RUNS:
-                self.is_over = statistics.median(self._waits[1:]) > IDLE and 2 * sum(self._idle[1:]) < RUNS
+                self.is_over = all(statistics.median(some[1:]) > IDLE for some in (self._waits, self._forward_waits))
                 if not self.is_over:
                     self._timing, self._standing = Timing(on_gpu=True), _standing()
-            elif self._steps > STEADY + 2 * RUNS:  # of some of these nobody ran the backward
+            elif self._steps > STEADY + 4 * RUNS:  # of some of these nobody ran the backward
                 self.is_over = True
             else:
                 self._began = time.perf_counter()
@@ -110,9 +109,11 @@ class HostLimit:
 
     def sees_output(self, made: Tensor) -> None:
         """Forward handed this out: measure the step, if it is to be measured, when its backward has ended."""
-        if self._began is not None:
-            self._idle.append(not _torch.is_capturing() and _is_idle())
-        if self._began is not None or (self._timing is not None and not self.is_over):
+        if self._began is not None and len(self._forward_waits) < RUNS:
+            if not _torch.is_capturing():
+                self._forward_waits.append(_waited(self._began))
+            self._began = None
+        elif self._began is not None or (self._timing is not None and not self.is_over):
             made.register_hook(self._at_backward)
 
     def _at_backward(self, _: Tensor) -> None:
@@ -126,10 +127,7 @@ class HostLimit:
         if began is None:
             self._took = max(0, _highest() - self._standing)
             return
-        issued = time.perf_counter()
-        _wait_for_gpu()
-        now = time.perf_counter()
-        self._waits.append((now - issued) / (now - began))
+        self._waits.append(_waited(began))
 
     def _more(self, step: RecordedStep, replay: Replay, kept: frozenset[int]) -> frozenset[int]:
         """What to keep beside ``kept``: the dearest to the host, within what may be taken."""
@@ -178,8 +176,12 @@ class HostLimit:
         return self._more(step, replay, before)
 
 
-def _is_idle() -> bool:
-    return torch.cuda.current_stream().query()
+def _waited(began: float) -> float:
+    """How long the GPU has still to do, as a share of the time since ``began``."""
+    issued = time.perf_counter()
+    _wait_for_gpu()
+    now = time.perf_counter()
+    return (now - issued) / (now - began)
 
 
 def _wait_for_gpu() -> None:
