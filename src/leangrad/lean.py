@@ -51,7 +51,7 @@ def lean(
     budget: int | str | None = None,
     slowdown: float | None = None,
     exact: bool = True,
-    spare: float = 0.0,
+    spare: float = 0.02,
     residual_depth: int | Literal["auto"] = "auto",
     min_bytes: int = MIN_BYTES,
 ) -> ModuleT:
@@ -71,8 +71,8 @@ def lean(
         bit: a projection to a vocabulary returns a tensor that is computed only if its values are read, and
         ``F.cross_entropy`` on it is ``leangrad.linear_cross_entropy``. All else stays as it is.
     spare: where the GPU waits for the host, a step without a budget or a slowdown may take so much more than the least
-        memory, 0.02 of it for instance, to spare the host what is dear to rebuild; 0: not at all. It is measured in a
-        few of the first steps, and not asked on a CPU.
+        memory, a share of it, to spare the host what is dear to rebuild and saves little; 0: not at all. Whether it
+        waits is measured in a few of the first steps; on a CPU nobody asks.
     residual_depth: how many additions of a residual stream may be rebuilt in a row. ``"auto"`` chooses, from what the
         first step shows, the cut that makes the peak lowest.
     min_bytes: smaller tensors are kept without looking into them.

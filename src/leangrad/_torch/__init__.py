@@ -53,7 +53,17 @@ from leangrad._torch.checkpoints import (
     reentrant_checkpoint,
     unseen,
 )
-from leangrad._torch.cuda import Counters, compile_kernel, cuda_counters, current_device, is_capturing, raw_stream
+from leangrad._torch.cuda import (
+    Counters,
+    compile_kernel,
+    cuda_counters,
+    current_device,
+    is_capturing,
+    mark_history,
+    raw_stream,
+    start_history,
+    stop_history,
+)
 from leangrad._torch.dispatch import DispatchMode, missing_dispatch_names, schema, storage_address, strided_parts
 from leangrad._torch.modes import (
     autocast_may_be_on,
@@ -184,6 +194,7 @@ __all__ = [
     "is_watched",
     "keeps_output",
     "ledger_names_present",
+    "mark_history",
     "missing_dispatch_names",
     "mutates",
     "muted_kineto",
@@ -216,6 +227,8 @@ __all__ = [
     "sharding_modules",
     "shards_of",
     "softmax_backward",
+    "start_history",
+    "stop_history",
     "storage_address",
     "storage_holders",
     "storage_is_shared",

@@ -68,3 +68,38 @@ def cuda_counters(device: torch.device) -> Counters | None:
         return Counters(allocated["current"], allocated["peak"], reserved["current"], stats["num_alloc_retries"])
     except (KeyError, RuntimeError):
         return None
+
+
+_MOST_EVENTS = 1 << 18  # of a history: some 50 MB
+
+
+def start_history() -> bool:
+    """Let torch's caching allocator note each allocation; False where it cannot, or does so for somebody else.
+
+    Nor while a graph is captured, whose allocations are another allocator's business.
+    """
+    try:
+        if is_capturing() or torch._C._cuda_isHistoryEnabled():
+            return False
+        torch.cuda.memory._record_memory_history("all", context=None, stacks="python", max_entries=_MOST_EVENTS)
+    except (AttributeError, RuntimeError, TypeError):  # a torch without it, another allocator
+        return False
+    return True
+
+
+def mark_history(nbytes: int) -> None:
+    """Allocate so many bytes on the current device and give them back."""
+    torch.cuda.caching_allocator_delete(torch.cuda.caching_allocator_alloc(nbytes))
+
+
+def stop_history() -> list[tuple[bool, int]]:
+    """Note no more: whether bytes were allocated or given back on the current device, and how many, in order.
+
+    Empty where there were too many.
+    """
+    events = torch._C._cuda_memorySnapshot(None)["device_traces"][current_device()]
+    torch.cuda.memory._record_memory_history(None)
+    if len(events) >= _MOST_EVENTS:
+        return []
+    actions = {"alloc": True, "free_requested": False}
+    return [(actions[event["action"]], event["size"]) for event in events if event["action"] in actions]

@@ -33,7 +33,13 @@ def private_names() -> dict[str, bool]:
         torch.ops.aten.add.Tensor,
     ]
     owners += [tensor, tensor.untyped_storage(), tensor.grad_fn]
-    owners += [torch.cuda, getattr(torch._C, "_StaticCudaLauncher", None), torch.utils, python_dispatch]
+    owners += [
+        torch.cuda,
+        torch.cuda.memory,
+        getattr(torch._C, "_StaticCudaLauncher", None),
+        torch.utils,
+        python_dispatch,
+    ]
     if torch.distributed.is_available():
         owners.append(importlib.import_module("torch.distributed._composable_state"))
     there = {name for owner in owners for name in dir(owner)} | sharding_names()

@@ -16,7 +16,9 @@ import leangrad
 from leangrad._torch import Counters
 from leangrad.errors import BudgetError
 from leangrad.ledger.learn.meter import Meter
+from leangrad.ledger.tune import peaks as peaks_module
 from leangrad.ledger.tune import to_budget
+from leangrad.ledger.tune.history import AFTER, END, START, TURN, History, Parts, add_up
 from leangrad.measure.listeners import Course
 from leangrad.policy.choice import lowest_peak
 from tests.support import assert_same_bits
@@ -190,6 +192,8 @@ class Allocator(FakeAllocator):
             tuner.peaks._at_end = Counters(standing + meter.end_bytes, highest[0])
             tuner.peaks._at_turn = Counters(standing + meter.turn_bytes, highest[1])
             tuner.peaks._after_backward = highest[2]
+            if tuner.peaks._parts is not None:
+                tuner.peaks._parts = Parts(meter.forward_bytes, meter.start_bytes, meter.later_bytes)
         assert meter.peak_bytes is not None
         return standing + meter.peak_bytes
 
@@ -209,6 +213,98 @@ def test_counters_tell_what_stands_when(net: nn.Module, adam: bool, monkeypatch:
     allocator.counters = Counters(STANDING, STANDING)
     with pytest.raises(BudgetError, match="cannot be met"):
         allocator.steps(model, step, 12)
+
+
+class HeardHistory(History):
+    """One whose peaks are told by the test."""
+
+    begun = 0
+
+    @classmethod
+    def begin(cls, standing: int) -> Any:
+        cls.begun += 1
+        return cls(standing)
+
+    @staticmethod
+    def mark(moment: int) -> None:
+        pass
+
+    def stop(self, *_: Any) -> Parts:
+        return Parts(0, 0, 0)
+
+
+@pytest.mark.parametrize("hears", [True, False])
+def test_steps_below_an_earlier_peak_are_listened_to(
+    net: nn.Module, hears: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a validation, say: the allocator's peak tells of no step that comes after it."""
+    smallest = least(net)
+    budget = STANDING + int(1.3 * smallest)
+    model, step = budgeted(net, budget)
+    allocator = Allocator(monkeypatch)
+    allocator.counters = Counters(STANDING, 2 * STANDING)
+    if hears:
+        monkeypatch.setattr(peaks_module, "History", HeardHistory)
+    monkeypatch.setattr(HeardHistory, "begun", 0)
+    found = allocator.steps(model, step, 28)
+    tuner: Any = leangrad.ledger_of(model)._tuner
+    assert (tuner.peaks.extra is not None) == hears
+    assert tuner.peaks.sees(budget) == hears
+    assert HeardHistory.begun in (range(3, 14) if hears else (0,))  # no step once the plan stands
+    if not hears:  # it goes by what is foreseen, and may be wrong
+        return
+    assert max(found[1:]) <= budget
+    assert found[-1] - STANDING > 1.25 * smallest
+    model, step = budgeted(net, STANDING + int(0.85 * smallest))
+    allocator.counters = Counters(STANDING, 2 * STANDING)
+    with pytest.raises(BudgetError, match="cannot be met") as raised:
+        allocator.steps(model, step, 12)
+    assert raised.value.smallest - STANDING == pytest.approx(smallest, rel=0.01)
+
+
+def test_the_peaks_between_the_marks() -> None:
+    def marked(*of: int) -> list[tuple[bool, int]]:
+        return [(n > 0, abs(n)) for n in of]
+
+    before = marked(7, 900, -7)
+    step = marked(
+        START, -START, 10, 30, -10, END, -END, 5, -5, TURN, -TURN, 50, -30, TURN, -TURN, 1, -50, AFTER, -AFTER
+    )
+    after = marked(10**6, -(10**6))
+    assert add_up(before + step + after) == (Parts(40, 35, 80), (30, 30))
+    assert add_up(before + step + marked(70, -70, AFTER, -AFTER)) == (Parts(40, 35, 80), (30, 30))
+    assert add_up(before + step + marked(90, -90, AFTER, -AFTER)) == (Parts(40, 35, 91), (30, 30))
+    assert add_up(step[:-2]) is None
+    assert add_up([]) is None
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_history_tells_what_the_allocators_peak_would() -> None:
+    x = torch.randn(2**20, device="cuda")
+    for size in (3 * 10**6, 10**7, 12345):
+        torch.empty(5 * 10**7, device="cuda")  # highest of all
+        standing = torch.cuda.memory_allocated()
+        history = History.begin(standing)
+        assert history is not None
+        assert History.begin(standing) is None  # one at a time
+        torch.cuda.reset_peak_memory_stats()
+        held = [x.exp(), torch.empty(size, device="cuda")]
+        del held[0]
+        forward = torch.cuda.max_memory_allocated() - standing
+        end = peaks_module._counters()
+        history.mark(END)
+        turn = peaks_module._counters()
+        history.mark(TURN)
+        torch.cuda.reset_peak_memory_stats()
+        held.append(x.sin())
+        later = torch.cuda.max_memory_allocated() - standing
+        history.mark(AFTER)
+        del held
+        parts = history.stop(end, turn)
+        assert parts is not None
+        assert parts.forward == pytest.approx(forward, abs=2**21)
+        assert parts.later == pytest.approx(later, abs=2**21)
+        assert parts.start == pytest.approx(4 * size, abs=2**21)
 
 
 # ---------------------------------------------------------------------------------------------- several backward passes

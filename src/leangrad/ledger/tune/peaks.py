@@ -7,8 +7,9 @@ autocast keeps, the last layers of forward, and after it a loss outside of the m
 beside what backward makes again. (A value that is being made in forward stands there whether it is kept or not.) What
 it takes after backward, in the optimizer, is the same for all plans; the first step makes the optimizer's state
 besides. A user who resets them before each step would wipe out what we came to read: so they are read when backward
-ends as well, once the plan is settled only for such a user. On a CPU nobody counts but `leangrad.measure`: where that
-runs a step, its figure is taken, at any time; before that the plan is what is foreseen, with a margin.
+ends as well, once the plan is settled only for such a user. A step below the highest so far is listened to instead,
+where somebody asks for what it took: [Note: below the allocator's peak]. On a CPU nobody counts but `leangrad.measure`:
+where that runs a step, its figure is taken, at any time; before that the plan is what is foreseen, with a margin.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from torch import Tensor
 from leangrad import _torch
 from leangrad.ledger.learn.meter import Meter
 from leangrad.ledger.learn.timing import Stopwatch
+from leangrad.ledger.tune.history import AFTER, END, TURN, History, Parts
 from leangrad.policy.peak import Outcome
 from leangrad.sizes import size_text
 from leangrad.trees import tensors_in
@@ -45,6 +47,7 @@ class Moment(NamedTuple):
     highest: int | None = None  # the allocator's peak when the backward pass before it ended, where that was read
     end: _torch.Counters | None = None  # when the forward pass before it ended
     turn: _torch.Counters | None = None  # when that backward pass came to the model
+    parts: Parts | None = None  # the peaks of the step before it, where it was listened to
     is_end: bool = False  # and no beginning: the next step is of another course
 
 
@@ -69,6 +72,10 @@ class Peaks:
         self._after_backward: int | None = None  # the allocator's peak, of this step
         self._at_end: _torch.Counters | None = None  # when forward ended
         self._at_turn: _torch.Counters | None = None  # when backward came to the model
+        self._history: History | None = None  # of a step that is listened to
+        self._parts: Parts | None = None  # and its peaks, when its backward has ended
+        self._outputs = 0  # that backward may begin at, of this step
+        self._can_listen = False  # a step was
         self.restart()
 
     def restart(self) -> None:
@@ -77,6 +84,7 @@ class Peaks:
         self.is_settled = False
         self.is_recorded = False  # a step was, from which a course began
         self.peak: int | None = None
+        self._is_hidden = False  # the last step that was compared was below the highest so far
         self.took = self.after = 0
         self.extra: int | None = None
         self.extra_before: int | None = None
@@ -108,7 +116,27 @@ class Peaks:
         highest, self._after_backward = self._after_backward, None
         end, self._at_end = self._at_end, None
         turn, self._at_turn = self._at_turn, None
-        return Moment(time, counters, meter, highest, end, turn, is_end)
+        if self._history is not None:
+            self._stop_listening(end, turn)
+        parts, self._parts = self._parts, None
+        return Moment(time, counters, meter, highest, end, turn, parts, is_end)
+
+    def listen(self) -> None:
+        """A step has just begun, and what it takes is asked for: listen to it, if the allocator's peak will not tell.
+
+        It did not tell of the step before.
+        """
+        counters = self.moments[-1].counters if self.moments else None
+        if counters is not None and self._is_hidden and not self._is_reset and self._history is None:
+            self._history = History.begin(counters.allocated)
+            self._can_listen = self._history is not None
+            self._outputs = 0
+
+    def _stop_listening(self, at_end: _torch.Counters | None, at_turn: _torch.Counters | None) -> None:
+        history, self._history = self._history, None
+        assert history is not None
+        self._parts = history.stop(at_end, at_turn)
+        self._can_listen = self._parts is not None
 
     def sees_output(self, output: object) -> None:
         """Forward handed this out: note the peak when backward has come to it, and when it has ended.
@@ -116,23 +144,35 @@ class Peaks:
         Several outputs may have a backward pass each: the first to come begins it, and the last ends it.
         """
         meter = self.moments[-1].meter if self.moments else None
-        if (meter is not None and meter.listens) or (self.on_gpu and (self._is_reset or not self.is_settled)):
+        if (meter is not None and meter.listens) or (
+            self.on_gpu and (self._is_reset or not self.is_settled or self._history is not None)
+        ):
             made = list(_graded(output))
             if made and meter is not None:
                 meter.hands_out()
             elif made:
                 self._at_end = _counters()
+                self._outputs += len(made)
+                self._mark(END)
             for one in made:
                 one.register_hook(self._at_backward if meter is None else lambda _: meter.turns_back())
 
     def _at_backward(self, _: Tensor) -> None:
         if self._at_turn is None:
             self._at_turn = _counters()
+            self._mark(TURN)
         _torch.after_backward(self._read_after_backward)
 
     def _read_after_backward(self) -> None:
         counters = _counters()
         self._after_backward = None if counters is None else counters.highest
+        self._mark(AFTER)
+        if self._history is not None and self._outputs == 1:  # else another backward pass may follow
+            self._stop_listening(self._at_end, self._at_turn)
+
+    def _mark(self, moment: int) -> None:
+        if self._history is not None:
+            self._history.mark(moment)
 
     def standing(self) -> int:
         """What stands before a step: parameters, optimizer state, a batch."""
@@ -151,7 +191,7 @@ class Peaks:
 
     def sees(self, limit: int) -> bool:
         """Whether a step that takes more than the limit is seen to."""
-        return self._is_reset or self.highest() <= limit
+        return self._is_reset or self._can_listen or self.highest() <= limit
 
     def has_room(self, peak: float) -> bool:
         """Whether the machine has so much memory, whatever the budget is."""
@@ -174,6 +214,10 @@ class Peaks:
         if before.counters is not None and now.counters is not None:
             self._warn_of_retries(before.counters, now.counters)
             self._read_counters(before.counters, now, now.counters.highest, outcome)
+            self._is_hidden = self.peak is None
+            if self._is_hidden and now.parts is not None:
+                self._read_parts(now.parts, outcome)
+                self.peak = before.counters.allocated + self.took
         elif before.meter is not None and before.meter.peak_bytes is not None:
             self._read_meter(before.meter, before.meter.peak_bytes, outcome)
         return 0 if before.counters is None else before.counters.allocated
@@ -211,12 +255,15 @@ class Peaks:
             or meter.after_bytes is None
         ):
             return
-        self.took = max(meter.forward_bytes, meter.start_bytes, meter.later_bytes)
-        self.in_forward = meter.forward_bytes - outcome.forward_bytes
-        self.beside_kept = meter.start_bytes - outcome.kept_bytes
-        self.extra = max(meter.later_bytes - outcome.peak_bytes, min(0, self.took - outcome.peak_bytes))
+        self._read_parts(Parts(meter.forward_bytes, meter.start_bytes, meter.later_bytes), outcome)
         if self.is_recorded:  # else it is the recorded step, in which the optimizer may make its state
             self.after = meter.after_bytes
+
+    def _read_parts(self, parts: Parts, outcome: Outcome) -> None:
+        self.took = max(parts)
+        self.in_forward = parts.forward - outcome.forward_bytes
+        self.beside_kept = parts.start - outcome.kept_bytes
+        self.extra = max(parts.later - outcome.peak_bytes, min(0, self.took - outcome.peak_bytes))
 
     def _warn_of_retries(self, before: _torch.Counters, now: _torch.Counters) -> None:
         """What is reserved may not fit the device where what is allocated does: the allocator's blocks have gaps."""

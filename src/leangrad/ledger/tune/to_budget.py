@@ -61,8 +61,7 @@ class TowardsBudget(Course):
             yield Way(products=0)
         for _ in range(WARM):
             yield from self._check(limit)
-            yield Way(self.smallest)
-            self.note_peak(self.smallest)
+            yield from self.seen(self.smallest)
             if peaks.peak is not None and peaks.took > recorded:  # nobody foresaw that
                 peaks.extra = extra
                 self.take_for_smallest(self.step.kept_items())
@@ -74,8 +73,7 @@ class TowardsBudget(Course):
         for share in SHARES:
             kept = self._within(limit, share)
             if kept != best:
-                yield Way(kept)
-                self.note_peak(kept)
+                yield from self.seen(kept)
                 if peaks.peak is None or peaks.peak <= limit:
                     best = kept
         if best != self.smallest:  # what is foreseen of the time may be wrong: more memory is never to take longer
@@ -88,12 +86,16 @@ class TowardsBudget(Course):
         """Run a plan from now on; where what it takes is not what was foreseen, another."""
         peaks = self.peaks
         fitting, corrections, was_above = self.smallest, 0, False
+        unseen: frozenset[int] | None = None
         while True:
             # Before an error is raised for what was measured of another plan, the smallest one runs, if that is seen.
             if best == self.smallest and (self._knows_smallest(limit) or peaks.extra is None or not peaks.sees(limit)):
                 yield from self._check(limit)
                 best = self.smallest
             self._say(limit, best)
+            if best != unseen:  # one step of each plan is enough
+                unseen = best
+                peaks.listen()
             yield self.way(best)
             extra, in_forward, beside_kept = peaks.extra, peaks.in_forward, peaks.beside_kept
             self.note_peak(best)

@@ -1,0 +1,89 @@
+"""The peaks of one step that stays below the allocator's own: from the history of what is allocated in it.
+
+[Note: below the allocator's peak] The peak that the allocator counts belongs to the user, and is never reset. A step
+that stays below an earlier one, of a validation say, or of the step that was recorded, leaves no trace in it. Then the
+allocator is asked to note every allocation of one step, which costs the host less than a microsecond each, and the
+peaks of forward, of what lies between it and backward, and of backward are added up from that. A block of a size that
+nobody else asks for marks each of these moments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from leangrad import _torch
+
+__all__ = ["History", "Parts"]
+
+START, END, TURN, AFTER = MARKS = 4099, 4111, 4127, 4129  # bytes: primes, and more than small tensors have
+
+
+class Parts(NamedTuple):
+    """The most that was allocated beside what stood before a step, in bytes."""
+
+    forward: int
+    start: int  # from the end of forward until backward came to the model
+    later: int  # from then on until backward ended
+
+
+class History:
+    """One step that is listened to: `mark` its moments in order, and `stop` when it has ended."""
+
+    def __init__(self, standing: int) -> None:
+        self._standing = standing
+
+    @classmethod
+    def begin(cls, standing: int) -> History | None:
+        """Listen from now on; None where that cannot be, or where somebody else does so already."""
+        if not _torch.start_history():
+            return None
+        history = cls(standing)
+        _torch.mark_history(START)
+        return history
+
+    @staticmethod
+    def mark(moment: int) -> None:
+        """This moment of a step is now: END, TURN or AFTER."""
+        _torch.mark_history(moment)
+
+    def stop(self, at_end: _torch.Counters | None, at_turn: _torch.Counters | None) -> Parts | None:
+        """Listen no more; the peaks, if all moments have come. What is known of two of them corrects what was asked.
+
+        A block may be larger than what was asked for, by up to a megabyte.
+        """
+        found = add_up(_torch.stop_history())
+        if found is None or at_end is None or at_turn is None:
+            return None
+        parts, levels = found
+        more = max(
+            0, *(now.allocated - self._standing - level for now, level in zip((at_end, at_turn), levels, strict=True))
+        )
+        return Parts(*(one + more for one in parts))
+
+
+def add_up(events: Iterable[tuple[bool, int]]) -> tuple[Parts, tuple[int, int]] | None:
+    """The peaks between the marks, and what stood at END and at TURN; None if a mark is missing.
+
+    events: whether something was allocated, or given back, and its bytes. Of several ends of forward and of backward
+    the last counts, of what begins backward the first.
+    """
+    level = highest = 0
+    peaks: dict[int, int] = {}
+    levels: dict[int, int] = {}
+    for is_allocated, size in events:
+        if size not in MARKS:
+            level += size if is_allocated else -size
+            highest = max(highest, level)
+        elif is_allocated and size == START:
+            level = highest = 0
+            peaks, levels = {}, {}
+        elif is_allocated and not (size == TURN and TURN in peaks):
+            if size != AFTER and AFTER in peaks:  # another pass over the model
+                continue
+            peaks[size] = max(highest, peaks.get(size, 0))
+            levels[size] = level
+            highest = level
+    if not {END, TURN, AFTER} <= peaks.keys():
+        return None
+    return Parts(peaks[END], peaks[TURN], peaks[AFTER]), (levels[END], levels[TURN])
