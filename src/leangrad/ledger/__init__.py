@@ -54,15 +54,15 @@ values: what backward may ask for
     rebuilt_cache, CachedValue      a rebuilt tensor, held for its next readers in this backward
     node_metadata                   what the ledger writes into autograd's nodes: values, forgotten constants
     pending_inputs                  recipes that wait for a product which nobody has kept so far
-    upstream_anchors                recent products, which may be kept in place of a larger tensor made from them
     inplace_variants                ops that may write their result over an input that only the replay holds
-    RecentProducts, ProductsRegion  the products of late; the protocol of what they ask of their region
 
 origins: where tensors come from
     origins                         the folder of rules and of the walk along autograd's graph
     graph_walk, Walk                walks from a saved tensor back to anchors and parameters: its recipe
     UnsavedInput                    an input of an op that its node does not save, because it needs no gradient
     WalkRegion                      protocol: what the walk asks of its region
+    upstream_anchors                recent products, which may be kept in place of a larger tensor made from them
+    RecentProducts, ProductsRegion  the products of late; the protocol of what they ask of their region
     shards, Shards                  what recipes read of parameters that FSDP2 shards: a copy, or they themselves
     functions, FunctionRule         autograd Functions written in Python that have a recipe; FunctionRule is that of one
     NoRecipeError                   raised in a walk: this tensor cannot be rebuilt, and why

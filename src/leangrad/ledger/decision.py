@@ -14,6 +14,7 @@ from torch import Tensor
 from leangrad import _torch
 from leangrad.ledger.origins.functions import NoRecipeError
 from leangrad.ledger.origins.graph_walk import Walk, WalkRegion
+from leangrad.ledger.origins.upstream_anchors import RecentProducts
 from leangrad.ledger.values.cast import NODE, Anchor, Cast, Packed
 from leangrad.ledger.values.node_metadata import CAST, LIVE, OPAQUE, VALUES, AccumulateGrad, enter, join
 from leangrad.ledger.values.pending_inputs import wait
@@ -21,7 +22,6 @@ from leangrad.ledger.values.pending_save import PendingSave, ShapeOnlyReader, pa
 from leangrad.ledger.values.saved import Bare
 from leangrad.ledger.values.saved_view import SavedPart, SavedView
 from leangrad.ledger.values.shape_only import INDEXED, SIZES, ShapeOnly
-from leangrad.ledger.values.upstream_anchors import RecentProducts
 from leangrad.ledger.values.value import FAR, LONGEST_RECIPE, UNBOUNDED, Value
 
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)

@@ -8,9 +8,9 @@ from typing import Any, Protocol
 
 from torch.overrides import TorchFunctionMode
 
+from leangrad.ledger.origins.upstream_anchors import RecentProducts
 from leangrad.ledger.values.cast import Anchor
 from leangrad.ledger.values.pending_save import PendingSave, ShapeOnlyReader
-from leangrad.ledger.values.upstream_anchors import RecentProducts
 from leangrad.ledger.values.value import Value
 
 
