@@ -120,13 +120,13 @@ learn: what a recorded step shows
     host_limit, HostLimit           whether the GPU waits for the host, and what is kept if it does
     timing, Timing, Cost            what each rebuild of a step takes, on the host and on the device
     Stopwatch                       moments on the clock of a device
-    meter, Meter                    the peak of a step on a CPU, where `leangrad.measure` runs it
 
 tune: towards what the user asked for
     tune                            the folder of the way to a budget of memory, or to a bound on the time
     goal, Goal, Way                 what the user asked for; how one step on the way there runs
     peaks, Peaks                    what steps took, and what the next one is foreseen to take
     Moment                          the beginning of a step: its time, and what was counted then
+    meter, Meter                    the peak of a step on a CPU, where `leangrad.measure` runs it
     course, Course                  what both courses share: the plans of a recorded step, and steps that are timed
     to_budget, TowardsBudget        the fastest plan that stays within a budget
     Recordings                      what is known of the steps that were recorded for one budget

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 import leangrad
 from leangrad._torch import Counters
 from leangrad.errors import BudgetError
-from leangrad.ledger.learn.meter import Meter
 from leangrad.ledger.tune import to_budget
+from leangrad.ledger.tune.meter import Meter
 from leangrad.measure.listeners import Course
 from leangrad.policy.choice import lowest_peak
 from tests.support import assert_same_bits
