@@ -74,8 +74,8 @@ class Value(PackedTensor):
     settings: tuple[Any, ...] = ()  # of torch, under which it ran in forward
     products = 0  # how many of those ops are products, at most
     nbytes = 0
-    ordinal = -1  # its place in the step of ``recorder``, while the ledger learns
-    recorder: object = None
+    ordinal = -1  # its number among ``items``, those of the recorded step, while the ledger learns
+    items: object = None
     free = False  # it costs nothing worth counting: a parameter, an input, or too small to look into
     # The tensor of an absent value, which may yet be caught; its version; the number of the call that made it.
     live: tuple[weakref.ref[Tensor], int, int] | None = None

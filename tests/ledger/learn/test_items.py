@@ -1,4 +1,4 @@
-"""What the recorder tells the policy of products that recipes run again."""
+"""What the policy is told of products that recipes run again."""
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,8 @@ def items(products: int) -> list[Value]:
         y = F.relu((x @ a).sin() @ b).exp()
     y.sum().backward()
     assert ledger._recorded is not None
-    return list(ledger._recorded.items)
+    assert ledger._recorded.step is not None
+    return list(ledger._recorded.step.items)
 
 
 def test_products_that_are_rebuilt_are_heavy_and_not_fixed() -> None:
