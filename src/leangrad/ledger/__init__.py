@@ -100,6 +100,7 @@ learn: what a recorded step shows
     learn                           the folder of what later steps take from the recorded one
     recorder, Recorder              writes one step down: its saved tensors, what became of each, who read it
     items, Items                    the tensors that the policy decides on, and what each is rebuilt from
+    reads, Reads                    what backward reads, in order: with the items, the graph for `leangrad.policy`
     Reader                          a node that reads a saved tensor in backward
     Segment                         protocol: what a plan asks of a checkpointed segment
     recorded_step, RecordedStep     the step as plain data, and what later steps do if they keep what the plan says

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import bisect
-from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from leangrad import _torch
-from leangrad.ledger.learn import scratch
 from leangrad.ledger.learn.early_end import Change, Ends, Exit
 from leangrad.ledger.learn.entries import EXTRA, HAS_ROOM, LOWER_PEAK, SHARED, Entry
 from leangrad.ledger.learn.items import Items, value_of
+from leangrad.ledger.learn.reads import Reader, Reads, Segment
 from leangrad.ledger.learn.recorded_step import RecordedStep, SavedTensor
-from leangrad.ledger.learn.scratch import Convolution
 from leangrad.ledger.learn.trace import TraceRecorder
 from leangrad.ledger.values.cast import Packed
 from leangrad.ledger.values.pending_save import PendingSave
@@ -24,22 +22,6 @@ from leangrad.ledger.values.saved_view import SavedView
 from leangrad.ledger.values.shape_only import ShapeOnly
 from leangrad.ledger.values.value import Value
 from leangrad.policy import graph as policy
-
-
-class Reader(NamedTuple):
-    """A node that reads a saved tensor in backward."""
-
-    node: int  # its number
-    guess: int  # the bytes of the gradients at that time, where the graph does not tell
-    scratch: int = 0  # the bytes that it takes beside them
-    convolution: Convolution | None = None  # whose scratch counts too
-
-
-class Segment(Protocol):
-    """What a plan asks of the ledger of a checkpointed segment."""
-
-    def peak_bytes(self) -> int:
-        """What backward holds at most of the tensors of the segment."""
 
 
 class _Entering:
@@ -75,10 +57,7 @@ class Recorder:
         self.min_bytes = min_bytes
         self.entries: list[Entry] = []
         self._items = Items(min_bytes)
-        self.reads: list[tuple[int, ...]] = []  # of each op of backward that is noted: the items it reads
-        self.readers: list[Reader] = []  # of each read
-        self._readers: dict[int, list[Reader]] = {}  # of each item: those that will read it, in order
-        self._scratch: dict[Convolution, int] = {}  # what they take, in bytes
+        self._reads = Reads(self._items.found)
         self.caught: set[int] = set()  # the calls of which a tensor was kept although autograd did not ask for it
         self._ops: list[str] = []  # of every decision, in order
         self._decided: list[tuple[Value, str, str]] = []  # value, module, why it was kept
@@ -94,7 +73,6 @@ class Recorder:
         self._leaves: list[Exit] = []
         self._changes_seen: list[Change] = []
         self.step: RecordedStep | None = None  # once the region has ended
-        self._segments: list[tuple[int, Segment]] = []  # which read is a segment that was run again
         self.on_accelerator = False
         self.leaves_stay = False  # whether the plan counts gradients of parameters as new ones
         self.is_tuned = False  # whether the plan may keep what is always rebuilt otherwise: random numbers
@@ -198,7 +176,7 @@ class Recorder:
             self.entries.append(Entry(module, value.op, outcome, value.nbytes, why, self._made_by[id(value)]))
         self._note_undecided()
         self.step = self._as_data(first_decision)
-        self._note_readers(self.step)
+        self._reads.expect(self.step, self._saved_by)
         once = {id(p): tensor.small_bytes for p, tensor in zip(self.saved, self.step.saved, strict=True)}
         self.small_bytes = sum(nbytes for nbytes in once.values() if nbytes > 0)
         for value in decided:
@@ -269,16 +247,6 @@ class Recorder:
                 elif not v.free:
                     self.entries.append(Entry("", v.op, "kept", v.nbytes, EXTRA, "", is_extra=True))
 
-    def _note_readers(self, step: RecordedStep) -> None:
-        """Of each item: who will read it, and whose scratch that will take."""
-        convolutions = {
-            place: call.convolution for call in step.calls for place in range(call.first, call.first + len(call.names))
-        }
-        for place, (tensor, node) in enumerate(zip(step.saved, self._saved_by, strict=False)):
-            if tensor.item >= 0:
-                reader = Reader(node, 2 * self._items.found[tensor.item].nbytes, convolution=convolutions.get(place))
-                self._readers.setdefault(tensor.item, []).append(reader)
-
     # ---------------------------------------------------------------- in backward
 
     def unpack(self, packed: Packed | PendingSave) -> Tensor:
@@ -295,28 +263,19 @@ class Recorder:
             self._is_reading = True
             self.was_read = not _torch.after_backward(self._end)
         if type(packed) is ShapeOnly:
-            self._note_reader(Reader(node, packed.nbytes, packed.stand_in_bytes))
+            self._reads.add_other(Reader(node, packed.nbytes, packed.stand_in_bytes))
             return
         value = value_of(packed)
         if value is not None and value.items is self._items:  # autocast hands one thread the cast that another made
-            self.reads.append((value.ordinal,))
-            readers = self._readers.get(value.ordinal)  # backward comes to the last of them first
-            self.readers.append(readers.pop() if readers else Reader(node, 2 * self._items.found[value.ordinal].nbytes))
+            self._reads.add(value.ordinal, node)
 
     def _end(self) -> None:
         self.was_read = True
-        if any(len(item.inputs) > 1 for item in self._items.found):  # else there is nothing to plan
-            self._scratch = scratch.measure(r.convolution for r in self.readers if r.convolution is not None)
+        self._reads.measure_scratch()
 
     def runs_again(self, segment: Segment) -> None:
-        """Backward has come to a checkpoint and runs its segment again: the plan takes it for a read with scratch."""
-        self._segments.append((len(self.reads), segment))
-        self._note_reader(Reader(-1, 0))
-
-    def _note_reader(self, reader: Reader) -> None:
-        """Backward is just now at a node that reads nothing which was kept or rebuilt."""
-        self.reads.append(())
-        self.readers.append(reader)
+        """Backward has come to a checkpoint and runs its segment again."""
+        self._reads.add_segment(segment)
 
     def outputs_nbytes(self) -> int:
         """The bytes of what the region handed out: what comes after it, a loss, keeps about as many."""
@@ -324,36 +283,6 @@ class Recorder:
 
     def graph(self) -> policy.Graph:
         """The step as the policy sees it: its tensors, and the ops of backward that read them."""
-        alive = self._alive()
-        segments = dict(self._segments)
-        others = sorted(alive.keys() - {r.node for r in self.readers})
-        ops: list[policy.Value] = []
-        for at, (read, reader) in enumerate(zip(self.reads, self.readers, strict=True)):
-            nbytes = alive.get(reader.node, reader.guess) + reader.scratch
-            if reader.convolution is not None:
-                nbytes += self._scratch.get(reader.convolution, 0)
-            if at in segments:
-                nbytes = segments[at].peak_bytes()
-            between = 0
-            while others and others[-1] > reader.node >= 0:
-                between = max(between, alive[others.pop()])
-            if between > nbytes:  # nodes that read nothing, and so use none of the items
-                ops.append(policy.Value(0, is_backward=True, scratch=between))
-            ops.append(policy.Value(0, read, is_backward=True, scratch=nbytes))
-        return policy.Graph((*self._held_items(), *ops))
-
-    def _held_items(self) -> list[policy.Value]:
-        """The items. What autograd has saved it holds, also if this backward did not come to its reader."""
         assert self.step is not None
-        unread = {tensor.item for tensor in self.step.saved}.difference(*self.reads)
-        return [
-            replace(item, is_asked_for=True) if n in unread and item.is_fixed else item
-            for n, item in enumerate(self._items.found)
-        ]
-
-    def _alive(self) -> dict[int, int]:
-        """The bytes of gradients that are alive while each node runs."""
         assert self.recording is not None
-        ran = {r.node for r in self.readers}
-        idle = {r.node for readers in self._readers.values() for r in readers} - ran
-        return self.recording.graph.alive(without=idle, leaves_stay=self.leaves_stay)
+        return self._reads.graph(self.step, self.recording.graph, leaves_stay=self.leaves_stay)
