@@ -52,6 +52,8 @@ values: what backward may ask for
     pending_save, PendingSave       what autograd holds for a tensor saved in a call, until the call has ended
     ShapeOnlyReader                 the node that reads a saved tensor for its shape alone
     rebuilt_cache, CachedValue      a rebuilt tensor, held for its next readers in this backward
+    waypoints                       values that are rebuilt before a long recipe, so that no replay is deep
+    ReplayedValue                   protocol: what is asked of the values on the way of a recipe
     node_metadata                   what the ledger writes into autograd's nodes: values, forgotten constants
     pending_inputs                  recipes that wait for a product which nobody has kept so far
     inplace_variants                ops that may write their result over an input that only the replay holds

@@ -22,7 +22,8 @@ from leangrad.ledger.values.pending_save import PendingSave, ShapeOnlyReader, pa
 from leangrad.ledger.values.saved import Bare
 from leangrad.ledger.values.saved_view import SavedPart, SavedView
 from leangrad.ledger.values.shape_only import INDEXED, SIZES, ShapeOnly
-from leangrad.ledger.values.value import FAR, LONGEST_RECIPE, UNBOUNDED, Value
+from leangrad.ledger.values.value import UNBOUNDED, Value
+from leangrad.ledger.values.waypoints import FAR, LONGEST_RECIPE, mark_waypoint
 
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 NOT_GATHERED = "it is made from a sharded parameter that is not gathered when it is read"
@@ -179,7 +180,7 @@ class Decider:
                 elif fresh and value.function is not None and not value.blocked:
                     if value.layout is None and self._book.max_products:  # a product may read it
                         value.layout = (tensor.shape, tensor.stride())
-                        value.become_waypoint(FAR)
+                        mark_waypoint(value, FAR)
                     is_out_of_reach = self._is_out_of_reach(value)
                     if (self._has_room(node) or is_out_of_reach) and type(tensor) in PLAIN_TYPES:
                         value.keep(tensor)
@@ -310,7 +311,7 @@ class Decider:
         value = self.recipe(tensor, node, metadata, cap, recorded, waiting)
         if fleeting:
             value.fleeting = True
-        value.become_waypoint(FAR)
+        mark_waypoint(value, FAR)
         return value
 
     def recipe(

@@ -23,6 +23,7 @@ from leangrad.errors import ChangedError, LeangradError
 from leangrad.ledger.values.inplace_variants import IN_PLACE, overwrite
 from leangrad.ledger.values.rebuilt_cache import remember
 from leangrad.ledger.values.saved import PackedTensor, changed
+from leangrad.ledger.values.waypoints import LONGEST_RECIPE, mark_waypoint, reach_waypoints
 
 Layout = tuple[torch.Size, tuple[int, ...]]
 UNKNOWN = -1  # a stream that has not been asked for
@@ -124,7 +125,7 @@ class Value(PackedTensor):
             # With what has to be gathered for its recipe it stays: it was saved where that may not be there.
             if is_short and self.products <= self.max_products and not any(v.gathers for v in self.inputs):
                 self.tensor = None
-                self.become_waypoint(0)  # the lengths of what was made of it meanwhile begin here
+                mark_waypoint(self, 0)  # the lengths of what was made of it meanwhile begin here
             else:
                 self.depth, self.root, self.length = depth, root, 0
         self._notify()
@@ -213,18 +214,6 @@ class Value(PackedTensor):
         self.length = length + 1
         self.products = products + self.is_product
 
-    def become_waypoint(self, least: int) -> None:
-        """Let lengths begin anew after this value, if it is more than ``least`` ops long and held once it is rebuilt.
-
-        [Note: waypoints] A replay is recursive, and Python's stack is not deep: so a recipe is LONGEST_RECIPE ops long
-        at most. But what a product was run for, and autograd has saved, is held once it is rebuilt, for its readers. So
-        a plan that keeps little has recipes of any length, with such values every so often on their way. Before a
-        tensor is rebuilt these are, from the far end on, one after the other (``_reach_waypoints``), and no replay is
-        deeper than the way from one to the next.
-        """
-        if self.length > least and self.products and not self.fleeting and self.tensor is None:
-            self.is_waypoint = True
-
     def catchable(self) -> Tensor | None:
         """The tensor of an absent value, if it is still there and unchanged."""
         if self.live is None:
@@ -252,7 +241,7 @@ class Value(PackedTensor):
         else:
             self.task, self.reads = task, 1
         if self.products and self.memo is None and self.tensor is None:
-            self._reach_waypoints(task)
+            reach_waypoints(self, task)
         if (
             self.reads >= self.readers
             and self.parents < 2
@@ -341,24 +330,14 @@ class Value(PackedTensor):
             return tensor, False
         return tensor, owned
 
-    def _reach_waypoints(self, task: int) -> None:
-        """Rebuild the waypoints under this value that are not at hand, those that others are rebuilt from first."""
-        stack = [(v, False) for v in self.inputs]
-        seen: set[int] = set()
-        while stack:
-            v, is_reached = stack.pop()
-            if is_reached:
-                if not v._is_at_hand():
-                    tensor, _ = v._rebuild({}, task)
-                    v._hold(tensor, task, takes=0)
-            elif v.tensor is None and v.products and not v._is_at_hand() and id(v) not in seen:
-                seen.add(id(v))
-                if v.is_waypoint and v.readers:
-                    stack.append((v, True))
-                stack.extend((i, False) for i in v.inputs)
-
-    def _is_at_hand(self) -> bool:
+    def is_at_hand(self) -> bool:
+        """Whether it was rebuilt already, on the stream that runs, and is held."""
         return self.memo is not None and self.memo_stream == _stream(self.memo)
+
+    def rebuild_ahead(self, task: int) -> None:
+        """Rebuild it before any of its readers asks, and hold it for them."""
+        tensor, _ = self._rebuild({}, task)
+        self._hold(tensor, task, takes=0)
 
     def _hold(self, tensor: Tensor, task: int, takes: int) -> None:
         """Hold what was rebuilt, and was taken so often, for its next readers in this backward pass."""
@@ -492,8 +471,6 @@ def fuses() -> bool:
 _checked: tuple[int, tuple[Any, ...]] = (-1, ())  # a backward pass, and the settings that it has found
 MANY = 4  # see [Note: held for recipes]
 SUMS = ("AddBackward0", "SubBackward0")  # see [Note: lineages through products]
-LONGEST_RECIPE = 200  # ops of a recipe, one inside the other: each takes a frame or two of the 1,000 that Python allows
-FAR = 100  # ops after which a value that is held is a waypoint: nearer ones stand inside of fused kernels
 UNBOUNDED = sys.maxsize  # the sums and the products that a recipe may run through, where a plan says where it ends
 
 
