@@ -56,6 +56,7 @@ values: what backward may ask for
     ReplayedValue                   protocol: what is asked of the values on the way of a recipe
     node_metadata                   what the ledger writes into autograd's nodes: values, forgotten constants
     pending_inputs                  recipes that wait for a product which nobody has kept so far
+    WaitingValue                    protocol: what is asked of a value whose recipe may wait
     inplace_variants                ops that may write their result over an input that only the replay holds
 
 origins: where tensors come from

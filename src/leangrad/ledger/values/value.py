@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from leangrad import _torch
 from leangrad._torch import graph_task
 from leangrad.errors import ChangedError, LeangradError
 from leangrad.ledger.values.inplace_variants import IN_PLACE, overwrite
+from leangrad.ledger.values.pending_inputs import blocking, notify
 from leangrad.ledger.values.rebuilt_cache import remember
 from leangrad.ledger.values.saved import PackedTensor, changed
 from leangrad.ledger.values.waypoints import LONGEST_RECIPE, mark_waypoint, reach_waypoints
@@ -104,19 +105,9 @@ class Value(PackedTensor):
         if self.max_products:  # what is rebuilt from a weight is free; now it takes memory
             self.free = False
         if self.waiters is not None:
-            self._notify()
+            notify(self)
 
-    def _notify(self) -> None:
-        """This value can be had now: look again at every recipe that waited for it."""
-        waiters, self.waiters = self.waiters, None
-        for ref in waiters or ():
-            waiter = ref()
-            if waiter is not None and waiter.blocked:
-                waiter.blocked = blocking(waiter.inputs)
-                if not waiter.blocked:
-                    waiter._unblocked()
-
-    def _unblocked(self) -> None:
+    def unblocked(self) -> None:
         """Nothing is missing any more: this value needs no tensor of its own, unless its chain is too long."""
         depth, root = self.depth, self.root
         self.settle_lineage()
@@ -128,7 +119,7 @@ class Value(PackedTensor):
                 mark_waypoint(self, 0)  # the lengths of what was made of it meanwhile begin here
             else:
                 self.depth, self.root, self.length = depth, root, 0
-        self._notify()
+        notify(self)
 
     def set_recipe(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """``function(*args, **kwargs)`` gives this value back."""
@@ -440,18 +431,6 @@ class Value(PackedTensor):
     def is_laid_out(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` lies in memory as this value did."""
         return self.layout is None or (tensor.shape == self.layout[0] and tensor.stride() == self.layout[1])
-
-
-def blocking(values: Iterable[Value]) -> tuple[Value, ...]:
-    """The absent values under ``values``, each once."""
-    found: list[Value] = []
-    for v in values:
-        if v.tensor is not None:
-            continue
-        for b in v.blocked if v.function is not None else (v,):
-            if b not in found:
-                found.append(b)
-    return tuple(found)
 
 
 # By function: what may replay a recipe of it together with others, as one kernel. ``fused.py`` enters itself here.
