@@ -15,7 +15,7 @@ from leangrad import _torch
 from leangrad.ledger.origins.functions import NoRecipeError
 from leangrad.ledger.origins.graph_walk import Walk, WalkRegion
 from leangrad.ledger.origins.upstream_anchors import RecentProducts
-from leangrad.ledger.values.cast import NODE, Anchor, Cast, Packed
+from leangrad.ledger.values.cast import NODE, Cast, Packed
 from leangrad.ledger.values.node_metadata import CAST, LIVE, OPAQUE, VALUES, AccumulateGrad, enter, join
 from leangrad.ledger.values.pending_inputs import wait
 from leangrad.ledger.values.pending_save import PendingSave, ShapeOnlyReader, packed_in
@@ -83,7 +83,6 @@ class DecidingRegion(WalkRegion, Protocol):
     cap: int  # how deep a recipe may be where nothing was learned
     decisions: Sequence[Decision | None] | None  # see [Note: decisions by saved tensor]
     packs: int  # tensors that were saved so far, the one that is being decided included
-    watched_memory: dict[int, list[weakref.ref[Anchor]]]
     waiting: list[weakref.ref[Value]]
     runs_again: bool  # in a segment that a checkpoint runs again
     # Of the tensors saved in the call that runs, if they are decided when it has ended.

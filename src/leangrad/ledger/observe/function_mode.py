@@ -23,7 +23,6 @@ class ObservedRegion(Protocol):
     fence: int
     packing: bool  # the region itself is at work
     changing: Any  # the tensor that a function is changing in place right now
-    call: int  # the number of the call that runs, while a step is recorded
     catches: int  # not 0: the output of a product is held for a while, to be kept in the stead of a larger tensor
     # Anchors that plain would not have kept: parameters by their id, other tensors by their memory.
     watched_parameters: dict[int, list[weakref.ref[Anchor]]]
