@@ -53,7 +53,15 @@ from leangrad._torch.checkpoints import (
     reentrant_checkpoint,
     unseen,
 )
-from leangrad._torch.cuda import Counters, compile_kernel, cuda_counters, current_device, is_capturing, raw_stream
+from leangrad._torch.cuda import (
+    Counters,
+    compile_kernel,
+    cuda_counters,
+    current_device,
+    is_capturing,
+    raw_stream,
+    stream_of,
+)
 from leangrad._torch.dispatch import DispatchMode, missing_dispatch_names, schema, storage_address, strided_parts
 from leangrad._torch.modes import (
     autocast_may_be_on,
@@ -219,6 +227,7 @@ __all__ = [
     "storage_address",
     "storage_holders",
     "storage_is_shared",
+    "stream_of",
     "strided_parts",
     "tensor_without_memory",
     "transforms_active",

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from leangrad import _torch
-from leangrad._torch import graph_task
+from leangrad._torch import graph_task, stream_of
 from leangrad.errors import ChangedError, LeangradError
 from leangrad.ledger.values.inplace_variants import IN_PLACE, overwrite
 from leangrad.ledger.values.pending_inputs import blocking, notify
@@ -266,7 +266,7 @@ class Value(PackedTensor):
             self.stream != stream
             and (not self.free or self.op == "operand")  # which may be a copy of ours
             and tensor.is_cuda
-            and self.stream != _stream(tensor)
+            and self.stream != stream_of(tensor)
         ):
             # The allocator must not hand this memory out again before the recipe on this stream has read it.
             tensor.record_stream(torch.cuda.current_stream(tensor.device))
@@ -301,7 +301,7 @@ class Value(PackedTensor):
         if self.tensor is not None:
             return self.anchor(), False
         memo = self.memo
-        if memo is not None and self.memo_stream == _stream(memo):
+        if memo is not None and self.memo_stream == stream_of(memo):
             self.count_takes(1)
             return memo, False
         shared = self.parents > 1
@@ -323,7 +323,7 @@ class Value(PackedTensor):
 
     def is_at_hand(self) -> bool:
         """Whether it was rebuilt already, on the stream that runs, and is held."""
-        return self.memo is not None and self.memo_stream == _stream(self.memo)
+        return self.memo is not None and self.memo_stream == stream_of(self.memo)
 
     def rebuild_ahead(self, task: int) -> None:
         """Rebuild it before any of its readers asks, and hold it for them."""
@@ -332,7 +332,7 @@ class Value(PackedTensor):
 
     def _hold(self, tensor: Tensor, task: int, takes: int) -> None:
         """Hold what was rebuilt, and was taken so often, for its next readers in this backward pass."""
-        self.memo, self.memo_stream, self.takes = tensor, _stream(tensor), takes
+        self.memo, self.memo_stream, self.takes = tensor, stream_of(tensor), takes
         remember(self, task)
 
     def count_takes(self, more: int) -> None:
@@ -425,7 +425,7 @@ class Value(PackedTensor):
         if tensor.nbytes > parts[self.part].nbytes:
             return
         if (other.task != task or other.reads < other.readers) and not tensor._is_view() and other.is_laid_out(tensor):
-            other.memo, other.memo_stream = tensor, _stream(tensor)
+            other.memo, other.memo_stream = tensor, stream_of(tensor)
             remember(other, task)
 
     def is_laid_out(self, tensor: Tensor) -> bool:
@@ -451,10 +451,6 @@ _checked: tuple[int, tuple[Any, ...]] = (-1, ())  # a backward pass, and the set
 MANY = 4  # see [Note: held for recipes]
 SUMS = ("AddBackward0", "SubBackward0")  # see [Note: lineages through products]
 UNBOUNDED = sys.maxsize  # the sums and the products that a recipe may run through, where a plan says where it ends
-
-
-def _stream(tensor: Tensor) -> int:
-    return _torch.raw_stream(tensor.device) if tensor.is_cuda else 0
 
 
 def is_there(tensor: Tensor) -> bool:
