@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from leangrad._torch import forward_mode_active, is_traced, raw_stream, storage_holders, transforms_active, version
+from leangrad._torch import forward_mode_active, is_traced, storage_holders, stream_of, transforms_active, version
 
 __all__ = ["cached_norm", "forget_norm"]
 
@@ -128,7 +128,7 @@ def _may_cache(parameter: Tensor) -> bool:
 
 def _state(parameter: Tensor) -> tuple[Any, ...]:
     """What a change in place, of the data or of the whole tensor, makes different."""
-    stream = raw_stream(parameter.device) if parameter.is_cuda else 0
+    stream = stream_of(parameter)
     place = (parameter.dtype, parameter.shape, parameter.stride(), parameter.storage_offset())
     return version(parameter), parameter.data_ptr(), stream, *place
 

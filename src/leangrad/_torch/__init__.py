@@ -63,6 +63,7 @@ from leangrad._torch.cuda import (
     raw_stream,
     start_history,
     stop_history,
+    stream_of,
 )
 from leangrad._torch.dispatch import DispatchMode, missing_dispatch_names, schema, storage_address, strided_parts
 from leangrad._torch.modes import (
@@ -232,6 +233,7 @@ __all__ = [
     "storage_address",
     "storage_holders",
     "storage_is_shared",
+    "stream_of",
     "strided_parts",
     "tensor_without_memory",
     "transforms_active",

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 
 def _stream_of(index: int) -> int:
@@ -16,6 +17,11 @@ _raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream
 def raw_stream(device: torch.device) -> int:
     """The current CUDA stream of ``device`` as a number."""
     return _raw_stream(device.index)
+
+
+def stream_of(tensor: Tensor) -> int:
+    """The current CUDA stream of the device of ``tensor`` as a number; 0 where that is no GPU."""
+    return _raw_stream(tensor.device.index) if tensor.is_cuda else 0
 
 
 def compile_kernel(code: str, name: str, types: str, warps: int) -> Callable[..., None] | None:

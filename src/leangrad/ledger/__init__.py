@@ -52,17 +52,20 @@ values: what backward may ask for
     pending_save, PendingSave       what autograd holds for a tensor saved in a call, until the call has ended
     ShapeOnlyReader                 the node that reads a saved tensor for its shape alone
     rebuilt_cache, CachedValue      a rebuilt tensor, held for its next readers in this backward
+    waypoints                       values that are rebuilt before a long recipe, so that no replay is deep
+    ReplayedValue                   protocol: what is asked of the values on the way of a recipe
     node_metadata                   what the ledger writes into autograd's nodes: values, forgotten constants
     pending_inputs                  recipes that wait for a product which nobody has kept so far
-    upstream_anchors                recent products, which may be kept in place of a larger tensor made from them
+    WaitingValue                    protocol: what is asked of a value whose recipe may wait
     inplace_variants                ops that may write their result over an input that only the replay holds
-    RecentProducts, ProductsRegion  the products of late; the protocol of what they ask of their region
 
 origins: where tensors come from
     origins                         the folder of rules and of the walk along autograd's graph
     graph_walk, Walk                walks from a saved tensor back to anchors and parameters: its recipe
     UnsavedInput                    an input of an op that its node does not save, because it needs no gradient
     WalkRegion                      protocol: what the walk asks of its region
+    upstream_anchors                recent products, which may be kept in place of a larger tensor made from them
+    RecentProducts, ProductsRegion  the products of late; the protocol of what they ask of their region
     shards, Shards                  what recipes read of parameters that FSDP2 shards: a copy, or they themselves
     functions, FunctionRule         autograd Functions written in Python that have a recipe; FunctionRule is that of one
     NoRecipeError                   raised in a walk: this tensor cannot be rebuilt, and why
@@ -99,6 +102,8 @@ observe: what nodes forget
 learn: what a recorded step shows
     learn                           the folder of what later steps take from the recorded one
     recorder, Recorder              writes one step down: its saved tensors, what became of each, who read it
+    items, Items                    the tensors that the policy decides on, and what each is rebuilt from
+    reads, Reads                    what backward reads, in order: with the items, the graph for `leangrad.policy`
     Reader                          a node that reads a saved tensor in backward
     Segment                         protocol: what a plan asks of a checkpointed segment
     recorded_step, RecordedStep     the step as plain data, and what later steps do if they keep what the plan says
@@ -120,7 +125,6 @@ learn: what a recorded step shows
     host_limit, HostLimit           whether the GPU waits for the host, and what is kept if it does
     timing, Timing, Cost            what each rebuild of a step takes, on the host and on the device
     Stopwatch                       moments on the clock of a device
-    meter, Meter                    the peak of a step on a CPU, where `leangrad.measure` runs it
 
 tune: towards what the user asked for
     tune                            the folder of the way to a budget of memory, or to a bound on the time
@@ -128,6 +132,7 @@ tune: towards what the user asked for
     history, History, Parts         the peaks of a step that stays below the allocator's own
     peaks, Peaks                    what steps took, and what the next one is foreseen to take
     Moment                          the beginning of a step: its time, and what was counted then
+    meter, Meter                    the peak of a step on a CPU, where `leangrad.measure` runs it
     course, Course                  what both courses share: the plans of a recorded step, and steps that are timed
     to_budget, TowardsBudget        the fastest plan that stays within a budget
     Recordings                      what is known of the steps that were recorded for one budget

@@ -15,15 +15,16 @@ from leangrad import _torch
 from leangrad.ledger.observe.rng import Draw
 from leangrad.ledger.origins.functions import NoRecipeError
 from leangrad.ledger.origins.graph_walk import Walk, WalkRegion
-from leangrad.ledger.values.cast import NODE, Anchor, Cast, Packed
+from leangrad.ledger.origins.upstream_anchors import RecentProducts
+from leangrad.ledger.values.cast import NODE, Cast, Packed
 from leangrad.ledger.values.node_metadata import CAST, LIVE, OPAQUE, VALUES, AccumulateGrad, enter, join
 from leangrad.ledger.values.pending_inputs import wait
 from leangrad.ledger.values.pending_save import PendingSave, ShapeOnlyReader, packed_in
 from leangrad.ledger.values.saved import Bare
 from leangrad.ledger.values.saved_view import SavedPart, SavedView
 from leangrad.ledger.values.shape_only import INDEXED, SIZES, ShapeOnly
-from leangrad.ledger.values.upstream_anchors import RecentProducts
-from leangrad.ledger.values.value import FAR, LONGEST_RECIPE, UNBOUNDED, Value
+from leangrad.ledger.values.value import UNBOUNDED, Value
+from leangrad.ledger.values.waypoints import FAR, LONGEST_RECIPE, mark_waypoint
 
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 NOT_GATHERED = "it is made from a sharded parameter that is not gathered when it is read"
@@ -83,7 +84,6 @@ class DecidingRegion(WalkRegion, Protocol):
     cap: int  # how deep a recipe may be where nothing was learned
     decisions: Sequence[Decision | None] | None  # see [Note: decisions by saved tensor]
     packs: int  # tensors that were saved so far, the one that is being decided included
-    watched_memory: dict[int, list[weakref.ref[Anchor]]]
     waiting: list[weakref.ref[Value]]
     runs_again: bool  # in a segment that a checkpoint runs again
     draw: Draw | None  # of the call that runs: see [Note: attention that draws]
@@ -181,7 +181,7 @@ class Decider:
                 elif fresh and value.function is not None and not value.blocked:
                     if value.layout is None and self._book.max_products:  # a product may read it
                         value.layout = (tensor.shape, tensor.stride())
-                        value.become_waypoint(FAR)
+                        mark_waypoint(value, FAR)
                     is_out_of_reach = self._is_out_of_reach(value)
                     if (self._has_room(node) or is_out_of_reach) and type(tensor) in PLAIN_TYPES:
                         value.keep(tensor)
@@ -312,7 +312,7 @@ class Decider:
         value = self.recipe(tensor, node, metadata, cap, recorded, waiting)
         if fleeting:
             value.fleeting = True
-        value.become_waypoint(FAR)
+        mark_waypoint(value, FAR)
         return value
 
     def recipe(

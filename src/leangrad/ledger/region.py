@@ -23,11 +23,11 @@ from leangrad.ledger.observe.processes import collectives
 from leangrad.ledger.observe.processes.gathers import Gathers
 from leangrad.ledger.observe.rng import Draw
 from leangrad.ledger.origins.graph_walk import UnsavedInput
+from leangrad.ledger.origins.upstream_anchors import RecentProducts
 from leangrad.ledger.values.cast import Anchor, Packed
 from leangrad.ledger.values.pending_save import PendingSave, ShapeOnlyReader
 from leangrad.ledger.values.saved import Bare, unpack
 from leangrad.ledger.values.saved_view import SavedView
-from leangrad.ledger.values.upstream_anchors import RecentProducts
 from leangrad.ledger.values.value import UNBOUNDED, Value
 
 ENDED = -1

@@ -2,7 +2,7 @@
 
 It knows a step only as a plain graph of values (``graph``) and imports nothing of torch. An engine has an adapter that
 writes its step down as such a graph: ``leangrad.compiled.joint_graph`` does it for the graphs of AOTAutograd,
-``leangrad.ledger.learn.recorder`` for the recorded step of a lean model, ``leangrad.floor`` for all that eager PyTorch
+``leangrad.ledger.learn.reads`` for the recorded step of a lean model, ``leangrad.floor`` for all that eager PyTorch
 runs.
 
 Read in this order: ``graph`` (values, what they take and what they are made from), ``ops`` (which ops are never run

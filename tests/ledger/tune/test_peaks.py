@@ -15,10 +15,10 @@ from torch import Tensor, nn
 import leangrad
 from leangrad._torch import Counters
 from leangrad.errors import BudgetError
-from leangrad.ledger.learn.meter import Meter
 from leangrad.ledger.tune import peaks as peaks_module
 from leangrad.ledger.tune import to_budget
 from leangrad.ledger.tune.history import AFTER, END, START, TURN, History, Parts, add_up
+from leangrad.ledger.tune.meter import Meter
 from leangrad.measure.listeners import Course
 from leangrad.policy.choice import lowest_peak
 from tests.support import assert_same_bits

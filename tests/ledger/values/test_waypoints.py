@@ -15,7 +15,8 @@ from torch import Tensor
 from leangrad.errors import ChangedError
 from leangrad.ledger import Ledger
 from leangrad.ledger.values import rebuilt_cache
-from leangrad.ledger.values.value import LONGEST_RECIPE, Value
+from leangrad.ledger.values.value import Value
+from leangrad.ledger.values.waypoints import LONGEST_RECIPE
 from tests.support.ledger_programs import assert_same, backward, leaf
 
 ROWS, WIDTH, WIDE = 64, 16, 4096

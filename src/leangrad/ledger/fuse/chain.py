@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from leangrad._torch import stream_of
 from leangrad.ledger.fuse.builder import FLOATS
 from leangrad.ledger.fuse.lowering import LOWERINGS, STATIC, VIEWS, WEIGHTS
 from leangrad.ledger.origins.rules import RULES
-from leangrad.ledger.values.value import Value, _stream
+from leangrad.ledger.values.value import Value
 
 MAX_STEPS = 48
 MAX_STREAMS = 16  # tensors that a program reads and writes: with 40, memory is read at 0.85 of the speed
@@ -235,7 +236,7 @@ class Chain:
     def is_made(self, value: Value) -> bool:
         """Whether ``value`` need not be rebuilt."""
         memo = value.memo
-        if memo is not None and value.memo_stream == _stream(memo):
+        if memo is not None and value.memo_stream == stream_of(memo):
             return True
         return value.tensor is not None or id(value) in self.made
 

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from leangrad import _torch
-from leangrad._torch import dispatch_modes_active
+from leangrad._torch import dispatch_modes_active, stream_of
 from leangrad.kernels import INTERPRETED
 from leangrad.ledger.fuse.builder import RefusedError
 from leangrad.ledger.fuse.chain import TABLE, Chain, Taken, may_chain
@@ -39,7 +39,7 @@ from leangrad.ledger.fuse.matcher import kind_of
 from leangrad.ledger.fuse.pattern import AGAIN, Pattern, UnlikeError
 from leangrad.ledger.origins.rules import RULES
 from leangrad.ledger.values.rebuilt_cache import remember
-from leangrad.ledger.values.value import Value, _stream, replayers
+from leangrad.ledger.values.value import Value, replayers
 
 MIN_BYTES = 32 * 1024  # below this a launch costs more than the passes over memory that it saves
 MAX_PLANS = 4096
@@ -169,7 +169,7 @@ def _give_back(taken: Taken, task: int) -> None:
 
 def _hold(values: Sequence[Value], uses: list[int], outputs: list[Tensor], task: int) -> None:
     """Leave the outputs of a program, but for the last, with their values: see [Note: what a launch leaves]."""
-    stream = _stream(outputs[-1])
+    stream = stream_of(outputs[-1])
     for value, used, tensor in zip(values, uses, outputs, strict=False):
         value.memo, value.memo_stream, value.takes = tensor, stream, used
         remember(value, task)

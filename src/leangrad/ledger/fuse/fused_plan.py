@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, empty_strided
 
 from leangrad import kernels
-from leangrad._torch import raw_stream
 from leangrad.kernels.launch import stream_for
 from leangrad.kernels.pointwise import BLOCK, Kernel, Program, Term, compiled
 from leangrad.ledger.fuse.bit_exactness import is_exact, same_bits
@@ -83,7 +82,7 @@ class Plan:
         self.outputs = [(*layouts[j], slots[k].dtype or torch.float32) for j, k in enumerate(chain.outputs)]
         wide = max(self.n, *(_reach(leaves[k]) for k in self.leaves)) >= 2**31 - BLOCK
         self.kernel: Kernel = _compiled(chain, program, wide)
-        self.device, self.on_cuda = leaves[0].device, leaves[0].is_cuda
+        self.device = leaves[0].device
         self.launch = self.kernel.launcher(self.device, self.n)
         self.pick = _picker(self.leaves)
         allocations = [partial(empty_strided, *layout, dtype=d, device=self.device) for *layout, d in self.outputs]
@@ -109,10 +108,6 @@ class Plan:
             ]
             found.append(fitting[0] if fitting else -1)
         return found
-
-    def stream(self) -> int:
-        """The current stream of its device: that of all leaves."""
-        return raw_stream(self.device) if self.on_cuda else 0
 
     def run(self, leaves: Sequence[Tensor], owned: Sequence[bool] | None, scalars: list[float]) -> list[Tensor]:
         """The outputs of the program, in memory that nobody else sees; ``owned`` None: of the leaves none is."""

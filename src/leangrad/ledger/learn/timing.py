@@ -49,7 +49,6 @@ class Timing:
 
     def __init__(self, *, on_gpu: bool) -> None:
         self._stopwatch = Stopwatch(on_gpu=on_gpu)
-        self._on_gpu = on_gpu
         self.numbers: dict[int, int] = {}  # by the id of what was packed: the number of the saved tensor
         self._reads: list[tuple[int, float, Any, Any]] = []
 

@@ -88,6 +88,7 @@ class TracedRegion(ObservedRegion, Protocol):
     """What the calls of a step ask of its region."""
 
     packs: int  # tensors that were saved so far
+    call: int  # the number of the call that runs, while a step is recorded
     hooks: Hooks
     outer: Any  # the hook of a checkpoint that is in force around the region
     drops: bool  # which drops all that is saved

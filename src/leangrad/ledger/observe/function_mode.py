@@ -9,9 +9,9 @@ from typing import Any, Protocol
 from torch.overrides import TorchFunctionMode
 
 from leangrad.ledger.observe.rng import Draw
+from leangrad.ledger.origins.upstream_anchors import RecentProducts
 from leangrad.ledger.values.cast import Anchor
 from leangrad.ledger.values.pending_save import PendingSave, ShapeOnlyReader
-from leangrad.ledger.values.upstream_anchors import RecentProducts
 from leangrad.ledger.values.value import Value
 
 
@@ -24,7 +24,6 @@ class ObservedRegion(Protocol):
     fence: int
     packing: bool  # the region itself is at work
     changing: Any  # the tensor that a function is changing in place right now
-    call: int  # the number of the call that runs, while a step is recorded
     catches: int  # not 0: the output of a product is held for a while, to be kept in the stead of a larger tensor
     # Anchors that plain would not have kept: parameters by their id, other tensors by their memory.
     watched_parameters: dict[int, list[weakref.ref[Anchor]]]

@@ -114,8 +114,8 @@ def _batch_norm(read: Callable[..., tuple[Any, ...]]) -> Handler:
         mean, var, weight, bias, trains = read(*args, **kwargs)
         changes = trains and mean is not None
         if changes:
-            before_change(notes, mean)
-            before_change(notes, var)
+            before_change(notes.book, mean)
+            before_change(notes.book, var)
         out = func(*args, **kwargs)
         if not (trains and weight is not None and weight.requires_grad and bias is not None and bias.requires_grad):
             leave_note(out, (), (), {"weight": weight, "bias": bias})  # the node has no edge for one of them
@@ -163,9 +163,9 @@ def _embedding(notes: FunctionMode, func: Any, args: tuple[Any, ...], kwargs: di
     if argument(func, args, kwargs, "max_norm") is None:
         return func(*args, **kwargs)
     weight = argument(func, args, kwargs, "weight")  # it is changed in place, and the next look-up may change it again
-    before_change(notes, weight)
+    before_change(notes.book, weight)
     out = func(*args, **kwargs)
-    after_change(notes, weight)
+    after_change(notes.book, weight)
     if out.grad_fn is not None:
         out.grad_fn.metadata[OPAQUE] = True
     return out
@@ -185,7 +185,7 @@ def _second_output(name: str) -> Handler:
 
 def _instance_norm(notes: FunctionMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     statistics = [argument(func, args, kwargs, name) for name in ("running_mean", "running_var")]
-    before_change(notes, statistics)
+    before_change(notes.book, statistics)
     out = func(*args, **kwargs)
     if not UnsavedInput.noted.isdisjoint(map(id, statistics)):
         notes.book.fence = _torch.next_sequence_nr()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, is_grad_enabled
@@ -25,18 +25,17 @@ from leangrad.ledger.values.node_metadata import NOTE, OPAQUE, VALUES
 from leangrad.ledger.values.value import Value
 
 
-def before_change(notes: FunctionMode, target: Any) -> None:
+def before_change(book: ObservedRegion, target: Any) -> None:
     """Anchors that plain PyTorch would not have kept move to memory of their own before it changes.
 
     So do all others where autograd will not record the change, if the memory has other names than ``target``.
     """
     if isinstance(target, Tensor):
         for inner in _torch.wrapped_tensors(target):
-            before_change(notes, inner)
+            before_change(book, inner)
         unrecorded = not (target.requires_grad and is_grad_enabled())
         if unrecorded and is_private(target):
             return
-        book = notes.book
         node = None if unrecorded else _node_of(target)
         book.changes(-1 if node is None else node._sequence_nr())
         if book.watched_parameters:
@@ -49,18 +48,14 @@ def before_change(notes: FunctionMode, target: Any) -> None:
             _move(book.watched_memory.pop(_memory_of(target), ()))
     elif isinstance(target, list | tuple):
         for t in target:
-            before_change(notes, t)
-
-
-class _Told(NamedTuple):
-    book: Any
+            before_change(book, t)
 
 
 def tell(tensor: Tensor | None) -> None:
     """A Function of ours is about to change ``tensor`` in place, where the function override does not see it."""
     region = open_region()
     if region is not None and tensor is not None:
-        before_change(_Told(region), tensor)  # type: ignore[arg-type]
+        before_change(region, tensor)
 
 
 def _move(anchors: Iterable[weakref.ref[Anchor]]) -> None:
@@ -107,16 +102,16 @@ def _watch_all(book: ObservedRegion) -> None:
             watched.setdefault(_memory_of(value.tensor), []).append(ref)
 
 
-def after_change(notes: FunctionMode, target: Any) -> None:
+def after_change(book: ObservedRegion, target: Any) -> None:
     """``target`` was changed in place and autograd did not record it: what was made so far may not be what it was."""
     if isinstance(target, list | tuple):
         for t in target:
-            after_change(notes, t)
+            after_change(book, t)
     elif isinstance(target, Tensor) and not is_private(target):
         node = _node_of(target)
         if node is not None:
             node.metadata[OPAQUE] = True
-        notes.book.fence = _torch.next_sequence_nr()
+        book.fence = _torch.next_sequence_nr()
 
 
 def is_private(tensor: Tensor) -> bool:
@@ -158,12 +153,12 @@ def _memory_of(tensor: Any) -> int:
 
 def swapped(notes: FunctionMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``x.data = y``: other memory, and no new version."""
-    before_change(notes, args[0])
+    before_change(notes.book, args[0])
     node = _node_of(args[0])
     if node is not None and not args[0]._is_view():
         node.metadata.pop(VALUES[args[0].output_nr], None)
     result = func(*args, **kwargs)
-    after_change(notes, args[0])
+    after_change(notes.book, args[0])
     return result
 
 
@@ -178,7 +173,7 @@ def aliased(notes: FunctionMode, func: Any, args: tuple[Any, ...], kwargs: dict[
 def leaked(notes: FunctionMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The bare memory of a tensor leaves torch: it may be written at any time, and nobody will tell."""
     if args and isinstance(args[0], Tensor) and not is_private(args[0]):
-        before_change(notes, args[0])
+        before_change(notes.book, args[0])
         notes.book.fence = sys.maxsize
     return func(*args, **kwargs)
 
@@ -215,7 +210,7 @@ def mutating(names: str = "", choose: str | None = None) -> Handler:
         target = args[0] if args else next((kwargs[k] for k in ("input", "tensor", "self") if k in kwargs), None)
         if _is_nobodys(target, args, kwargs):
             return func(*args, **kwargs)
-        before_change(notes, target)
+        before_change(notes.book, target)
         overlaps = _overlaps(target, args, kwargs)
         note = constants_of(names_, args, kwargs) if names_ and not overlaps and _needs_gradient(args) else None
         before = _node_of(target)
@@ -226,7 +221,7 @@ def mutating(names: str = "", choose: str | None = None) -> Handler:
             notes.book.changing = None
         node = _node_of(target)
         if node is before:  # autograd did not record it
-            after_change(notes, target)
+            after_change(notes.book, target)
         elif (
             overlaps or _has_own_strides(target, node) or (notes.book.max_products and type(node).__name__ in PRODUCTS)
         ):
@@ -249,7 +244,7 @@ def _needs_gradient(args: Iterable[Any]) -> bool:
 
 def write_out(notes: FunctionMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A function with ``out=``: autograd records none of these."""
-    before_change(notes, kwargs["out"])
+    before_change(notes.book, kwargs["out"])
     result = func(*args, **kwargs)
-    after_change(notes, kwargs["out"])
+    after_change(notes.book, kwargs["out"])
     return result

@@ -78,12 +78,12 @@ def dropout(notes: FunctionMode, func: Any, args: tuple[Any, ...], kwargs: dict[
     if not training or p == 0:  # it hands its input back
         return func(*args, **kwargs)
     if inplace:
-        before_change(notes, x)
+        before_change(notes.book, x)
     recorded = is_grad_enabled() and isinstance(x, Tensor) and x.requires_grad
     if not recorded or not 0 < p < 1 or x.nbytes < notes.book.min_bytes:
         out = func(*args, **kwargs)
         if inplace and p > 0 and not recorded:
-            after_change(notes, x)
+            after_change(notes.book, x)
         return out
     p = float(p)  # as ATen reads it: ``1 - p`` of a NumPy scalar or a tensor is rounded to the dtype of that
     with rng.one_at_a_time:

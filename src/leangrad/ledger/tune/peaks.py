@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from leangrad import _torch
-from leangrad.ledger.learn.meter import Meter
 from leangrad.ledger.learn.timing import Stopwatch
 from leangrad.ledger.tune.history import AFTER, END, TURN, History, Parts
+from leangrad.ledger.tune.meter import Meter
 from leangrad.policy.peak import Outcome
 from leangrad.sizes import size_text
 from leangrad.trees import tensors_in

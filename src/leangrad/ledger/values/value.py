@@ -11,18 +11,20 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from leangrad import _torch
-from leangrad._torch import graph_task
+from leangrad._torch import graph_task, stream_of
 from leangrad.errors import ChangedError, LeangradError
 from leangrad.ledger.values.inplace_variants import IN_PLACE, overwrite
+from leangrad.ledger.values.pending_inputs import blocking, notify
 from leangrad.ledger.values.rebuilt_cache import remember
 from leangrad.ledger.values.saved import PackedTensor, changed
+from leangrad.ledger.values.waypoints import LONGEST_RECIPE, mark_waypoint, reach_waypoints
 
 Layout = tuple[torch.Size, tuple[int, ...]]
 UNKNOWN = -1  # a stream that has not been asked for
@@ -74,8 +76,8 @@ class Value(PackedTensor):
     settings: tuple[Any, ...] = ()  # of torch, under which it ran in forward
     products = 0  # how many of those ops are products, at most
     nbytes = 0
-    ordinal = -1  # its place in the step of ``recorder``, while the ledger learns
-    recorder: object = None
+    ordinal = -1  # its number among ``items``, those of the recorded step, while the ledger learns
+    items: object = None
     free = False  # it costs nothing worth counting: a parameter, an input, or too small to look into
     # The tensor of an absent value, which may yet be caught; its version; the number of the call that made it.
     live: tuple[weakref.ref[Tensor], int, int] | None = None
@@ -103,19 +105,9 @@ class Value(PackedTensor):
         if self.max_products:  # what is rebuilt from a weight is free; now it takes memory
             self.free = False
         if self.waiters is not None:
-            self._notify()
+            notify(self)
 
-    def _notify(self) -> None:
-        """This value can be had now: look again at every recipe that waited for it."""
-        waiters, self.waiters = self.waiters, None
-        for ref in waiters or ():
-            waiter = ref()
-            if waiter is not None and waiter.blocked:
-                waiter.blocked = blocking(waiter.inputs)
-                if not waiter.blocked:
-                    waiter._unblocked()
-
-    def _unblocked(self) -> None:
+    def unblocked(self) -> None:
         """Nothing is missing any more: this value needs no tensor of its own, unless its chain is too long."""
         depth, root = self.depth, self.root
         self.settle_lineage()
@@ -124,10 +116,10 @@ class Value(PackedTensor):
             # With what has to be gathered for its recipe it stays: it was saved where that may not be there.
             if is_short and self.products <= self.max_products and not any(v.gathers for v in self.inputs):
                 self.tensor = None
-                self.become_waypoint(0)  # the lengths of what was made of it meanwhile begin here
+                mark_waypoint(self, 0)  # the lengths of what was made of it meanwhile begin here
             else:
                 self.depth, self.root, self.length = depth, root, 0
-        self._notify()
+        notify(self)
 
     def set_recipe(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """``function(*args, **kwargs)`` gives this value back."""
@@ -213,18 +205,6 @@ class Value(PackedTensor):
         self.length = length + 1
         self.products = products + self.is_product
 
-    def become_waypoint(self, least: int) -> None:
-        """Let lengths begin anew after this value, if it is more than ``least`` ops long and held once it is rebuilt.
-
-        [Note: waypoints] A replay is recursive, and Python's stack is not deep: so a recipe is LONGEST_RECIPE ops long
-        at most. But what a product was run for, and autograd has saved, is held once it is rebuilt, for its readers. So
-        a plan that keeps little has recipes of any length, with such values every so often on their way. Before a
-        tensor is rebuilt these are, from the far end on, one after the other (``_reach_waypoints``), and no replay is
-        deeper than the way from one to the next.
-        """
-        if self.length > least and self.products and not self.fleeting and self.tensor is None:
-            self.is_waypoint = True
-
     def catchable(self) -> Tensor | None:
         """The tensor of an absent value, if it is still there and unchanged."""
         if self.live is None:
@@ -252,7 +232,7 @@ class Value(PackedTensor):
         else:
             self.task, self.reads = task, 1
         if self.products and self.memo is None and self.tensor is None:
-            self._reach_waypoints(task)
+            reach_waypoints(self, task)
         if (
             self.reads >= self.readers
             and self.parents < 2
@@ -286,7 +266,7 @@ class Value(PackedTensor):
             self.stream != stream
             and (not self.free or self.op == "operand")  # which may be a copy of ours
             and tensor.is_cuda
-            and self.stream != _stream(tensor)
+            and self.stream != stream_of(tensor)
         ):
             # The allocator must not hand this memory out again before the recipe on this stream has read it.
             tensor.record_stream(torch.cuda.current_stream(tensor.device))
@@ -321,7 +301,7 @@ class Value(PackedTensor):
         if self.tensor is not None:
             return self.anchor(), False
         memo = self.memo
-        if memo is not None and self.memo_stream == _stream(memo):
+        if memo is not None and self.memo_stream == stream_of(memo):
             self.count_takes(1)
             return memo, False
         shared = self.parents > 1
@@ -341,28 +321,18 @@ class Value(PackedTensor):
             return tensor, False
         return tensor, owned
 
-    def _reach_waypoints(self, task: int) -> None:
-        """Rebuild the waypoints under this value that are not at hand, those that others are rebuilt from first."""
-        stack = [(v, False) for v in self.inputs]
-        seen: set[int] = set()
-        while stack:
-            v, is_reached = stack.pop()
-            if is_reached:
-                if not v._is_at_hand():
-                    tensor, _ = v._rebuild({}, task)
-                    v._hold(tensor, task, takes=0)
-            elif v.tensor is None and v.products and not v._is_at_hand() and id(v) not in seen:
-                seen.add(id(v))
-                if v.is_waypoint and v.readers:
-                    stack.append((v, True))
-                stack.extend((i, False) for i in v.inputs)
+    def is_at_hand(self) -> bool:
+        """Whether it was rebuilt already, on the stream that runs, and is held."""
+        return self.memo is not None and self.memo_stream == stream_of(self.memo)
 
-    def _is_at_hand(self) -> bool:
-        return self.memo is not None and self.memo_stream == _stream(self.memo)
+    def rebuild_ahead(self, task: int) -> None:
+        """Rebuild it before any of its readers asks, and hold it for them."""
+        tensor, _ = self._rebuild({}, task)
+        self._hold(tensor, task, takes=0)
 
     def _hold(self, tensor: Tensor, task: int, takes: int) -> None:
         """Hold what was rebuilt, and was taken so often, for its next readers in this backward pass."""
-        self.memo, self.memo_stream, self.takes = tensor, _stream(tensor), takes
+        self.memo, self.memo_stream, self.takes = tensor, stream_of(tensor), takes
         remember(self, task)
 
     def count_takes(self, more: int) -> None:
@@ -455,24 +425,12 @@ class Value(PackedTensor):
         if tensor.nbytes > parts[self.part].nbytes:
             return
         if (other.task != task or other.reads < other.readers) and not tensor._is_view() and other.is_laid_out(tensor):
-            other.memo, other.memo_stream = tensor, _stream(tensor)
+            other.memo, other.memo_stream = tensor, stream_of(tensor)
             remember(other, task)
 
     def is_laid_out(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` lies in memory as this value did."""
         return self.layout is None or (tensor.shape == self.layout[0] and tensor.stride() == self.layout[1])
-
-
-def blocking(values: Iterable[Value]) -> tuple[Value, ...]:
-    """The absent values under ``values``, each once."""
-    found: list[Value] = []
-    for v in values:
-        if v.tensor is not None:
-            continue
-        for b in v.blocked if v.function is not None else (v,):
-            if b not in found:
-                found.append(b)
-    return tuple(found)
 
 
 # By function: what may replay a recipe of it together with others, as one kernel. ``fused.py`` enters itself here.
@@ -492,13 +450,7 @@ def fuses() -> bool:
 _checked: tuple[int, tuple[Any, ...]] = (-1, ())  # a backward pass, and the settings that it has found
 MANY = 4  # see [Note: held for recipes]
 SUMS = ("AddBackward0", "SubBackward0")  # see [Note: lineages through products]
-LONGEST_RECIPE = 200  # ops of a recipe, one inside the other: each takes a frame or two of the 1,000 that Python allows
-FAR = 100  # ops after which a value that is held is a waypoint: nearer ones stand inside of fused kernels
 UNBOUNDED = sys.maxsize  # the sums and the products that a recipe may run through, where a plan says where it ends
-
-
-def _stream(tensor: Tensor) -> int:
-    return _torch.raw_stream(tensor.device) if tensor.is_cuda else 0
 
 
 def is_there(tensor: Tensor) -> bool:

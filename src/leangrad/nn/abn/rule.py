@@ -77,9 +77,9 @@ def _handle(notes: FunctionMode, func: Any, args: tuple[Any, ...], kwargs: dict[
     call: Call = args[-1]
     running = call.running if call.training else None
     if running is not None:
-        before_change(notes, running)
+        before_change(notes.book, running)
     if call.in_place:
-        before_change(notes, args[0])
+        before_change(notes.book, args[0])
         notes.book.changing = args[0]
     try:
         out = func(*args, **kwargs)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,10 +48,6 @@ def unwatch() -> None:
             _methods.clear()
 
 
-class _Told(NamedTuple):
-    book: Any
-
-
 def _seen(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def run(group: Any, *args: Any, **kwargs: Any) -> Any:
@@ -61,13 +57,12 @@ def _seen(method: Callable[..., Any]) -> Callable[..., Any]:
         written = _exposed(args[0] if args else next(iter(kwargs.values()), None))
         if not written:
             return method(group, *args, **kwargs)
-        notes: Any = _Told(region)
         with torch.no_grad():  # autograd does not record it
-            before_change(notes, written)
+            before_change(region, written)
         try:
             return method(group, *args, **kwargs)
         finally:
-            after_change(notes, written)
+            after_change(region, written)
             region.fence = _torch.next_sequence_nr()
 
     return run

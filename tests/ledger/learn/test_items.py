@@ -1,8 +1,11 @@
-"""What the recorder tells the policy of products that recipes run again."""
+"""What the policy is told of the tensors of a step: what each is rebuilt from, and which products that runs."""
+
+import sys
 
 import torch
 import torch.nn.functional as F
 
+import leangrad
 from leangrad.ledger import Ledger
 from leangrad.policy.graph import Value
 
@@ -15,7 +18,8 @@ def items(products: int) -> list[Value]:
         y = F.relu((x @ a).sin() @ b).exp()
     y.sum().backward()
     assert ledger._recorded is not None
-    return list(ledger._recorded.items)
+    assert ledger._recorded.step is not None
+    return list(ledger._recorded.step.items)
 
 
 def test_products_that_are_rebuilt_are_heavy_and_not_fixed() -> None:
@@ -35,3 +39,29 @@ def test_without_products_none_is_run() -> None:
 def test_a_product_beyond_the_limit_is_kept() -> None:
     """The first product is within it, and what the second one makes is not."""
     assert [item.is_fixed for item in items(1)] == [False, False, True, False]
+
+
+def test_what_a_tensor_is_rebuilt_from_is_looked_for_once_on_every_way() -> None:
+    """Sums of a tensor and of itself, moved, of which autograd saves none: twelve of them are 4,096 ways to the first.
+
+    Each way was gone; thirty of them would have taken hours.
+    """
+    x, w = torch.randn(8, 64), torch.randn(64, 64, requires_grad=True)
+    ledger = leangrad.saving(min_bytes=0)
+    calls = []
+
+    def count(frame, event, _):
+        if event == "call" and frame.f_code.co_name == "_sources":
+            calls.append(frame)
+
+    with ledger:
+        h = x @ w
+        y = h.sin()  # saves the product
+        for _ in range(12):
+            h = h + h.roll(1, 0)
+        y = y + h.sin()
+        sys.setprofile(count)
+    sys.setprofile(None)
+    y.sum().backward()
+    assert ledger.totals().rebuilt_bytes == h.nbytes
+    assert 0 < len(calls) < 10
