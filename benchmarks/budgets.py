@@ -111,6 +111,7 @@ def on_gpu(name: str, shares: tuple[float, ...], ways: list[str], *, of_kernels:
             return row | {"error": str(error).splitlines()[0]}
         finally:
             gc.collect()
+            gc.freeze()  # else what this way leaves in caches makes every collection of the next one longer
             torch.cuda.empty_cache()
 
     plain, floor = measure("plain", lambda model: model), measure("lean", partial(leangrad.lean, spare=0))

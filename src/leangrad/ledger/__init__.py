@@ -129,7 +129,7 @@ learn: what a recorded step shows
 tune: towards what the user asked for
     tune                            the folder of the way to a budget of memory, or to a bound on the time
     goal, Goal, Way                 what the user asked for; how one step on the way there runs
-    history, History, Parts         the peaks of a step that stays below the allocator's own
+    history, History, Parts         the peaks of one step, be it below the allocator's own
     peaks, Peaks                    what steps took, and what the next one is foreseen to take
     Moment                          the beginning of a step: its time, and what was counted then
     meter, Meter                    the peak of a step on a CPU, where `leangrad.measure` runs it

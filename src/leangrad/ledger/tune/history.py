@@ -1,10 +1,10 @@
-"""The peaks of one step that stays below the allocator's own: from the history of what is allocated in it.
+"""The peaks of one step, be it below the allocator's own: from the history of what is allocated in it.
 
 [Note: below the allocator's peak] The peak that the allocator counts belongs to the user, and is never reset. A step
-that stays below an earlier one, of a validation say, or of the step that was recorded, leaves no trace in it. Then the
-allocator is asked to note every allocation of one step, which costs the host less than a microsecond each, and the
-peaks of forward, of what lies between it and backward, and of backward are added up from that. A block of a size that
-nobody else asks for marks each of these moments.
+that stays below an earlier one, of a validation say, or of the step that was recorded, leaves no trace in it. So the
+allocator is asked to note every allocation of one step, and the peaks of forward, of what lies between it and backward,
+and of backward are added up from that. A block of a size that nobody else asks for marks each of these moments. Who
+records a history of his own is not disturbed: then the counters have to do.
 """
 
 from __future__ import annotations

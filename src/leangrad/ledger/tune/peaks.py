@@ -7,9 +7,10 @@ autocast keeps, the last layers of forward, and after it a loss outside of the m
 beside what backward makes again. (A value that is being made in forward stands there whether it is kept or not.) What
 it takes after backward, in the optimizer, is the same for all plans; the first step makes the optimizer's state
 besides. A user who resets them before each step would wipe out what we came to read: so they are read when backward
-ends as well, once the plan is settled only for such a user. A step below the highest so far is listened to instead,
-where somebody asks for what it took: [Note: below the allocator's peak]. On a CPU nobody counts but `leangrad.measure`:
-where that runs a step, its figure is taken, at any time; before that the plan is what is foreseen, with a margin.
+ends as well, once the plan is settled only for such a user. Steps by which plans are compared are listened to as well,
+which tells of those below the highest so far too: [Note: below the allocator's peak]. On a CPU nobody counts but
+`leangrad.measure`: where that runs a step, its figure is taken, at any time; before that the plan is what is foreseen,
+with a margin.
 """
 
 from __future__ import annotations
@@ -84,7 +85,6 @@ class Peaks:
         self.is_settled = False
         self.is_recorded = False  # a step was, from which a course began
         self.peak: int | None = None
-        self._is_hidden = False  # the last step that was compared was below the highest so far
         self.took = self.after = 0
         self.extra: int | None = None
         self.extra_before: int | None = None
@@ -122,12 +122,9 @@ class Peaks:
         return Moment(time, counters, meter, highest, end, turn, parts, is_end)
 
     def listen(self) -> None:
-        """A step has just begun, and what it takes is asked for: listen to it, if the allocator's peak will not tell.
-
-        It did not tell of the step before.
-        """
+        """A step has just begun, and what it takes is asked for."""
         counters = self.moments[-1].counters if self.moments else None
-        if counters is not None and self._is_hidden and not self._is_reset and self._history is None:
+        if counters is not None and self._history is None:
             self._history = History.begin(counters.allocated)
             self._can_listen = self._history is not None
             self._outputs = 0
@@ -214,10 +211,9 @@ class Peaks:
         if before.counters is not None and now.counters is not None:
             self._warn_of_retries(before.counters, now.counters)
             self._read_counters(before.counters, now, now.counters.highest, outcome)
-            self._is_hidden = self.peak is None
-            if self._is_hidden and now.parts is not None:
+            if now.parts is not None:
                 self._read_parts(now.parts, outcome)
-                self.peak = before.counters.allocated + self.took
+                self.peak = max(self.peak or 0, before.counters.allocated + self.took)
         elif before.meter is not None and before.meter.peak_bytes is not None:
             self._read_meter(before.meter, before.meter.peak_bytes, outcome)
         return 0 if before.counters is None else before.counters.allocated
