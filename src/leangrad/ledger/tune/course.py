@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from leangrad.ledger.learn.recorded_step import RecordedStep
-from leangrad.ledger.learn.timing import Stopwatch, Timing
+from leangrad.ledger.learn.timing import Cost, Stopwatch, Timing
 from leangrad.ledger.tune.goal import Goal, Way
 from leangrad.ledger.tune.peaks import Peaks
 from leangrad.policy.choice import lowest_peak
@@ -25,6 +25,7 @@ __all__ = ["WARM", "Course"]
 
 WARM = 3  # steps before one is timed: kernels are proven and caches filled in the first ones
 RUNS = 4  # of each way, in turns
+TIMED = 2  # steps in which every rebuild is
 
 
 class Course:
@@ -124,11 +125,17 @@ class Course:
         return times
 
     def time_rebuilds(self) -> Iterator[Way]:
-        """One step in which every rebuild is timed; from then on work is told in seconds."""
-        timing, items = Timing(on_gpu=self.peaks.on_gpu), self.step.items
-        yield Way(self.smallest, timing)
-        self.note_peak(self.smallest)
-        costs = timing.costs(items, [saved.item for saved in self.step.saved], self.smallest)
+        """Two steps in which every rebuild is timed; from then on work is told in seconds.
+
+        The shorter time counts: a kernel may be compiled on its way.
+        """
+        items, costs = self.step.items, dict[int, Cost]()
+        for _ in range(TIMED):
+            timing = Timing(on_gpu=self.peaks.on_gpu)
+            yield Way(self.smallest, timing)
+            self.note_peak(self.smallest)
+            found = timing.costs(items, [saved.item for saved in self.step.saved], self.smallest)
+            costs = {n: cost if n not in costs else min(cost, costs[n], key=max) for n, cost in found.items()}
         cheap = [n for n in costs if not items[n].products]
         spent = sum(max(costs[n]) for n in cheap)
         rate = spent / max(1, sum(items[n].nbytes for n in cheap))  # of what was kept in this step, and so not timed
