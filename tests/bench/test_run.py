@@ -153,6 +153,15 @@ def test_the_largest_batch_in_a_memory_or_in_plains_own(monkeypatch: pytest.Monk
     assert [job.memory for job in asked] == [None, 100]
 
 
+def test_no_process_is_started_for_a_way_that_plains_knows_to_be_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = answers(monkeypatch, plain=Row("plain", peak_bytes=1, not_for_this={"no_logits": "there are none"}))
+    rows = bench("a:b", ["lean", "no_logits", "packed"]).rows
+    assert [job.way for job in asked] == ["plain", "lean", "packed"]
+    assert [job.others for job in asked] == [("lean", "no_logits", "packed"), (), ()]
+    assert rows[2] == Row("no_logits", "not for this", note="there are none")
+    assert rows[3].way == "packed"
+
+
 def test_nothing_is_run_after_plain_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = answers(monkeypatch, plain=Row("plain", "failed", note="why"))
     assert [row.note for row in bench("a:b").rows] == ["why"]

@@ -150,7 +150,11 @@ def test_packages_of_others_are_asked_for(name: str, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     with pytest.raises(NotForThisError, match="need a GPU"):
         WAYS[name].way(given(nn.Linear(2, 2)))
-    assert WAYS[name].way(Given(nn.Linear(2, 2), torch.device("cuda"))).prepare is not None
+    known = type("Model", (nn.Linear,), {"__module__": "transformers.models.any"})(2, 2)
+    assert WAYS[name].way(Given(nn.Sequential(known), torch.device("cuda"))).prepare is not None
+    if name != "inplace_abn":
+        with pytest.raises(NotForThisError, match=f"{package} knows models of transformers only"):
+            WAYS[name].way(Given(nn.Linear(2, 2), torch.device("cuda")))
 
 
 # What other packages do, by stand-ins for them

@@ -292,6 +292,13 @@ def test_what_is_not_for_a_model_is_told_before_anything_is_trained(monkeypatch:
     assert measured("plain").outcome == "failed"
 
 
+def test_plain_tells_which_other_ways_are_none_for_a_model() -> None:
+    row = measured("plain", others=["lean", "lean_budget", "selective", "save_on_cpu", "no_logits", "cce"])
+    assert row.not_for_this.keys() == {"save_on_cpu", "no_logits", "cce"}
+    for way, why in row.not_for_this.items():
+        assert measured(way).note == why
+
+
 @pytest.mark.parametrize(
     ("factory", "note"),
     [

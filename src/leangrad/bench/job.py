@@ -22,6 +22,7 @@ class Job:
     - `turnstile`: a file that all jobs on one device name which run at the same time. One of them uses the device at a
       time; the first step of a way that has no budget runs beside others, since it is the host that compiles then.
     - `budget`: the peak that lean with a budget may take, above what stands before a step.
+    - `others`: names of ways of which is asked whether they are for this model at all.
     - `floor`: find the floor of the model too, and how far plain's gradients are from float64's.
     - `memory`: find the largest batch in so many bytes, which count what `leangrad fit` counts.
     - `whole_traceback`: of an error, with the frames of torch and leangrad too.
@@ -36,6 +37,7 @@ class Job:
     seconds: float = 120.0
     turnstile: str = ""
     budget: int | None = None
+    others: tuple[str, ...] = ()
     floor: bool = False
     memory: int | None = None
     whole_traceback: bool = False
@@ -66,6 +68,7 @@ class Row:
     - `largest_batch`: in the memory that the job named.
     - `rows`: of the batch.
     - `traceback`: of an error in the user's own code.
+    - `not_for_this`: of the ways that the job asked about, those that are none for this model, and why.
     """
 
     way: str
@@ -86,6 +89,7 @@ class Row:
     process_seconds: float | None = None
     note: str = ""
     traceback: str = ""
+    not_for_this: dict[str, str] = field(default_factory=dict)
     machine: dict[str, Any] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:

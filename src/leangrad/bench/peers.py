@@ -14,7 +14,15 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from leangrad.frontier.repeated import describe_repeated, repeated_modules
 
-__all__ = ["NotForThisError", "apply_cce", "apply_inplace_abn", "apply_liger", "checkpoint_selectively", "save_on_host"]
+__all__ = [
+    "NotForThisError",
+    "apply_cce",
+    "apply_inplace_abn",
+    "apply_liger",
+    "checkpoint_selectively",
+    "find_language_model",
+    "save_on_host",
+]
 
 # What a selective checkpoint keeps: `torch.ops.aten` names, as its users list them.
 HEAVY = (
@@ -67,11 +75,17 @@ def apply_cce(model: nn.Module) -> None:
     _apply_to_language_model(model, "cut_cross_entropy.transformers", lambda cce, one: cce.cce_patch(one))
 
 
-def _apply_to_language_model(model: nn.Module, package: str, apply: Any) -> None:
-    """Find the model of transformers, which may lie inside another module, and apply a patch to it."""
+def find_language_model(package: str, model: nn.Module) -> nn.Module:
+    """The model of transformers, which may lie inside another module: the only kind that ``package`` knows."""
     found = next((one for one in model.modules() if type(one).__module__.startswith("transformers.models.")), None)
     if found is None:
-        raise NotForThisError(f"{package.partition('.')[0]} knows models of transformers only")
+        raise NotForThisError(f"{package} knows models of transformers only")
+    return found
+
+
+def _apply_to_language_model(model: nn.Module, package: str, apply: Any) -> None:
+    """Apply a patch to the model of transformers."""
+    found = find_language_model(package.partition(".")[0], model)
     before = [id(getattr(one.forward, "__func__", one.forward)) for one in found.modules()]
     try:
         apply(importlib.import_module(package), found)

@@ -75,6 +75,7 @@ def bench(
         steps,
         seconds,
         turnstile,
+        others=tuple(choice.name for choice in chosen[1:]),
         floor=True,
         whole_traceback=whole_traceback,
     )
@@ -87,7 +88,11 @@ def bench(
                 f"{choice.name} was left out: to compile for a CPU takes minutes; --ways {choice.name} runs it"
             )
             continue
-        asked = replace(job, way=choice.name, floor=n == 0)
+        if n and (why := rows[0].not_for_this.get(choice.name)):
+            rows.append(Row(choice.name, "not for this", note=why))
+            found(Bench(name or target, tuple(rows)))
+            continue
+        asked = replace(job, way=choice.name, floor=n == 0, others=job.others if n == 0 else ())
         if choice.name == "lean_budget":
             asked = replace(asked, budget=budget or _usual_budget(rows))
         if memory is not None and (n > 0 or memory > 0):

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,8 +20,10 @@ from leangrad.bench.peers import (
     apply_inplace_abn,
     apply_liger,
     checkpoint_selectively,
+    find_language_model,
     save_on_host,
 )
+from leangrad.frontier.repeated import repeated_modules
 from leangrad.frontier.ways import Way, budget_way, checkpoint_way, lean_way, no_checkpoint, plain_way
 from leangrad.lean import lean
 from leangrad.loss.lazy.heads import heads_of
@@ -103,10 +106,24 @@ def _in_place(name: str, change: Callable[[nn.Module], object], steps: int = _ST
     return lambda given: Way(name, change, steps)
 
 
-def _on_cuda(name: str, change: Callable[[nn.Module], object], why: str) -> Callable[[Given], Way]:
+def _selective(given: Given) -> Way:
+    if not repeated_modules(given.model):
+        raise NotForThisError(no_checkpoint().note)
+    return Way("selective", checkpoint_selectively, _STEPS)
+
+
+def _on_cuda(
+    name: str,
+    change: Callable[[nn.Module], object],
+    why: str,
+    look: Callable[[nn.Module], object] = lambda model: None,
+) -> Callable[[Given], Way]:
+    """``look`` raises NotForThisError for a model that ``change`` would not change."""
+
     def make(given: Given) -> Way:
         if given.device.type != "cuda":
             raise NotForThisError(why)
+        look(given.model)
         return Way(name, change, _STEPS)
 
     return make
@@ -162,7 +179,7 @@ def _convert_abn(model: nn.Module) -> None:
 _CHOICES = (
     Choice("plain", "model", lambda given: plain_way()),
     Choice("checkpoint", "checkpoint(block, x, use_reentrant=False)", _checkpoint),
-    Choice("selective", "the same, keeping products and attention", _in_place("selective", checkpoint_selectively)),
+    Choice("selective", "the same, keeping products and attention", _selective),
     Choice(
         "save_on_cpu",
         "with torch.autograd.graph.save_on_cpu(pin_memory=True):",
@@ -190,14 +207,14 @@ _CHOICES = (
     Choice(
         "liger",
         "Liger's kernels",
-        _on_cuda("liger", apply_liger, "Liger's kernels need a GPU"),
+        _on_cuda("liger", apply_liger, "Liger's kernels need a GPU", partial(find_language_model, "liger_kernel")),
         package="liger_kernel",
         is_global=True,
     ),
     Choice(
         "cce",
         "Apple's cut cross entropy",
-        _on_cuda("cce", apply_cce, "its kernels need a GPU"),
+        _on_cuda("cce", apply_cce, "its kernels need a GPU", partial(find_language_model, "cut_cross_entropy")),
         package="cut_cross_entropy",
         is_global=True,
     ),

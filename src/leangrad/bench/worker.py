@@ -134,10 +134,21 @@ class _Measuring:
             if self.job.memory is not None:
                 with self._alone():
                     row = replace(row, largest_batch=self._largest_batch(training.way))
+        row = replace(row, not_for_this=self._not_for_this())
         if self.job.floor:
             found = floor(self.subject.model, self.batch, self.subject.loss, autocast=self.subject.autocast)
             row = replace(row, floor_bytes=found.bytes, float64_error=self._float64_error(plain))
         return replace(row, note="; ".join(self.notes))
+
+    def _not_for_this(self) -> dict[str, str]:
+        """Of the other ways that are asked about, those that say by a look at the model that they are none for it."""
+        found = {}
+        for name in self.job.others:
+            try:
+                WAYS[name].way(self._given(0, 0))
+            except NotForThisError as reason:
+                found[name] = str(reason)
+        return found
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
