@@ -3,6 +3,7 @@
 Each program runs plain and through a ledger, three steps in a row, and must give the same bits.
 """
 
+import contextlib
 import random
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from leangrad.lean import saving
+from leangrad.ledger import Ledger
 from leangrad.ledger.learn.entries import Totals
 from tests.support import same_bits
 from tests.support.ledger_programs import (
@@ -461,3 +463,34 @@ def test_a_backward_that_failed_teaches_nothing():
         if fails:
             assert ledger.decisions is None
     assert ledger.decisions is not None
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("products", [0, 8])
+def test_weights_that_autocast_has_cast_before_they_changed(device, products):
+    """One autocast around several steps of an optimizer: forward goes on with the weights of the first step.
+
+    Whoever writes that trains nothing; but gradients are those of the forward that has run, as plain's are.
+    """
+
+    def run(region):
+        torch.manual_seed(0)
+        layers = (nn.LayerNorm(32), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32), nn.GELU(), nn.Linear(32, 32))
+        net = nn.Sequential(*layers).to(device)
+        optimizer = torch.optim.SGD(net.parameters(), 1.0)
+        x = torch.randn(64, 32, generator=torch.Generator().manual_seed(1)).to(device)
+        found = []
+        with torch.autocast(device, torch.bfloat16):
+            for _ in range(5):
+                with region:
+                    y = net(x)
+                y.float().square().mean().backward()
+                found.append([p.grad.clone() for p in net.parameters()])
+                optimizer.step()
+                optimizer.zero_grad()
+        return found
+
+    plain = run(contextlib.nullcontext())
+    lean = run(Ledger(residual_depth=0, min_bytes=0, products=products))
+    for n, (a, b) in enumerate(zip(lean, plain, strict=True)):
+        assert_same(a, b, n)
