@@ -260,6 +260,43 @@ def test_a_model_with_a_switch_for_checkpoints_is_checkpointed_by_it() -> None:
     assert "around 3 × Sequential" in found["checkpoint"].note
 
 
+class Pair(nn.Module):
+    """Two models with a switch each, in one that has none."""
+
+    def __init__(self, *parts: nn.Module) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sum(part(x) for part in self.parts)  # type: ignore[return-value]
+
+
+def test_all_parts_of_a_model_with_a_switch_are_switched_on() -> None:
+    way, model = ways.checkpoint_way(Pair(Switched(), Switched())), Pair(Switched(), Switched())
+    assert way is not None
+    assert way.prepare is not None
+    way.prepare(model)
+    assert [part.is_on for part in model.parts] == [True, True]
+
+
+def test_looking_for_a_switch_leaves_the_model_as_it_is() -> None:
+    model = Switched()
+    model.set_grad_checkpointing()
+    assert ways.checkpoint_way(model) is not None
+    assert model.is_on
+
+
+@pytest.mark.parametrize("error", [TypeError, NotImplementedError, AttributeError])
+def test_a_switch_that_cannot_be_used_is_none(monkeypatch: pytest.MonkeyPatch, error: type[Exception]) -> None:
+    def refuses(model: Switched, enable: bool = True) -> None:
+        raise error("no")
+
+    monkeypatch.setattr(Switched, "set_grad_checkpointing", refuses)
+    way = ways.checkpoint_way(Switched())
+    assert way is not None
+    assert "around 3 × Sequential" in way.note
+
+
 def test_an_error_of_the_model_is_raised() -> None:
     with pytest.raises(RuntimeError, match="shapes") as raised:
         frontier(stack(), torch.randn(2, 3))
