@@ -230,6 +230,22 @@ def test_a_model_without_blocks_has_no_checkpoint() -> None:
     assert found["checkpoint"] == Point("checkpoint", note="found no repeated modules to put it around")
 
 
+@pytest.mark.parametrize("share", [0.5, 0.8, 0.95])
+def test_a_plan_for_a_budget_stands_when_the_way_is_warm(share: float) -> None:
+    """In the steps before, plans take turns: neither their peak nor their time is that of the budget."""
+    model, x = stack(width=64), torch.randn(512, 64)
+    peak = by_way(frontier(model, x, points=0, steps=1))["plain"].peak_bytes
+    assert peak is not None
+    way = ways.budget_way(int(share * peak), int(share * peak))
+    assert way.prepare is not None
+    way.prepare(model)
+    for _ in range(way.warm_up_steps):
+        model.zero_grad()
+        model(x).sum().backward()
+    tuner: Any = leangrad.ledger_of(model)._tuner
+    assert tuner.peaks.is_settled
+
+
 class Switched(nn.Module):
     """Checkpoints by a switch of its own, as timm's models have them; or a switch that refuses."""
 
