@@ -230,6 +230,22 @@ def test_a_model_without_blocks_has_no_checkpoint() -> None:
     assert found["checkpoint"] == Point("checkpoint", note="found no repeated modules to put it around")
 
 
+@pytest.mark.parametrize("share", [0.5, 0.8, 0.95])
+def test_a_plan_for_a_budget_stands_when_the_way_is_warm(share: float) -> None:
+    """In the steps before, plans take turns: neither their peak nor their time is that of the budget."""
+    model, x = stack(width=64), torch.randn(512, 64)
+    peak = by_way(frontier(model, x, points=0, steps=1))["plain"].peak_bytes
+    assert peak is not None
+    way = ways.budget_way(int(share * peak), int(share * peak))
+    assert way.prepare is not None
+    way.prepare(model)
+    for _ in range(way.warm_up_steps):
+        model.zero_grad()
+        model(x).sum().backward()
+    tuner: Any = leangrad.ledger_of(model)._tuner
+    assert tuner.peaks.is_settled
+
+
 class Switched(nn.Module):
     """Checkpoints by a switch of its own, as timm's models have them; or a switch that refuses."""
 
@@ -258,6 +274,43 @@ def test_a_model_with_a_switch_for_checkpoints_is_checkpointed_by_it() -> None:
     assert not model[0].is_on
     found = by_way(frontier(nn.Sequential(Switched(refuses=True)), torch.randn(64, 4), points=0, steps=1))
     assert "around 3 × Sequential" in found["checkpoint"].note
+
+
+class Pair(nn.Module):
+    """Two models with a switch each, in one that has none."""
+
+    def __init__(self, *parts: nn.Module) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sum(part(x) for part in self.parts)  # type: ignore[return-value]
+
+
+def test_all_parts_of_a_model_with_a_switch_are_switched_on() -> None:
+    way, model = ways.checkpoint_way(Pair(Switched(), Switched())), Pair(Switched(), Switched())
+    assert way is not None
+    assert way.prepare is not None
+    way.prepare(model)
+    assert [part.is_on for part in model.parts] == [True, True]
+
+
+def test_looking_for_a_switch_leaves_the_model_as_it_is() -> None:
+    model = Switched()
+    model.set_grad_checkpointing()
+    assert ways.checkpoint_way(model) is not None
+    assert model.is_on
+
+
+@pytest.mark.parametrize("error", [TypeError, NotImplementedError, AttributeError])
+def test_a_switch_that_cannot_be_used_is_none(monkeypatch: pytest.MonkeyPatch, error: type[Exception]) -> None:
+    def refuses(model: Switched, enable: bool = True) -> None:
+        raise error("no")
+
+    monkeypatch.setattr(Switched, "set_grad_checkpointing", refuses)
+    way = ways.checkpoint_way(Switched())
+    assert way is not None
+    assert "around 3 × Sequential" in way.note
 
 
 def test_an_error_of_the_model_is_raised() -> None:

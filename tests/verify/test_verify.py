@@ -483,6 +483,11 @@ def test_a_batch_that_does_not_fit_is_named(lean: Lean, batch: Any, named: str) 
     assert f"leangrad.verify called Sequential with the batch {named}" in caught.value.__notes__
 
 
+def huge_complex(other: float) -> Tensor:
+    """Of which the size of one element is beyond float64."""
+    return torch.tensor([1.5e308 + 1.5e308j, other], dtype=torch.complex128)
+
+
 @pytest.mark.parametrize(
     ("plain", "lean_value", "expected"),
     [
@@ -506,6 +511,8 @@ def test_a_batch_that_does_not_fit_is_named(lean: Lean, batch: Any, named: str) 
         (None, torch.ones(1), torch.inf),
         (torch.eye(3).to_sparse(), torch.eye(3).to_sparse(), None),
         (torch.eye(3), torch.eye(3).t(), None),
+        (huge_complex(1), huge_complex(2), 1.0),
+        (torch.tensor([1j, 0], dtype=torch.complex128)[::2], torch.tensor([2j], dtype=torch.complex128), 1.0),
     ],
 )
 def test_difference(plain: Tensor | None, lean_value: Tensor | None, expected: float | None) -> None:

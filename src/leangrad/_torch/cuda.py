@@ -1,6 +1,7 @@
 """Streams, devices and kernels of CUDA."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch
@@ -82,29 +83,36 @@ _MOST_EVENTS = 1 << 18  # of a history: some 50 MB
 def start_history() -> bool:
     """Let torch's caching allocator note each allocation; False where it cannot, or does so for somebody else.
 
-    Nor while a graph is captured, whose allocations are another allocator's business.
+    Nor while a graph is captured, whose allocations are another allocator's business. What torch does in it for
+    annotations it does in all threads: what is done in one could not be ended from another.
     """
     try:
         if is_capturing() or torch._C._cuda_isHistoryEnabled():
             return False
-        torch.cuda.memory._record_memory_history("all", context=None, stacks="python", max_entries=_MOST_EVENTS)
+        torch.cuda.memory._record_memory_history(
+            "all", context=None, stacks="python", max_entries=_MOST_EVENTS, global_record_annotations=True
+        )
     except (AttributeError, RuntimeError, TypeError):  # a torch without it, another allocator
         return False
     return True
 
 
 def mark_history(nbytes: int) -> None:
-    """Allocate so many bytes on the current device and give them back."""
-    torch.cuda.caching_allocator_delete(torch.cuda.caching_allocator_alloc(nbytes))
+    """Allocate so many bytes on the current device and give them back; nothing where it has none left."""
+    with suppress(torch.OutOfMemoryError):
+        torch.cuda.caching_allocator_delete(torch.cuda.caching_allocator_alloc(nbytes))
 
 
 def stop_history() -> list[tuple[bool, int]]:
     """Note no more: whether bytes were allocated or given back on the current device, and how many, in order.
 
-    Empty where there were too many.
+    Empty where there were too many. Who has begun a history of his own meanwhile, with the stacks that ours has not,
+    keeps it.
     """
-    events = torch._C._cuda_memorySnapshot(None)["device_traces"][current_device()]
-    torch.cuda.memory._record_memory_history(None)
+    traces = torch._C._cuda_memorySnapshot(None)["device_traces"]
+    if not any(event.get("frames") for events in traces for event in events):
+        torch.cuda.memory._record_memory_history(None)
+    events = traces[current_device()]
     if len(events) >= _MOST_EVENTS:
         return []
     actions = {"alloc": True, "free_requested": False}

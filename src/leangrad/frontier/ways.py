@@ -1,5 +1,6 @@
 """The ways to train one model: plain, lean, lean with a budget, a checkpoint around each block."""
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -12,7 +13,7 @@ __all__ = ["Way", "budget_way", "checkpoint_way", "lean_way", "no_checkpoint", "
 
 _PLAIN_STEPS = 3  # caches fill; cuDNN and the like choose their kernels
 _LEAN_STEPS = 5  # the first is recorded, a second one shows the peak, and the fused replays are built
-_BUDGET_STEPS = 14  # a plan settles within some ten steps
+_BUDGET_STEPS = 26  # a plan stands after about two dozen steps
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,7 @@ def checkpoint_way(model: nn.Module) -> Way | None:
 
     The switch is timm's: a DenseNet, whose layers read one list that grows, cannot be wrapped from outside.
     """
-    if _switch_on(model):
-        _switch_on(model, enable=False)
+    if _has_switch(model):
         return Way("checkpoint", _switch_on, _PLAIN_STEPS, note="by the model's own set_grad_checkpointing()")
     found = repeated_modules(model)
     if not found:
@@ -60,17 +60,26 @@ def checkpoint_way(model: nn.Module) -> Way | None:
     return Way("checkpoint", _checkpoint, _PLAIN_STEPS, note=f"around {describe_repeated(found)}")
 
 
-def _switch_on(model: nn.Module, *, enable: bool = True) -> bool:
-    """Switch on the checkpoints of a model that has them; whether it has."""
+def _has_switch(model: nn.Module) -> bool:
+    """Whether the checkpoints of a model can be switched on; it is left as it is."""
+    tensors: dict[int, object] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    try:
+        return _switch_on(copy.deepcopy(model, tensors))  # which has these tensors in common with the model
+    except Exception:  # what its switch raises says that it is none: an assertion where the base class alone has it
+        return False
+
+
+def _switch_on(model: nn.Module) -> bool:
+    """Switch on the checkpoints of all parts of a model that have them; whether there are any."""
+    switched: set[nn.Module] = set()
+    has_switch = False
     for module in model.modules():
         switch = getattr(module, "set_grad_checkpointing", None)
-        if callable(switch):
-            try:
-                switch(enable)
-            except AssertionError:  # so models refuse that have the switch from their base class
-                return False
-            return True
-    return False
+        if callable(switch) and module not in switched:
+            switch(True)
+            switched.update(module.modules())  # the switch is for all that it holds
+            has_switch = True
+    return has_switch
 
 
 def no_checkpoint() -> Way:

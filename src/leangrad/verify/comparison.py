@@ -90,17 +90,16 @@ _CHUNK = 1 << 16  # elements: in a processor's cache in double precision
 
 def _apart(a: Tensor, b: Tensor) -> tuple[float | None, float]:
     """The largest |a − b|, None if they are the same; and the largest finite |a|."""
-    is_same = torch.equal(_bits(a), _bits(b))
     wide = torch.complex128 if a.is_complex() else torch.float64
     x, y = a.to(wide), b.to(wide)
     size = x.abs()
-    if is_same and (scale := size.max().item()) < math.inf:
+    if not (scale := size.max().item()) < math.inf:
+        scale = size.nan_to_num(nan=0.0, posinf=0.0).max().item()
+    if torch.equal(_bits(a), _bits(b)):
         return None, scale
     distance = (x - y).abs()
-    largest = distance.max().item()
-    if largest < math.inf:  # all is finite
-        return largest, size.max().item()
-    scale = size.nan_to_num(nan=0.0, posinf=0.0).max().item()
+    if (largest := distance.max().item()) < math.inf:  # all is finite
+        return largest, scale
     bits = _bits(a) != _bits(b)
     differs = (bits if bits.dim() == 1 else bits.any(1)) & ~(x.isnan() & y.isnan())
     if not differs.any():
@@ -119,7 +118,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def _bits(flat: Tensor) -> Tensor:
     """As integers; two for each element where there are none as large."""
     size = flat.element_size()
-    return flat.view(_INTEGERS[size]) if size in _INTEGERS else flat.view(torch.int64).view(-1, size // 8)
+    return flat.view(_INTEGERS[size]) if size in _INTEGERS else torch.view_as_real(flat).view(torch.int64)
 
 
 def _copy(tensor: Tensor | None) -> Tensor | None:

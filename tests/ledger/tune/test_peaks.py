@@ -220,6 +220,9 @@ class HeardHistory(History):
 
     begun = 0
 
+    def __init__(self, standing: int) -> None:
+        pass
+
     @classmethod
     def begin(cls, standing: int) -> Any:
         cls.begun += 1

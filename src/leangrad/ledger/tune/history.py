@@ -4,13 +4,16 @@
 that stays below an earlier one, of a validation say, or of the step that was recorded, leaves no trace in it. So the
 allocator is asked to note every allocation of one step, and the peaks of forward, of what lies between it and backward,
 and of backward are added up from that. A block of a size that nobody else asks for marks each of these moments. Who
-records a history of his own is not disturbed: then the counters have to do.
+records a history of his own is not disturbed, nor one who begins it in such a step: then the counters have to do.
+Whatever becomes of the step, or of its model, the history ends with it: there is one for the whole process.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import dropwhile
 from typing import NamedTuple
+from weakref import finalize
 
 from leangrad import _torch
 
@@ -32,6 +35,8 @@ class History:
 
     def __init__(self, standing: int) -> None:
         self._standing = standing
+        self._end = finalize(self, _torch.stop_history)
+        self._end.atexit = False
 
     @classmethod
     def begin(cls, standing: int) -> History | None:
@@ -52,7 +57,7 @@ class History:
 
         A block may be larger than what was asked for, by up to a megabyte.
         """
-        found = add_up(_torch.stop_history())
+        found = add_up(self._end() or [])
         if found is None or at_end is None or at_turn is None:
             return None
         parts, levels = found
@@ -71,14 +76,11 @@ def add_up(events: Iterable[tuple[bool, int]]) -> tuple[Parts, tuple[int, int]] 
     level = highest = 0
     peaks: dict[int, int] = {}
     levels: dict[int, int] = {}
-    for is_allocated, size in events:
+    for is_allocated, size in dropwhile(lambda event: event != (True, START), events):
         if size not in MARKS:
             level += size if is_allocated else -size
             highest = max(highest, level)
-        elif is_allocated and size == START:
-            level = highest = 0
-            peaks, levels = {}, {}
-        elif is_allocated and not (size == TURN and TURN in peaks):
+        elif is_allocated and size != START and not (size == TURN and TURN in peaks):
             if size != AFTER and AFTER in peaks:  # another pass over the model
                 continue
             peaks[size] = max(highest, peaks.get(size, 0))

@@ -76,11 +76,14 @@ class Peaks:
         self._history: History | None = None  # of a step that is listened to
         self._parts: Parts | None = None  # and its peaks, when its backward has ended
         self._outputs = 0  # that backward may begin at, of this step
+        self._may_follow = False  # another backward pass, since the last one kept the graph
         self._can_listen = False  # a step was
         self.restart()
 
     def restart(self) -> None:
         """A step differs from the recorded one."""
+        if self._history is not None:
+            self._stop_listening(None, None, is_whole=False)
         self.moments: list[Moment] = []
         self.is_settled = False
         self.is_recorded = False  # a step was, from which a course began
@@ -117,7 +120,7 @@ class Peaks:
         end, self._at_end = self._at_end, None
         turn, self._at_turn = self._at_turn, None
         if self._history is not None:
-            self._stop_listening(end, turn)
+            self._stop_listening(end, turn, is_whole=highest is not None)
         parts, self._parts = self._parts, None
         return Moment(time, counters, meter, highest, end, turn, parts, is_end)
 
@@ -129,11 +132,15 @@ class Peaks:
             self._can_listen = self._history is not None
             self._outputs = 0
 
-    def _stop_listening(self, at_end: _torch.Counters | None, at_turn: _torch.Counters | None) -> None:
+    def _stop_listening(
+        self, at_end: _torch.Counters | None, at_turn: _torch.Counters | None, *, is_whole: bool
+    ) -> None:
+        """``is_whole``: the backward of the step has ended; if it failed, or nobody ran it, the next may tell more."""
         history, self._history = self._history, None
         assert history is not None
         self._parts = history.stop(at_end, at_turn)
-        self._can_listen = self._parts is not None
+        if is_whole:
+            self._can_listen = self._parts is not None
 
     def sees_output(self, output: object) -> None:
         """Forward handed this out: note the peak when backward has come to it, and when it has ended.
@@ -153,19 +160,22 @@ class Peaks:
                 self._mark(END)
             for one in made:
                 one.register_hook(self._at_backward if meter is None else lambda _: meter.turns_back())
+            if not made and self._history is not None and torch.is_grad_enabled():  # no backward: forward has failed
+                self._stop_listening(None, None, is_whole=False)
 
     def _at_backward(self, _: Tensor) -> None:
         if self._at_turn is None:
             self._at_turn = _counters()
             self._mark(TURN)
+        self._may_follow = _torch.graph_is_kept()
         _torch.after_backward(self._read_after_backward)
 
     def _read_after_backward(self) -> None:
         counters = _counters()
         self._after_backward = None if counters is None else counters.highest
         self._mark(AFTER)
-        if self._history is not None and self._outputs == 1:  # else another backward pass may follow
-            self._stop_listening(self._at_end, self._at_turn)
+        if self._history is not None and self._outputs == 1 and not self._may_follow:  # nor for another output
+            self._stop_listening(self._at_end, self._at_turn, is_whole=True)
 
     def _mark(self, moment: int) -> None:
         if self._history is not None:

@@ -32,6 +32,7 @@ TURNS = 3  # of plans for one budget that are timed
 SURE = 0.97  # times as long as the other: such a plan is the faster one
 SHARES = (0.6, 0.9, 1.0)  # of the room between the least and the budget, that is taken in one step after another
 CORRECTIONS = 3
+LISTENS = 3  # steps of a plan that are listened to, until one tells what it takes
 
 
 @dataclass
@@ -86,19 +87,23 @@ class TowardsBudget(Course):
         """Run a plan from now on; where what it takes is not what was foreseen, another."""
         peaks = self.peaks
         fitting, corrections, was_above = self.smallest, 0, False
-        unseen: frozenset[int] | None = None
+        heard, listens = best, LISTENS
         while True:
             # Before an error is raised for what was measured of another plan, the smallest one runs, if that is seen.
             if best == self.smallest and (self._knows_smallest(limit) or peaks.extra is None or not peaks.sees(limit)):
                 yield from self._check(limit)
                 best = self.smallest
             self._say(limit, best)
-            if best != unseen:  # one step of each plan is enough
-                unseen = best
+            if best != heard:
+                heard, listens = best, LISTENS
+            if listens:
+                listens -= 1
                 peaks.listen()
             yield self.way(best)
             extra, in_forward, beside_kept = peaks.extra, peaks.in_forward, peaks.beside_kept
             self.note_peak(best)
+            if peaks.peak is not None:  # one step of each plan is enough
+                listens = 0
             if peaks.peak is None or peaks.extra is None:
                 continue
             if was_above and extra is not None:  # what was once not foreseen is not forgotten
