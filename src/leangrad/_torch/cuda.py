@@ -1,5 +1,6 @@
 """Streams, devices and kernels of CUDA."""
 
+import inspect
 from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple
@@ -89,12 +90,17 @@ def start_history() -> bool:
     try:
         if is_capturing() or torch._C._cuda_isHistoryEnabled():
             return False
-        torch.cuda.memory._record_memory_history(
-            "all", context=None, stacks="python", max_entries=_MOST_EVENTS, global_record_annotations=True
-        )
+        record = torch.cuda.memory._record_memory_history
+        options = {"global_record_annotations": True} if _annotates(record) else {}
+        record("all", context=None, stacks="python", max_entries=_MOST_EVENTS, **options)
     except (AttributeError, RuntimeError, TypeError):  # a torch without it, another allocator
         return False
     return True
+
+
+def _annotates(record: Callable[..., None]) -> bool:
+    """Whether this torch notes annotations in a history, and can be told in which threads."""
+    return "global_record_annotations" in inspect.signature(record).parameters
 
 
 def mark_history(nbytes: int) -> None:
