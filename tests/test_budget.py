@@ -286,6 +286,7 @@ def test_the_least_memory_within_the_time(
     settle(lean, x, TRIED)
     status = leangrad.ledger_of(lean).summary().splitlines()[-1]
     assert re.match(rf"slowdown {slowdown:g}: plain takes 1000.0 ms \(measured\)", status)
+    assert f"; tried, of what can be saved: 100% at {1 + overhead:.2f}, " in status
     tuner: Any = leangrad.ledger_of(lean)._tuner
     course = tuner.course
     share = course.play(leangrad.ledger_of(lean)._kept_items).work / course.play(course.smallest).work

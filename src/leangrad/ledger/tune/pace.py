@@ -47,6 +47,12 @@ class Pace:
         found = [kept for kept, lost in self.lost.items() if lost <= self._allowed and not self._is_too_much(kept)]
         return min(found, key=self._peak, default=None)
 
+    @property
+    def tried(self) -> list[tuple[float, float]]:
+        """Of each plan that was tried: the share of what can be saved that it saves, and its time over plain's."""
+        most, least = self._peak(self.everything), self._peak(self.smallest)
+        return [((most - self._peak(kept)) / max(1, most - least), 1 + lost) for kept, lost in self.lost.items()]
+
     def _is_too_much(self, kept: frozenset[int]) -> bool:
         """Whether a plan that rebuilds less, and no further into forward, was too slow."""
         slow = [other for other, lost in self.lost.items() if lost > self._allowed and other != kept]

@@ -30,7 +30,7 @@ class TowardsSlowdown(Course):
             (lean,) = yield from self.shortest(self.smallest)
             plain = lean - self.play(self.smallest).work
             ratio = lean / plain
-        pace = self.pace = Pace(self.replay, self.smallest, self.goal.slowdown - 1)
+        pace = Pace(self.replay, self.smallest, self.goal.slowdown - 1)
         pace.note(self.smallest, ratio - 1)
         while (kept := pace.next()) is not None:
             if is_measured:
@@ -41,6 +41,8 @@ class TowardsSlowdown(Course):
             pace.note(kept, ratio - 1)
         kept = self.all_kept if pace.best is None else pace.best  # which may be empty
         self._say(plain, lean, kept, is_measured=is_measured)
+        tried = ", ".join(f"{share:.0%} at {time:.2f}" for share, time in pace.tried)
+        self.status += f"; tried, of what can be saved: {tried}"
         self.peaks.is_settled = True
         while True:
             yield self.way(kept)
