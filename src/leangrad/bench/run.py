@@ -80,6 +80,7 @@ def bench(
         whole_traceback=whole_traceback,
     )
     rows: list[Row] = []
+    unfit: dict[str, str] = {}  # ways that are none for this model, and why
     notes: list[str] = []
     for n, choice in enumerate(chosen):
         progress(choice.name, n, len(chosen))
@@ -88,7 +89,7 @@ def bench(
                 f"{choice.name} was left out: to compile for a CPU takes minutes; --ways {choice.name} runs it"
             )
             continue
-        if n and (why := rows[0].not_for_this.get(choice.name)):
+        if why := unfit.get(choice.name):
             rows.append(Row(choice.name, "not for this", note=why))
             found(Bench(name or target, tuple(rows)))
             continue
@@ -98,6 +99,7 @@ def bench(
         if memory is not None and (n > 0 or memory > 0):
             asked = replace(asked, memory=memory or (rows[0].peak_bytes or 0) + (rows[0].standing_bytes or 0))
         row = run_job(asked, timeout)
+        unfit, row = unfit or row.not_for_this, replace(row, not_for_this={})
         if n == 0 and memory == 0:
             row = replace(row, largest_batch=row.rows)  # by definition
         rows.append(row)

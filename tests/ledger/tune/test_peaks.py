@@ -17,6 +17,7 @@ from leangrad._torch import Counters
 from leangrad.errors import BudgetError
 from leangrad.ledger.tune import peaks as peaks_module
 from leangrad.ledger.tune import to_budget
+from leangrad.ledger.tune.goal import PRODUCTS, Way
 from leangrad.ledger.tune.history import AFTER, END, START, TURN, History, Parts, add_up
 from leangrad.ledger.tune.meter import Meter
 from leangrad.measure.listeners import Course
@@ -137,6 +138,21 @@ def test_a_plan_keeps_less_where_forward_is_the_peak(net: nn.Module) -> None:
     lowest = tuner.course.relaxation.play(lowest_peak(ledger._replay.graph, ledger._replay.play))
     assert chosen.kept_bytes < lowest.kept_bytes
     assert chosen.peak_bytes >= lowest.peak_bytes
+
+
+def test_what_is_recorded_anew_after_the_plan_stood_is_timed_anew(net: nn.Module) -> None:
+    """Before an error is raised: another plan, of a step with products or without."""
+    model, step = budgeted(net, int(1.3 * least(net)))
+    peaks(step, 28)
+    tuner: Any = leangrad.ledger_of(model)._tuner
+    assert tuner.peaks.is_settled
+    count = tuner._recordings.count
+    tuner._ways = iter([Way(products=PRODUCTS)])
+    peaks(step, 3)
+    assert not tuner.peaks.is_settled
+    peaks(step, 28)
+    assert tuner.peaks.is_settled
+    assert tuner._recordings.count == count + 1
 
 
 # ------------------------------------------------------------------------------------------------ counters, as of a GPU

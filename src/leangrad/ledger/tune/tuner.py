@@ -79,4 +79,5 @@ class Tuner:
             raise
         if way.products is not None:  # another step, of which nothing is known yet
             self.peaks.extra_before, self.peaks.extra = self.peaks.extra, None
+            self.peaks.is_settled = False  # nor what it takes: its plans are timed anew
         return way
