@@ -68,8 +68,11 @@ class Counters(NamedTuple):
     retries: int = 0  # how often the device had no more to give, and what was not allocated was given back to it
 
 
-def cuda_counters(device: torch.device) -> Counters | None:
-    """The counters of torch's caching allocator; None where another serves, which does not count."""
+def cuda_counters(device: torch.device | None = None) -> Counters | None:
+    """The counters of torch's caching allocator, without a device of the current one's.
+
+    None where another allocator serves, which does not count.
+    """
     try:
         stats = torch.cuda.memory_stats_as_nested_dict(device)
         allocated, reserved = stats["allocated_bytes"]["all"], stats["reserved_bytes"]["all"]

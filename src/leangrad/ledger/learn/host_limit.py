@@ -2,8 +2,8 @@
 
 [Note: the host is the limit]
 A rebuild costs the host 40 to 150 microseconds, however many bytes it saves. Where the GPU has enough to do nobody
-notices; a model of many small kernels becomes slower. And much of what is rebuilt does not matter to the peak: it is
-read, and gone, before backward comes to the layers whose tensors are large.
+notices; a model of many small kernels becomes slower. And some of what is rebuilt matters little to the peak: it is
+small, or it is read, and gone, before backward comes to the layers whose tensors are large.
 
 So a model without a budget or a bound on the time is measured, once its plan stands: in a few steps the host waits for
 the GPU when forward has been issued, in a few others when backward has, and notes how long. If that is next to nothing
@@ -12,9 +12,9 @@ a convolutional net: they keep the GPU busy at the end of a step for most of whi
 
 Then every rebuild of one step is timed, and what is dearest to the host for each of its bytes is kept, as long as the
 peak that is foreseen is no more than a small share above the least. If the allocator's peak, read when backward has
-ended, shows that a step took more than that (a chain that runs as one kernel takes less than is foreseen for rebuilding
-it), then no more bytes are kept than that share, wherever the peak may be. If even that is too much, all is as it was
-before.
+ended, shows (it tells of no step below an earlier one) that a step took more than that (a chain that runs as one kernel
+takes less than is foreseen for rebuilding it), then no more bytes are kept than that share, wherever the peak may be.
+If even that is too much, all is as it was before.
 
 Everything else is as ever: the whole step is followed, and one that differs is learned from anew.
 """
@@ -190,18 +190,18 @@ def _wait_for_gpu() -> None:
 
 def _highest() -> int:
     """The allocator's peak so far; 0: nobody counts."""
-    counters = _torch.cuda_counters(torch.device("cuda", _torch.current_device()))
+    counters = _torch.cuda_counters()
     return 0 if counters is None else counters.highest
 
 
 def _standing() -> int:
     """What is allocated now."""
-    counters = _torch.cuda_counters(torch.device("cuda", _torch.current_device()))
+    counters = _torch.cuda_counters()
     return 0 if counters is None else counters.allocated
 
 
 def _room() -> float:
     """What the device has left above the allocator's peak."""
-    counters = _torch.cuda_counters(torch.device("cuda", _torch.current_device()))
+    counters = _torch.cuda_counters()
     free = torch.cuda.mem_get_info()[0]
     return float(free if counters is None else max(0, free + counters.reserved - counters.highest))

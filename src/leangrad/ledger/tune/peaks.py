@@ -306,4 +306,4 @@ def _graded(output: object) -> Iterator[Tensor]:
 
 
 def _counters() -> _torch.Counters | None:
-    return _torch.cuda_counters(torch.device("cuda", torch.cuda.current_device()))
+    return _torch.cuda_counters()
