@@ -5,6 +5,7 @@ Each program runs plain and through a ledger, three steps in a row, and must giv
 
 import contextlib
 import random
+import threading
 
 import numpy as np
 import pytest
@@ -465,13 +466,33 @@ def test_a_backward_that_failed_teaches_nothing():
     assert ledger.decisions is not None
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def _in_autograds_thread(backward):
+    """Run it as autograd runs a backward on a GPU: in a thread that began no autocast and has the caller's."""
+    failed = []
+
+    def run():
+        torch.set_autocast_enabled("cpu", True)
+        try:
+            backward()
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    if failed:
+        raise failed[0]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cpu in a thread", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("products", [0, 8])
 def test_weights_that_autocast_has_cast_before_they_changed(device, products):
     """One autocast around several steps of an optimizer: forward goes on with the weights of the first step.
 
-    Whoever writes that trains nothing; but gradients are those of the forward that has run, as plain's are.
+    Whoever writes that trains nothing; but gradients are those of the forward that has run, as plain's are, and what
+    autocast has cast stays cast.
     """
+    device, in_thread = device.partition(" ")[0], "thread" in device
 
     def run(region):
         torch.manual_seed(0)
@@ -484,7 +505,8 @@ def test_weights_that_autocast_has_cast_before_they_changed(device, products):
             for _ in range(5):
                 with region:
                     y = net(x)
-                y.float().square().mean().backward()
+                loss = y.float().square().mean()
+                _in_autograds_thread(loss.backward) if in_thread else loss.backward()
                 found.append([p.grad.clone() for p in net.parameters()])
                 optimizer.step()
                 optimizer.zero_grad()

@@ -68,6 +68,7 @@ from leangrad._torch.cuda import (
 from leangrad._torch.dispatch import DispatchMode, missing_dispatch_names, schema, storage_address, strided_parts
 from leangrad._torch.modes import (
     autocast_may_be_on,
+    autocast_off,
     dispatch_modes_active,
     forward_mode_active,
     is_innermost_mode,
@@ -144,6 +145,7 @@ __all__ = [
     "after_backward",
     "assert_on_device",
     "autocast_may_be_on",
+    "autocast_off",
     "backward_elsewhere",
     "bare_modules",
     "called_through_c",

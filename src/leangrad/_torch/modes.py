@@ -102,3 +102,21 @@ def is_watched() -> bool:
 
 # Whether autocast is on for some kind of device; True where torch does not tell.
 autocast_may_be_on: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
+
+
+@contextlib.contextmanager
+def autocast_off(*kinds: str) -> Iterator[None]:
+    """Turn autocast off for these kinds of device, and leave its cache alone.
+
+    `torch.autocast(kind, enabled=False)` empties the cache, which is everybody's, where it ends as the outermost one of
+    its thread: always in the threads that run backward on a GPU. A forward that follows in the user's autocast would
+    cast its weights anew.
+    """
+    on = [kind for kind in kinds if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)]
+    for kind in on:
+        torch.set_autocast_enabled(kind, False)
+    try:
+        yield
+    finally:
+        for kind in on:
+            torch.set_autocast_enabled(kind, True)

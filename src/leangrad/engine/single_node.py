@@ -14,6 +14,7 @@ from torch import Tensor
 
 from leangrad._torch import (
     autocast_may_be_on,
+    autocast_off,
     graph_is_kept,
     has_memory,
     is_checkpointing,
@@ -163,7 +164,7 @@ class _Node(torch.autograd.Function):
                 recording.writer = _writer_of(ctx, tensors)
             try:
                 if autocast_may_be_on():  # around `.backward()`; it has no say in what forward computed in other dtypes
-                    with torch.autocast(grad.device.type, enabled=False):
+                    with autocast_off(grad.device.type):
                         gradients = recording.backward(grad, tensors, ours=ours, spent=spent)
                 else:
                     gradients = recording.backward(grad, tensors, ours=ours, spent=spent)

@@ -213,7 +213,7 @@ def _product_dtype(tensors: Tensors) -> torch.dtype:
 
 def _autocast_off(tensor: Tensor) -> Any:
     """What a Function casts in autocast would stay in autocast's cache, without its history."""
-    return torch.autocast(tensor.device.type, enabled=False)
+    return _torch.autocast_off(tensor.device.type)
 
 
 # The op

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from operator import methodcaller
 from typing import Any, NamedTuple, final
@@ -10,7 +9,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor, is_grad_enabled
 
-from leangrad._torch import autocast_may_be_on
+from leangrad._torch import autocast_may_be_on, autocast_off
 from leangrad.errors import ChangedError
 
 AUTOCAST_DEVICES = ("cuda", "cpu") if torch.backends.cuda.is_built() else ("cpu",)
@@ -35,10 +34,7 @@ class PackedTensor:
 
     def _read_aside(self) -> Tensor:
         """A replay runs without gradients and without autocast, also where backward was called with them."""
-        with torch.no_grad(), contextlib.ExitStack() as stack:
-            for device in AUTOCAST_DEVICES:
-                if torch.is_autocast_enabled(device):
-                    stack.enter_context(torch.autocast(device, enabled=False))
+        with torch.no_grad(), autocast_off(*AUTOCAST_DEVICES):
             return self.read()
 
 
