@@ -90,7 +90,7 @@ observe: what nodes forget
     collectives                     those that collectives of torch.distributed make
     random_ops, DropoutMask         random ops that are drawn again; DropoutMask is the random factor of one dropout
     unseen_writes                   whether the code of a model may write to memory past the versions of tensors
-    rng                             the random state before an op, and the op run again from it
+    rng, Draw                       the random state before an op, and the op run again from it; Draw is an attention's
     hooks, Hooks                    the saved-tensor hooks of a region, and where they are set
     active_region                   the region that is open in this thread
     gathers, Gathers                the modules whose parameters FSDP2 gathers, and the hooks by which it does

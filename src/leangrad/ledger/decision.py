@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from leangrad import _torch
+from leangrad.ledger.observe.rng import Draw
 from leangrad.ledger.origins.functions import NoRecipeError
 from leangrad.ledger.origins.graph_walk import Walk, WalkRegion
 from leangrad.ledger.origins.upstream_anchors import RecentProducts
@@ -85,6 +86,7 @@ class DecidingRegion(WalkRegion, Protocol):
     packs: int  # tensors that were saved so far, the one that is being decided included
     waiting: list[weakref.ref[Value]]
     runs_again: bool  # in a segment that a checkpoint runs again
+    draw: Draw | None  # of the call that runs: see [Note: attention that draws]
     # Of the tensors saved in the call that runs, if they are decided when it has ended.
     slots: list[PendingSave] | None
 
@@ -327,7 +329,9 @@ class Decider:
         why = ""
         try:
             if waiting is None:
-                walk = self._walk
+                walk, draw = self._walk, self._book.draw
+                if draw is not None and draw.note(node):
+                    self._book.draw = None
                 value = walk.start(node, tensor.output_nr, metadata, tensor)
                 if walk.early and not self._products.serve(walk.early, nbytes, recorded):
                     value.unread()

@@ -21,6 +21,7 @@ from leangrad.ledger.observe.checkpoint import Placeholder, Recomputation, Segme
 from leangrad.ledger.observe.hooks import Hooks
 from leangrad.ledger.observe.processes import collectives
 from leangrad.ledger.observe.processes.gathers import Gathers
+from leangrad.ledger.observe.rng import Draw
 from leangrad.ledger.origins.graph_walk import UnsavedInput
 from leangrad.ledger.origins.upstream_anchors import RecentProducts
 from leangrad.ledger.values.cast import Anchor, Packed
@@ -100,6 +101,7 @@ class Region:
         self.packs = self.call = 0
         self.catches: int = ledger.catches
         self.slots: list[PendingSave] | None = None
+        self.draw: Draw | None = None
         self.recorder = recorder
         trace = ledger.trace  # another thread may end it
         self.outer = outer

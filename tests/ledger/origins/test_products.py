@@ -12,8 +12,10 @@ from torch import Tensor
 from leangrad._torch import failed_allocations
 from leangrad.errors import LeangradError
 from leangrad.ledger import Ledger
+from leangrad.ledger.observe.rng import ATTENTION
 from leangrad.ledger.origins import rule_builder
 from leangrad.ledger.origins.rules import PRODUCTS, RULES
+from leangrad.ledger.values.node_metadata import DRAW, NOTE
 from tests.support import assert_same_bits
 from tests.support.ledger_programs import leaf
 from tests.support.rule_cases import PRODUCT_CASES, Case, check
@@ -157,11 +159,23 @@ def test_convolutions_on_an_accelerator_that_may_have_other_bits(monkeypatch: py
         assert rule_builder.product_of(plain, 0) is None
 
 
-def test_attention_with_dropout_has_no_recipe() -> None:
-    node = SimpleNamespace(_saved_dropout_p=0.1, next_functions=())
-    for name, rules in PRODUCTS.items():
-        if name.startswith("ScaledDotProduct"):
-            assert not any(rule.when is None or rule.when(node) for rule in rules), name
+@pytest.mark.parametrize("learned", [False, True])
+def test_attention_with_dropout_has_a_recipe_only_where_its_draw_was_noted(learned: bool) -> None:
+    """And none on a CPU, whose kernel takes no dropout. See tests/ledger/test_attention_dropout.py."""
+    edges = ((None, 0),) * 3 + ((object() if learned else None, 0),)
+
+    def serving(name: str, p: float, note: dict[str, object]) -> list[tuple[str, ...]]:
+        node = SimpleNamespace(_saved_dropout_p=p, next_functions=edges, metadata={NOTE: note} if note else {})
+        return [(*rule.operands, *rule.constants) for rule in PRODUCTS[name] if rule.when is None or rule.when(node)]
+
+    names = [name for name in PRODUCTS if name.startswith("ScaledDotProduct")]
+    assert set(names) == {*ATTENTION, "ScaledDotProductFlashAttentionForCpuBackward0"}
+    for name in names:
+        (plain,) = serving(name, 0.0, {})
+        assert "dropout_p" not in plain
+        assert serving(name, 0.1, {}) == serving(name, 0.1, {"self": 1}) == []
+        expected = [(*plain, "dropout_p", "?draw")] if name in ATTENTION else []
+        assert serving(name, 0.1, {DRAW: object()}) == expected
 
 
 @pytest.mark.gpu

@@ -116,7 +116,8 @@ def step(case: Case, dtype: torch.dtype, *, lean: bool) -> Result:
         if lean:
             saved = [raw.data for raw in saved]
     torch.autograd.backward(outputs, [tensors.random(*o.shape, dtype=o.dtype) for o in outputs])
-    return Result([o.detach() for o in outputs], [leaf.grad for leaf in tensors.leaves], torch.get_rng_state(), saved)
+    state = torch.cuda.get_rng_state() if case.gpu else torch.get_rng_state()
+    return Result([o.detach() for o in outputs], [leaf.grad for leaf in tensors.leaves], state, saved)
 
 
 def _product(case: Case, tensors: Tensors) -> Tensor:

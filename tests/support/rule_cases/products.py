@@ -147,10 +147,21 @@ ON_CUDA = {
     "ScaledDotProductEfficientAttention0 learned": lambda h, t: attend(
         "EFFICIENT_ATTENTION", h, t, attn_mask=t.leaf(128, 128)
     ),
+    "ScaledDotProductEfficientAttention0 dropout": lambda h, t: attend(
+        "EFFICIENT_ATTENTION", h, t, is_causal=True, dropout_p=0.1
+    ),
+    "ScaledDotProductEfficientAttention0 dropout mask": lambda h, t: attend(
+        "EFFICIENT_ATTENTION", h, t, attn_mask=t.const(128, 128), dropout_p=0.1
+    ),
+    "ScaledDotProductEfficientAttention0 dropout learned": lambda h, t: attend(
+        "EFFICIENT_ATTENTION", h, t, attn_mask=t.leaf(128, 128), dropout_p=0.1
+    ),
 }
 ON_CUDA_IN_HALF = {
     "ScaledDotProductFlashAttention0": lambda h, t: attend("FLASH_ATTENTION", h, t, is_causal=True),
     "ScaledDotProductCudnnAttention0": lambda h, t: attend("CUDNN_ATTENTION", h, t, is_causal=True),
+    "ScaledDotProductFlashAttention0 dropout": lambda h, t: attend("FLASH_ATTENTION", h, t, dropout_p=0.1),
+    "ScaledDotProductCudnnAttention0 dropout": lambda h, t: attend("CUDNN_ATTENTION", h, t, dropout_p=0.1),
 }
 BF16, FLOAT = (torch.bfloat16,), (torch.float32,)
 PRODUCT_CASES = (

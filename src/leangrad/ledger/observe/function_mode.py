@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from torch.overrides import TorchFunctionMode
 
+from leangrad.ledger.observe.rng import Draw
 from leangrad.ledger.origins.upstream_anchors import RecentProducts
 from leangrad.ledger.values.cast import Anchor
 from leangrad.ledger.values.pending_save import PendingSave, ShapeOnlyReader
@@ -30,6 +31,7 @@ class ObservedRegion(Protocol):
     anchors: list[weakref.ref[Value]]  # those that plain has kept too
     rewritten: dict[int, int]  # memory that was changed unseen, and the number of the first node after that
     products: RecentProducts
+    draw: Draw | None  # of the call that runs: see [Note: attention that draws]
     slots: list[PendingSave] | None  # of the tensors saved in the call that runs, if they are decided when it has ended
 
     def changes(self, number: int) -> None:

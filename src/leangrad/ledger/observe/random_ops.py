@@ -133,6 +133,9 @@ _PROVEN: dict[Any, bool] = {}  # whether attention of this form draws its dropou
 def dropout_inside(name: str, place: int, inner: Handler) -> Handler:
     """A composite function that draws once, for the dropout of its attention weights; ``inner`` handles the rest.
 
+    On a CPU the weights are written out, and their random factor is drawn again. On CUDA a fused kernel draws, and runs
+    again as a whole, where recipes run through products.
+
     name, place: of the argument that is the probability of dropout.
     """
 
@@ -140,12 +143,15 @@ def dropout_inside(name: str, place: int, inner: Handler) -> Handler:
         p = kwargs[name] if name in kwargs else args[place] if place < len(args) else 0.0
         if not 0 < p < 1 or not is_grad_enabled():
             return inner(notes, func, args, kwargs)
-        device = args[0].device if args and isinstance(args[0], Tensor) else None
-        if device is None or device.type != "cpu":
+        query = args[0] if args else kwargs.get("query")
+        device = query.device if isinstance(query, Tensor) else None
+        if device is None or (device.type != "cpu" and not notes.book.max_products):
             return inner(notes, func, args, kwargs)
         p = float(p)  # as above
         with rng.one_at_a_time:
             state = rng.state_of(device)
+            if not isinstance(state, Tensor):
+                return _drawing(notes, state, device, lambda: inner(notes, func, args, kwargs))
             out = inner(notes, func, args, kwargs)
             after = rng.mark_of(device)
         node = (out[0] if type(out) is tuple else out).grad_fn
@@ -165,6 +171,16 @@ def dropout_inside(name: str, place: int, inner: Handler) -> Handler:
         return out
 
     return handler
+
+
+def _drawing(notes: FunctionMode, state: rng.State | None, device: torch.device, call: Callable[[], Any]) -> Any:
+    """Run a call that draws once on CUDA, from ``state``: see [Note: attention that draws]."""
+    if state is not None:
+        notes.book.draw = rng.Draw(device, state, _torch.next_sequence_nr())
+    try:
+        return call()
+    finally:
+        notes.book.draw = None
 
 
 def _find_noise(notes: FunctionMode, node: Any) -> Value | None:

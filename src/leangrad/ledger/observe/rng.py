@@ -13,6 +13,7 @@ from torch import Tensor
 
 from leangrad import _torch
 from leangrad.errors import LeangradError
+from leangrad.ledger.values.node_metadata import DRAW, NOTE, Node
 
 State = Tensor | tuple[int, int]
 Mark = bytes | tuple[int, int]
@@ -97,6 +98,36 @@ def run_again(state: State, after: Mark | None, device: torch.device, function: 
         raise LeangradError(_DISTURBED)
     return result
 
+
+class Draw:
+    """The one draw of a call on CUDA, while it runs: the dropout of a fused attention.
+
+    [Note: attention that draws] The kernel takes its mask from the default generator and moves that on by as much as
+    the shapes say, so from the same state it draws the same mask. The state is that before the call, in which nothing
+    else draws. Seed and offset are saved by the node too, but on the device: to read them there would wait for the GPU.
+    Autograd saves the output of the attention inside the call, when the kernel has been launched: the state after it is
+    read then. If that is the state before, no kernel ran (a selective checkpoint has handed out what it kept), and
+    there is no note.
+    """
+
+    __slots__ = ("_device", "_first", "_state")
+
+    def __init__(self, device: torch.device, state: State, first: int) -> None:
+        """``state``: before the call; ``first``: the number of the first node that the call may make."""
+        self._device, self._state, self._first = device, state, first
+
+    def note(self, node: Node) -> bool:
+        """If ``node`` is of the attention that has drawn, note how it runs again; whether it is."""
+        if type(node).__name__ not in ATTENTION or node._sequence_nr() < self._first or not node._saved_dropout_p:
+            return False
+        after = mark_of(self._device)
+        if after is not None and after != self._state:
+            node.metadata[NOTE] = {DRAW: functools.partial(run_again, self._state, after, self._device)}
+        return True
+
+
+# The nodes of fused kernels that draw; that on a CPU draws nothing.
+ATTENTION = frozenset(f"ScaledDotProduct{kind}AttentionBackward0" for kind in ("Flash", "Efficient", "Cudnn"))
 
 _DISTURBED = (
     "a dropout mask cannot be drawn again: another thread drew from the same random generator at the same moment. "

@@ -23,6 +23,7 @@ class _Keys(dict[int, tuple[str, int]]):
 
 VALUES = _Keys()
 NOTE = "leangrad.note"  # constants that the node forgets: {name: constant or Operand}
+DRAW = "draw"  # such a constant: what runs an op that draws random numbers again, from the state that it drew from
 # This op is never computed twice: (weak reference to its output, version, number of the call).
 LIVE = "leangrad.live"
 CAST = "leangrad.cast"  # what was saved of it went the short way: see ``cast.py``

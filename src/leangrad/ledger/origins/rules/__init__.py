@@ -10,7 +10,7 @@ give the same bits twice:
 
 - Recurrent layers have no rule: they are never computed twice. Neither are matrix products, convolutions and attention,
   unless the ledger was told so: [Note: the strides that a product read] says what their bits hang on.
-- Random ops have none, except dropout: its generator state was noted before it ran.
+- Random ops have none, except dropout, alone or inside attention: its generator state was noted before it ran.
 - What CUDA adds with atomics (index_add, scatter_add, and scans, which may split differently) replays on CPU only.
 - Fourier transforms replay on CPU only: a plan on CUDA may depend on where its input lies.
 - What lets the last of several writers win (scatter, index_copy) replays on CPU only, where the order is fixed.

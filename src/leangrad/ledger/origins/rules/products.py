@@ -9,7 +9,8 @@ tensor, one that nobody saved because the other operand is frozen, the strides a
 and ``addmm`` do); where it remembers none, there is no recipe. A product into a tensor of the caller's (``addmm_``) has
 no recipe either: ``mutation.py``.
 
-Attention with dropout has none, and neither have these convolutions on an accelerator: a transposed one, which is
+Attention with dropout runs again from the random state that was noted as it ran, and has no recipe without that note:
+[Note: attention that draws] in ``rng.py``. These convolutions on an accelerator have none: a transposed one, which is
 computed as the gradient of a convolution and may be added with atomics; and any while ``cudnn.benchmark`` is on: each
 thread measures for itself which algorithm is fastest, and backward runs in another thread than forward. Outputs beside
 the first, such as the logsumexp of attention, are small and kept.
@@ -19,7 +20,7 @@ A product runs again under the settings of torch that it ran under in forward, o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -31,12 +32,14 @@ from leangrad.errors import LeangradError
 from leangrad.ledger.origins.functions import NoRecipeError
 from leangrad.ledger.origins.rules import pointwise, shapes  # noqa: F401  (``FOLLOWS`` looks up what they have entered)
 from leangrad.ledger.origins.rules.rule import RULES, rule
-from leangrad.ledger.values.node_metadata import Node
+from leangrad.ledger.values.node_metadata import DRAW, NOTE, Node
 from leangrad.ledger.values.saved_view import see
 from leangrad.ledger.values.value import Value
 
 aten = torch.ops.aten
 product = partial(rule, product=True)
+# Runs an op that draws random numbers, from the state that it drew from in forward.
+RunAgain = Callable[[Callable[[], Any]], Any]
 
 # ------------------------------------------------------------------------------------------------------------- matrices
 
@@ -98,41 +101,74 @@ def _flash_for_cpu(
     return attend(q, k, v, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]  # type: ignore[no-any-return]
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float | None) -> Tensor:
+def _flash(
+    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float | None, p: float = 0.0, draw: RunAgain | None = None
+) -> Tensor:
     attend = aten._scaled_dot_product_flash_attention.default
-    return attend(q, k, v, 0.0, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
+    return _attend(partial(attend, q, k, v, p, is_causal, scale=scale), draw)
 
 
-def _efficient(q: Tensor, k: Tensor, v: Tensor, attn_bias: Any, is_causal: bool, scale: float | None) -> Tensor:
-    attend = aten._scaled_dot_product_efficient_attention.default
-    return attend(q, k, v, attn_bias, True, 0.0, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
+def _with_bias(attend: Any) -> Callable[..., Tensor]:
+    """The function of a kernel that takes a bias, or a mask."""
+
+    def run(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attn_bias: Tensor | None,
+        is_causal: bool,
+        scale: float | None,
+        p: float = 0.0,
+        draw: RunAgain | None = None,
+    ) -> Tensor:
+        return _attend(partial(attend, q, k, v, attn_bias, True, p, is_causal, scale=scale), draw)
+
+    return run
 
 
-def _cudnn(q: Tensor, k: Tensor, v: Tensor, attn_bias: Any, is_causal: bool, scale: float | None) -> Tensor:
-    attend = aten._scaled_dot_product_cudnn_attention.default
-    return attend(q, k, v, attn_bias, True, 0.0, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
+def _attend(run: Callable[[], Sequence[Tensor]], draw: RunAgain | None) -> Tensor:
+    return (run() if draw is None else draw(run))[0]
 
 
 def _drops_nothing(node: Node) -> bool:
     return node._saved_dropout_p == 0  # type: ignore[no-any-return]
 
 
+def _draws(node: Node) -> bool:
+    return not _drops_nothing(node) and DRAW in node.metadata.get(NOTE, ())
+
+
 def _learns_bias(node: Node) -> bool:
-    return _drops_nothing(node) and len(node.next_functions) > 3 and node.next_functions[3][0] is not None
-
-
-def _learns_no_bias(node: Node) -> bool:
-    return _drops_nothing(node) and not _learns_bias(node)
+    return len(node.next_functions) > 3 and node.next_functions[3][0] is not None
 
 
 _QKV = "query key value"
 _HOW = ("is_causal", "scale")
 _ATTENTION = "ScaledDotProduct{}AttentionBackward0".format
+_KERNELS = {
+    "Efficient": _with_bias(aten._scaled_dot_product_efficient_attention.default),
+    "Cudnn": _with_bias(aten._scaled_dot_product_cudnn_attention.default),
+}
+
+
+def _attention(when: Callable[[Node], bool], *dropout: str) -> None:
+    """The rules of attention with dropout, or without."""
+
+    def learned(node: Node) -> bool:
+        return when(node) and _learns_bias(node)
+
+    def other(node: Node) -> bool:
+        return when(node) and not _learns_bias(node)
+
+    product(_ATTENTION("Flash"), _QKV, _flash, *_HOW, *dropout, when=when)
+    for kind, function in _KERNELS.items():
+        product(_ATTENTION(kind), f"{_QKV} attn_bias", function, *_HOW, *dropout, when=learned)
+        product(_ATTENTION(kind), _QKV, function, "attn_bias", *_HOW, *dropout, when=other)
+
+
 product("ScaledDotProductFlashAttentionForCpuBackward0", _QKV, _flash_for_cpu, *_HOW, "attn_mask", when=_drops_nothing)
-product(_ATTENTION("Flash"), _QKV, _flash, *_HOW, when=_drops_nothing)
-for _kind, _function in (("Efficient", _efficient), ("Cudnn", _cudnn)):
-    product(_ATTENTION(_kind), f"{_QKV} attn_bias", _function, *_HOW, when=_learns_bias)
-    product(_ATTENTION(_kind), _QKV, _function, "attn_bias", *_HOW, when=_learns_no_bias)
+_attention(_drops_nothing)
+_attention(_draws, "dropout_p", f"?{DRAW}")
 
 # ----------------------------------------------------------------- strides: see [Note: the strides that a product read]
 
