@@ -209,7 +209,7 @@ def train(
         found.append(([None if p.grad is None else p.grad.clone() for p in model.parameters()], state()))
         optimizer.step()
         optimizer.zero_grad()
-        torch.clear_autocast_cache()  # as at the end of a user's autocast: else the next step has the weights of this one
+        torch.clear_autocast_cache()  # as at the end of an autocast: else the next step has these weights
     return found
 
 

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from leangrad.lean import saving
 from leangrad.ledger.fuse import fused
-from leangrad.ledger.learn.recorder import Recorder
 from leangrad.ledger.ledger import Ledger
 from leangrad.ledger.observe import random_ops
 from leangrad.ledger.values.value import Value
@@ -152,25 +151,3 @@ def test_attention_is_asked_once_how_it_draws(monkeypatch: pytest.MonkeyPatch) -
     assert seen[0] == 1
     assert seen[1] - seen[0] == 1  # backward's own
     assert seen[2] - seen[1] == 1
-
-
-def test_small_recipes_are_spared_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A recipe costs the host the same however little it saves: one percent of the kept bytes buys the smallest out."""
-    w, x, gain = leaf(256, 256), leaf(256, 256, seed=1), leaf(16, 16, seed=2)
-
-    def forward() -> Tensor:
-        small = F.gelu(gain @ gain).sin()
-        return F.gelu(x @ w).exp() @ w + small.sum() * small.mean()
-
-    def small_replays(ledger: Ledger) -> int:
-        return sum(op in ("SinBackward0", "GeluBackward0") for op in steps(forward, ledger)[-1])
-
-    everything = small_replays(saving(min_bytes=0))
-    stop = Recorder.stop
-
-    def on_accelerator(self: Recorder) -> None:
-        self.on_accelerator = True
-        stop(self)
-
-    monkeypatch.setattr(Recorder, "stop", on_accelerator)
-    assert small_replays(saving(min_bytes=0)) < everything

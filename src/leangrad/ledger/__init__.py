@@ -122,7 +122,6 @@ learn: what a recorded step shows
     Ends, Border                    what a recorded step tells of that; after which module it is
     Exit, Change                    parts of what it tells: a module has run; memory has changed in place
     EndingRegion                    protocol: what an early end asks of its region
-    host_limit, HostLimit           whether the GPU waits for the host, and what is kept if it does
     timing, Timing, Cost            what each rebuild of a step takes, on the host and on the device
     Stopwatch                       moments on the clock of a device
 
@@ -139,6 +138,7 @@ tune: towards what the user asked for
     to_slowdown, TowardsSlowdown    the least memory with which a step takes no longer than a bound
     pace, Pace                      which plan to try next for that
     tuner, Tuner                    the course of one ledger, through all that happens to its model
+    host_limit, HostLimit           whether the GPU waits for the host, and what is kept if it does
 
 fuse: a chain of ops as one kernel
     fuse                            the folder of fused replays; it registers itself where Triton has a device

@@ -59,8 +59,6 @@ class SavedKind(Enum):
 class StepListener(Protocol):
     """What is told of a step that is recorded; ``recorder.py`` writes it down."""
 
-    on_accelerator: bool
-
     def packed(self, packed: Packed) -> None:
         """This became of the next saved tensor."""
 
@@ -359,7 +357,6 @@ class Decider:
                     why = self._keep_all_the_same(value, tensor, cap)
         if self._recorder is not None:
             self._recorder.decided(value, type(node).__name__, why, node._sequence_nr())
-            self._recorder.on_accelerator |= tensor.is_cuda
         return value
 
     def _is_too_long(self, value: Value, cap: int) -> bool:

@@ -18,7 +18,6 @@ from leangrad.errors import BudgetError
 from leangrad.ledger.decision import DEEPEST, Decision, SavedKind
 from leangrad.ledger.gc_pause import GcPause
 from leangrad.ledger.learn.entries import Entry, Totals
-from leangrad.ledger.learn.host_limit import HostLimit
 from leangrad.ledger.learn.recorded_step import RecordedStep
 from leangrad.ledger.learn.recorder import Recorder
 from leangrad.ledger.learn.timing import Timing
@@ -29,6 +28,7 @@ from leangrad.ledger.observe.unseen_writes import may_write_unseen
 from leangrad.ledger.region import Region
 from leangrad.ledger.summary import bytes_for_backward, summarize
 from leangrad.ledger.tune.goal import PRODUCTS, Goal, Way
+from leangrad.ledger.tune.host_limit import HostLimit
 from leangrad.ledger.tune.peaks import first_graded
 from leangrad.ledger.tune.tuner import Tuner
 from leangrad.policy.choice import lowest_peak

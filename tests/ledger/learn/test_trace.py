@@ -23,7 +23,7 @@ from leangrad import _torch
 from leangrad.errors import ChangedError
 from leangrad.ledger import Region
 from leangrad.ledger.decision import Decider
-from leangrad.ledger.learn.recorder import Recorder
+from leangrad.ledger.learn import items
 from leangrad.ledger.ledger import _warn_of_other_hooks
 from tests.support import same_bits
 from tests.zoo import CASES, Case
@@ -125,15 +125,10 @@ def test_no_model_of_the_zoo_leaves_its_trace(case: Case) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.sampled(5)
-def test_nor_does_it_where_small_recipes_are_spared_as_on_a_gpu(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There the smallest tensors are kept, though they could be rebuilt; what their walks had found is decided anew."""
-    stop = Recorder.stop
-
-    def stop_as_on_a_gpu(self: Recorder) -> None:
-        self.on_accelerator = True
-        stop(self)
-
-    monkeypatch.setattr(Recorder, "stop", stop_as_on_a_gpu)
+def test_nor_does_it_where_small_tensors_are_too_dear(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are kept, though they could be rebuilt; what their walks had found is decided anew."""
+    is_dear = items._is_dear
+    monkeypatch.setattr(items, "_is_dear", lambda value: is_dear(value) or (not value.depth and value.nbytes < 4096))
     torch.manual_seed(0)
     model, batch, ledger = case.make(), case.batch(), leangrad.saving(min_bytes=256)
     for _ in range(3):

@@ -6,7 +6,7 @@ and is no item is made again with the item. Parameters, and what is too small to
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from leangrad.ledger.learn.recorded_step import KEPT, REBUILT, SHAPE
 from leangrad.ledger.values.cast import Packed
@@ -18,9 +18,6 @@ from leangrad.policy import graph as policy
 
 __all__ = ["Items", "value_of"]
 
-# Of the kept bytes, on an accelerator: the casts of a ResNet's weights are half of its recipes and 1% of it; those of
-# the attention of a ViT-L a quarter of its recipes and 3%.
-SPARE = 0.03
 DEAR = 64  # bytes that may be made to rebuild one byte: the statistics of a norm are kept, not summed again
 
 
@@ -32,21 +29,9 @@ class Items:
         self.found: list[policy.Value] = []  # as the policy sees them, by their number
         self._dear: set[int] = set()  # the values that will be kept because rebuilding them is too much work
 
-    def choose_dear(self, decided: Collection[Value], *, on_accelerator: bool) -> None:
+    def choose_dear(self, decided: Iterable[Value]) -> None:
         """Which of the values that were ``decided`` on later steps will keep, though they can be rebuilt."""
         self._dear = {id(value) for value in decided if _is_dear(value)}
-        if on_accelerator:
-            self._spare(decided)
-
-    def _spare(self, decided: Collection[Value]) -> None:
-        """Keep the smallest of what would be rebuilt: a recipe costs the host the same however little it saves."""
-        values = {id(v): v for v in decided}.values()
-        left = SPARE * sum(v.nbytes for v in values if v.tensor is not None)
-        for value in sorted((v for v in values if v.tensor is None and not v.depth), key=lambda v: v.nbytes):
-            left -= value.nbytes
-            if left < 0:
-                return
-            self._dear.add(id(value))
 
     def close(self) -> None:
         """The step is plain data now: values may die, and others be known by their ids."""

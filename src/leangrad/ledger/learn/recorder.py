@@ -73,7 +73,6 @@ class Recorder:
         self._leaves: list[Exit] = []
         self._changes_seen: list[Change] = []
         self.step: RecordedStep | None = None  # once the region has ended
-        self.on_accelerator = False
         self.leaves_stay = False  # whether the plan counts gradients of parameters as new ones
         self.is_tuned = False  # whether the plan may keep what is always rebuilt otherwise: random numbers
         self.was_read = self._is_reading = False
@@ -165,7 +164,7 @@ class Recorder:
             handle.remove()
         self._handles = []
         decided = [value for value, _, _ in self._decided]
-        self._items.choose_dear(decided, on_accelerator=self.on_accelerator)
+        self._items.choose_dear(decided)
         first_decision = len(self.entries)
         if self.is_tuned:
             self._items.add_all(map(value_of, self.saved), decided)

@@ -11,10 +11,10 @@ at either time, the GPU waits for the host. (The last kernels of backward are th
 a convolutional net: they keep the GPU busy at the end of a step for most of which it had nothing to do.)
 
 Then every rebuild of one step is timed, and what is dearest to the host for each of its bytes is kept, as long as the
-peak that is foreseen is no more than a small share above the least. If the allocator's peak, read when backward has
-ended, shows (it tells of no step below an earlier one) that a step took more than that (a chain that runs as one kernel
-takes less than is foreseen for rebuilding it), then no more bytes are kept than that share, wherever the peak may be.
-If even that is too much, all is as it was before.
+peak that is foreseen is no more than a small share above the least. That step, and the next one, are listened to: if
+the peak of the second is higher by more than that share (a chain that runs as one kernel takes less than is foreseen
+for rebuilding it), then no more bytes are kept than that share, wherever the peak may be. If even that is too much, all
+is as it was before. Where nobody can listen, what is foreseen has to do.
 
 Everything else is as ever: the whole step is followed, and one that differs is learned from anew.
 """
@@ -31,6 +31,7 @@ from torch import Tensor
 from leangrad import _torch
 from leangrad.ledger.learn.recorded_step import RecordedStep
 from leangrad.ledger.learn.timing import Timing
+from leangrad.ledger.tune.history import AFTER, END, TURN, History
 from leangrad.policy.peak import Outcome
 from leangrad.policy.relax import Relaxation
 from leangrad.policy.replay import Replay
@@ -66,8 +67,10 @@ class HostLimit:
         self._waits: list[float] = []  # the same of a whole step
         self._timing: Timing | None = None
         self._thread: int | None = None
-        self._standing = 0  # what was allocated when the step began
-        self._took = 0  # the last step whose backward has ended, beside that; 0: nobody counts
+        self._history: History | None = None  # of a step that is listened to
+        self._at_output: _torch.Counters | None = None  # when forward ended
+        self._at_turn: _torch.Counters | None = None  # when backward came to the model
+        self._took = 0  # the last step that was listened to, beside what stood before it; 0: nobody knows
         self._before: tuple[frozenset[int], int] | None = None  # what was kept before more was, and what that took
         self._is_careful = False  # no more bytes are kept than may be taken
 
@@ -75,7 +78,7 @@ class HostLimit:
         self, step: RecordedStep, replay: Replay, kept: frozenset[int], *, on_gpu: bool
     ) -> tuple[frozenset[int], Timing | None]:
         """A step begins, and the last one has kept ``kept``: what it is to keep, and what times its rebuilds."""
-        self._began = None
+        self._began = self._history = None  # of a step whose backward never came
         if self.is_over:
             return kept, None
         thread = self._thread = self._thread or threading.get_ident()
@@ -86,17 +89,21 @@ class HostLimit:
         elif _torch.is_capturing():
             self.is_over = True
         elif self._before is not None:
-            self._standing = _standing()
-            return self._look_back(step, replay, kept), None
+            found = self._look_back(step, replay, kept)
+            self._listen()
+            return found, None
         elif self._timing is not None:
-            self._before, self._standing = (kept, self._took), _standing()
-            return self._more(step, replay, kept), None
+            self._before = kept, self._took
+            found = self._more(step, replay, kept)
+            self._listen()
+            return found, None
         else:
             self._steps += 1
             if len(self._waits) >= RUNS:
                 self.is_over = all(statistics.median(some[1:]) > IDLE for some in (self._waits, self._forward_waits))
                 if not self.is_over:
-                    self._timing, self._standing = Timing(on_gpu=True), _standing()
+                    self._timing = Timing(on_gpu=True)
+                    self._listen()
             elif self._steps > STEADY + 4 * RUNS:  # of some of these nobody ran the backward
                 self.is_over = True
             else:
@@ -113,21 +120,33 @@ class HostLimit:
             if not _torch.is_capturing():
                 self._forward_waits.append(_waited(self._began))
             self._began = None
-        elif self._began is not None or (self._timing is not None and not self.is_over):
+        elif self._began is not None or self._history is not None:
+            if self._history is not None:
+                self._at_output = _torch.cuda_counters()
+                History.mark(END)
             made.register_hook(self._at_backward)
 
     def _at_backward(self, _: Tensor) -> None:
+        if self._history is not None:
+            self._at_turn = _torch.cuda_counters()
+            History.mark(TURN)
         _torch.after_backward(self._at_end)
 
     def _at_end(self) -> None:
         """All of backward has been issued."""
         began, self._began = self._began, None
-        if _torch.is_capturing():
-            return
-        if began is None:
-            self._took = max(0, _highest() - self._standing)
-            return
-        self._waits.append(_waited(began))
+        history, self._history = self._history, None
+        if history is not None:
+            History.mark(AFTER)
+            self._took = max(history.stop(self._at_output, self._at_turn) or (0,))
+        elif began is not None and not _torch.is_capturing():
+            self._waits.append(_waited(began))
+
+    def _listen(self) -> None:
+        """Find out what the step that begins takes: see [Note: below the allocator's peak]."""
+        self._took = 0
+        if not self.is_over and (counters := _torch.cuda_counters()) is not None:
+            self._history = History.begin(counters.allocated)
 
     def _more(self, step: RecordedStep, replay: Replay, kept: frozenset[int]) -> frozenset[int]:
         """What to keep beside ``kept``: the dearest to the host, within what may be taken."""
@@ -186,18 +205,6 @@ def _waited(began: float) -> float:
 
 def _wait_for_gpu() -> None:
     torch.cuda.current_stream().synchronize()
-
-
-def _highest() -> int:
-    """The allocator's peak so far; 0: nobody counts."""
-    counters = _torch.cuda_counters()
-    return 0 if counters is None else counters.highest
-
-
-def _standing() -> int:
-    """What is allocated now."""
-    counters = _torch.cuda_counters()
-    return 0 if counters is None else counters.allocated
 
 
 def _room() -> float:
