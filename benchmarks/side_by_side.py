@@ -58,11 +58,16 @@ class Asked:
         return name not in UNROLLED if self.device == "cuda" else name in COMPILED
 
 
-def rows_of(name: str, of: Asked, add: Callable[[list[dict[str, Any]]], object]) -> None:
-    """All ways on one model. The largest batch is searched without those that compile anew for each size."""
+def rows_of(name: str, of: Asked, add: Callable[[list[dict[str, Any]]], object], known: dict[str, int | None]) -> None:
+    """All ways on one model but those whose peaks are `known`.
+
+    The largest batch is searched without those that compile anew for each size.
+    """
     asked = of.ways or [way for way in WAYS if of.compiles(name) or not WAYS[way].compiles]
+    asked = [way for way in asked if way not in known]
     dtype = "bfloat16" if of.device == "cuda" and name not in PLAIN_DTYPE else ""
     settings: dict[str, Any] = {"autocast": dtype, "turnstile": of.turnstile, **TURNS[of.device]}
+    settings["budget"] = known.get("checkpoint")  # else as soon as it is
     if of.device == "cuda" and name in UNROLLED:
         settings |= {"rounds": 2, "steps": 1}  # a step takes seconds, and the others wait for it
     options = {"name": name, "device": of.device}
@@ -109,6 +114,11 @@ class Rows:
             content = json.loads((RESULTS / f"{write}.json").read_text())
             self._put([{"commit": content["commit"], **row} for row in content["rows"]])
 
+    def peaks_of(self, name: str) -> dict[str, int | None]:
+        """The ways whose rows of this model are there."""
+        rows = [row for row in self.found.values() if "axis" not in row and row["case"] == name]
+        return {row["way"]: row.get("peak_bytes") for row in rows}
+
     def _put(self, rows: list[dict[str, Any]]) -> None:
         for row in rows:
             self.found[row.get("axis"), row.get("factor"), row["case"], row["way"]] = row
@@ -148,6 +158,7 @@ def main() -> None:
     parser.add_argument(
         "--keep", action="store_true", help="with --write: keep rows of earlier runs that are not run again"
     )
+    parser.add_argument("--resume", action="store_true", help="with --keep: what has a row is not run again")
     parser.add_argument("--scaling", action="store_true", help="also with --case: how the peak grows")
     parser.add_argument("--readme", action="store_true", help="write README's table and the pictures, and nothing else")
     chosen = parser.parse_args()
@@ -166,7 +177,8 @@ def main() -> None:
     with TemporaryDirectory() as folder, ThreadPoolExecutor(chosen.workers) as pool:
         turnstile = f"{folder}/turnstile" if chosen.device == "cuda" else ""
         asked = Asked(chosen.device, chosen.ways, not chosen.no_largest, turnstile)
-        jobs = [pool.submit(rows_of, name, asked, rows.add) for name in names]
+        known_of = rows.peaks_of if chosen.resume else lambda _: dict[str, int | None]()
+        jobs = [pool.submit(rows_of, name, asked, rows.add, known_of(name)) for name in names]
         if chosen.device == "cpu" and (chosen.scaling or not (chosen.no_scaling or chosen.case)):
             jobs += [pool.submit(scaled_rows, *one, rows.add) for one in scaling()]
         for job in jobs:
