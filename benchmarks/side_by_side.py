@@ -117,7 +117,7 @@ class Rows:
     def peaks_of(self, name: str) -> dict[str, int | None]:
         """The ways whose rows of this model are there."""
         rows = [row for row in self.found.values() if "axis" not in row and row["case"] == name]
-        return {row["way"]: row.get("peak_bytes") for row in rows}
+        return {row["way"]: row.get("peak_bytes") for row in rows if row["outcome"] != "failed"}
 
     def _put(self, rows: list[dict[str, Any]]) -> None:
         for row in rows:

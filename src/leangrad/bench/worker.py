@@ -136,7 +136,8 @@ class _Measuring:
                     row = replace(row, largest_batch=self._largest_batch(training.way))
         row = replace(row, not_for_this=self._not_for_this())
         if self.job.floor:
-            found = floor(self.subject.model, self.batch, self.subject.loss, autocast=self.subject.autocast)
+            with self._alone():
+                found = floor(self.subject.model, self.batch, self.subject.loss, autocast=self.subject.autocast)
             row = replace(row, floor_bytes=found.bytes, float64_error=self._float64_error(plain))
         return replace(row, note="; ".join(self.notes))
 
@@ -192,7 +193,7 @@ class _Measuring:
             try:
                 with ExitStack() as device:
                     enter: Callable[[], object] = partial(device.enter_context, self._alone())
-                    if way.budget is not None:  # what its first step measures decides
+                    if not self.choice.compiles:  # which takes a minute, with next to no use of the device
                         enter()
                         enter = _stay
                     self.outcomes, first_seconds = self._timed_warm_up(training, enter)
