@@ -32,7 +32,7 @@ TURNS = 3  # of plans for one budget that are timed
 SURE = 0.97  # times as long as the other: such a plan is the faster one
 SHARES = (0.6, 0.9, 1.0)  # of the room between the least and the budget, that is taken in one step after another
 CORRECTIONS = 3
-ROUNDING = 0.005  # of what a step takes on a GPU: by so much two of one plan differ, since the allocator rounds blocks up
+ROUNDING = 0.005  # of what a step takes on a GPU, where the allocator rounds blocks up: two of one plan differ by that
 LISTENS = 3  # steps of a plan that are listened to, until one tells what it takes
 
 
