@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import leangrad
-from benchmarks.environment import write_rows
+from benchmarks.environment import WARM_UP, write_rows
 from benchmarks.models import _compare, _gradients, _in_a_row, _memory, _step_of
 from leangrad.ledger import no_regions
 
@@ -91,6 +91,8 @@ def run(name: str, memory_format: str, batch: int, timed: bool) -> dict[str, Any
     row["plain_equals_itself"] = _compare(first, again)["bitwise"]
     row |= {"bitwise": _compare(first, lean)["bitwise"], "largest_difference": _compare(first, lean)["largest"]}
     del first, again, lean
+    for _ in range(WARM_UP):
+        _step_of(forward, optimizer)()
     row["plain_gib"], row["lean_gib"] = (_memory(f, optimizer)["peak_gib"] for f in (plainly, forward))
     row["peak_ratio"] = row["lean_gib"] / row["plain_gib"]
     if timed:

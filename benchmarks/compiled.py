@@ -47,7 +47,7 @@ from torch.utils.checkpoint import checkpoint
 
 import leangrad
 from benchmarks import models
-from benchmarks.environment import write_rows
+from benchmarks.environment import WARM_UP, write_rows
 from benchmarks.models import _in_a_row, _memory, _step_of, kernels
 from leangrad.compiled import compile_lean
 from leangrad.compiled.partitioner import chosen
@@ -152,7 +152,7 @@ class Prepared:
     def measure(self) -> dict[str, Any]:
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
         step = _step_of(lambda: self.loss(self.ready), optimizer)
-        for _ in range(4):
+        for _ in range(WARM_UP if self.row["way"] == "lean" else 4):
             step()
         torch.cuda.synchronize()
         torch.cuda.empty_cache()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
+WARM_UP = 28  # steps: lean records its first, caches fill, and on a GPU it finds out whether the host is the limit
 
 
 def environment(device: str) -> dict[str, Any]:

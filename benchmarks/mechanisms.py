@@ -30,7 +30,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest.mock import patch
 
-from benchmarks.environment import write_rows
+from benchmarks.environment import WARM_UP, write_rows
 from benchmarks.versions import GPU, TIMM, ZOO, _gpu_step, _zoo_step
 from leangrad.kernels import launch
 from leangrad.ledger.decision import Decider
@@ -41,7 +41,6 @@ from leangrad.ledger.values.inplace_variants import IN_PLACE
 from leangrad.ledger.values.value import replayers
 
 SECONDS = 0.3  # of one turn, at least one step
-WARM_UP = 5  # steps: lean records its first, and kernels are proven in the next ones
 
 
 def _without_trace() -> AbstractContextManager[Any]:

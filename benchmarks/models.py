@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 import leangrad
-from benchmarks.environment import write_rows
+from benchmarks.environment import WARM_UP, write_rows
 from benchmarks.overhead import PassThrough
 from leangrad.ledger import no_regions
 from leangrad.ledger.fuse import fused
@@ -138,7 +138,7 @@ def run(case: Case, scale: int) -> dict[str, Any]:
     }
     steps = {way: _step_of(one, optimizer) for way, one in ways.items()}
     for step in steps.values():
-        for _ in range(5):
+        for _ in range(WARM_UP):
             step()
     for way, one in ways.items():
         row[way] = _memory(one, optimizer)

@@ -42,7 +42,6 @@ TIMM = (
 )
 CONVERTED = "converted_"  # before a name: the model by `convert_abn` alone, and not lean
 SECONDS = 0.5  # of one turn, at least one step
-WARM_UP = 28  # steps: lean records its first, caches fill, and on a GPU it finds out whether the host is the limit
 
 
 def compare(before: Path, after: Path, case: str, device: str, rounds: int) -> dict[str, Any]:
@@ -102,6 +101,7 @@ class _Worker:
 def _work(tree: Path, case: str, device: str) -> None:
     """Take steps as asked, and tell how long one took."""
     import leangrad
+    from benchmarks.environment import WARM_UP
 
     assert Path(leangrad.__file__).is_relative_to(tree.resolve()), f"leangrad is imported from {leangrad.__file__}"
     step, wait, peak = _gpu_step(case) if device == "cuda" else _zoo_step(case)

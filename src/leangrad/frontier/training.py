@@ -13,6 +13,7 @@ from leangrad.frontier.copies import Copies
 from leangrad.frontier.failure import sentence_of
 from leangrad.frontier.meter import Meter, Reading
 from leangrad.frontier.ways import Way
+from leangrad.lean import is_lean, ledger_of
 from leangrad.verify.comparison import Outcome, collect, differences
 from leangrad.verify.memory import Memory
 from leangrad.verify.subject import Subject
@@ -23,6 +24,7 @@ __all__ = ["MakeOptimizer", "Setup", "Training", "make_optimizer"]
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
+_MOST_STEPS = 60  # until a plan stands; a model whose steps differ has none
 _READINGS = 6  # a plan is corrected three times, and the next step shows it
 
 
@@ -86,7 +88,9 @@ class Training:
         """Train until nothing changes more; return what the first and the last step gave, from the same state."""
         first = self._outcome(memory)  # in whose state it still is
         after_step()
-        for _ in range(self.way.warm_up_steps - 2):
+        for n in range(_MOST_STEPS):
+            if n >= self.way.warm_up_steps - 2 and self._is_settled():
+                break
             self._setup.copies.clear_gradients()
             self.step()
             after_step()
@@ -94,6 +98,11 @@ class Training:
         last = self._outcome(memory)
         after_step()
         return first, last
+
+    def _is_settled(self) -> bool:
+        """Whether the plan of a lean model stands: on a GPU one without a budget is measured for two dozen steps."""
+        model = self.subject.model
+        return not is_lean(model) or ledger_of(model).is_settled
 
     def _outcome(self, memory: Memory) -> Outcome:
         memory.clear_gradients()

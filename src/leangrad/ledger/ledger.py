@@ -265,6 +265,15 @@ class Ledger:
         return True
 
     @property
+    def is_settled(self) -> bool:
+        """Whether its plan stands: until then steps are recorded, measured and timed, and plans are compared."""
+        if self._decisions is None:
+            return False
+        if self._tuner is not None:
+            return self._tuner.peaks.is_settled
+        return self._host.is_over or self._kept_items is None
+
+    @property
     def has_failed(self) -> bool:
         """Whether its budget could not be met."""
         return self._tuner is not None and self._tuner.has_failed

@@ -154,6 +154,20 @@ def test_where_the_host_is_the_limit_less_is_rebuilt(machine: Machine, x: Tensor
     assert "follow the trace" in summary
 
 
+def test_its_plan_stands_when_it_is_known(machine: Machine, x: Tensor) -> None:
+    """Who compares times asks for that first: in some steps before it the host waits for the GPU."""
+    model = lean()
+    settled = []
+    for seed in range(SETTLED + 2):
+        machine.steps(model, x, 1, seed)
+        settled.append(leangrad.ledger_of(model).is_settled)
+    assert settled == sorted(settled)
+    assert settled.index(True) == MEASURED + 3  # the step that is timed, one that keeps more, and it is over
+    waits = machine.waits
+    machine.steps(model, x, 3)
+    assert machine.waits == waits
+
+
 def test_steps_before_it_is_known_are_as_ever(machine: Machine, x: Tensor) -> None:
     model, least = lean(), lean(spare=0)
     for _ in range(MEASURED + 1):
