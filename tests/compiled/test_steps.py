@@ -5,12 +5,13 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
-from leangrad.compiled import compile_lean
+from leangrad.compiled import compile_lean, joint_graph
 from tests.support import assert_same_bits
 
 Run = Callable[[Tensor], Tensor]
@@ -142,3 +143,23 @@ def test_nothing_is_left_without_the_garbage_collector() -> None:
         assert left() == before
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize(
+    ("op", "arguments", "expected"),
+    [
+        ("avg_pool2d", ([3, 3], [1, 1], [1, 1]), True),  # each element is in nine windows
+        ("avg_pool2d", ([3, 3], [2, 2], [1, 1]), False),  # in two or three
+        ("avg_pool2d", ([2, 2],), False),
+        ("avg_pool2d", ([2, 2], []), False),
+        ("avg_pool2d_backward", (None, [3, 3], [1, 1]), True),
+        ("avg_pool3d", ([3, 3, 3], [2, 2, 2]), False),
+        ("relu", (), False),
+    ],
+)
+def test_pools_that_read_an_element_in_several_windows(op: str, arguments: tuple[Any, ...], expected: bool) -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    given = tuple(x if one is None else one for one in arguments)
+    node = graph.call_function(getattr(torch.ops.aten, op).default, (x, *given))
+    assert joint_graph._has_windows(node) is expected

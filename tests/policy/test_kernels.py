@@ -7,7 +7,7 @@ from collections import Counter
 from leangrad.policy.choice import NEAR, choose
 from leangrad.policy.cut import cheapest_cut
 from leangrad.policy.graph import Graph, Value
-from leangrad.policy.kernels import ACROSS, Fusion, Kernels
+from leangrad.policy.kernels import ACROSS, WINDOWS, Fusion, Kernels
 from leangrad.policy.peak import _backward_order, play
 
 POINTWISE = {"is_inlined": True, "can_inline": True}
@@ -80,6 +80,49 @@ def test_reading_across_rows_takes_longer() -> None:
     along, across, back = works
     assert along == back == 1 + 1000 + 1000
     assert across == 1 + ACROSS * 1000 + 1000
+
+
+def test_what_is_read_by_windows_is_written_and_read_several_times() -> None:
+    """A product and its statistic, a norm of both, and a pool."""
+    product, statistic = Value(1000, is_fixed=True, work=1), Value(1, (0,), is_fixed=True, work=1)
+    works = []
+    for norm, windows in (((0, 1), ()), ((0, 1), (2,)), ((0,), (2,))):
+        pool = Value(1000, (2,), can_inline=True, windows=windows, is_output=True)
+        graph = Graph([product, statistic, Value(1000, norm, **POINTWISE), pool])
+        kernels = Kernels(graph, range(4), {3}, Fusion(), is_backward=False)
+        assert kernels.written[2] is (norm == (0, 1) and bool(windows))
+        works.append(kernels.work())
+    once, by_windows, of_one_memory = works
+    assert once == 2 + 1001 + 1000
+    assert by_windows == 2 + 1001 + 1000 + WINDOWS * 1000 + 1000
+    assert of_one_memory == 2 + WINDOWS * 1000 + 1000  # computed anew in each window, from what is there
+
+
+def test_what_spares_the_most_work_for_its_bytes_is_kept_first() -> None:
+    """Blocks with a pool and an activation of a product each: backward reads both from memory."""
+    values = [Value(1, is_fixed=True, is_standing=True)]
+    last: tuple[int, ...] = (0,)
+    pools, activations = [], []
+    for _ in range(6):
+        product = len(values)
+        values.append(Value(1000, last, is_fixed=True, work=20_000))
+        values.append(Value(8, (product,), is_fixed=True, work=8))
+        values.append(Value(1000, (product, product + 1), **POINTWISE, price=5500))
+        values.append(Value(1000, (product, product + 1), **POINTWISE, price=100))
+        values.append(Value(1000, (product + 3,), can_inline=True, windows=(product + 3,), price=6000))
+        activations.append(product + 2)
+        pools.append(product + 4)
+        last = activations[-1], pools[-1]
+    values.append(Value(8, last, is_fixed=True, is_output=True, work=8))
+    values.append(Value(1000, is_backward=True))
+    for activation, pool in zip(reversed(activations), reversed(pools), strict=True):
+        product = activation - 2  # which the backward of its norm reads too
+        values.append(Value(1000, (len(values) - 1, product, activation, pool), is_backward=True, work=40_000))
+    graph = Graph(values)
+    choice = choose(graph, slowdown=1.04)
+    assert choice.is_held_back
+    assert choice.kept.issuperset(pools)
+    assert not choice.kept.intersection(activations)
 
 
 def test_no_kernel_writes_more_than_it_has_registers_for() -> None:

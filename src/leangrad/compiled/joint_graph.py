@@ -32,6 +32,7 @@ from leangrad.compiled.layouts import is_weight_of_one_channel
 from leangrad.loss.graph_op import LOSS_OP
 from leangrad.ops.linear_cross_entropy import chunk_bytes
 from leangrad.policy.graph import Graph, Value
+from leangrad.policy.kernels import WINDOWS
 from leangrad.policy.ops import is_discrete, is_heavy, is_source
 from leangrad.policy.work import work_of
 
@@ -58,6 +59,7 @@ EXACT = VIEWS | {
     "ones_like", "relu", "repeat", "roll", "scalar_tensor", "select_scatter", "slice_scatter", "stack", "tril",
     "triu", "where", "zeros", "zeros_like", "_to_copy", "_unsafe_index",
 }  # fmt: skip
+POOLS = {"avg_pool2d", "avg_pool3d", "avg_pool2d_backward", "avg_pool3d_backward"}
 MOVES = VIEWS | {"clone", "convert_element_type", "gather", "index", "index_select", "_to_copy", "_unsafe_index"}
 SINGLE = 24  # bits of a float32's significand
 REDUCES = 4  # an op that reads so many times what it gives makes a statistic, which is kept
@@ -124,6 +126,8 @@ class _Reader:
         nbytes = _size(node) if compiler.can_be_kept(node) else 0  # the parts of a tuple have their own
         can_inline = self.fused and self._can_inline(node)
         moved = 0 if is_view or node.target is operator.getitem else _size(node) + sum(map(_size, node.all_input_nodes))
+        windows = node.all_input_nodes[:1] if can_inline and _has_windows(node) else []
+        price = moved + WINDOWS * sum(map(_size, windows))  # what they read is written before
         return Value(
             nbytes=nbytes,
             inputs=tuple(self.number[i] for i in node.all_input_nodes),
@@ -137,10 +141,11 @@ class _Reader:
             is_standing=is_standing,
             is_output=node in self.outputs and (is_backward or self.info.is_required_fw(node)),
             is_asked_for=not is_backward and node in self.info.required_bw_nodes,
-            price=moved if self._is_written_in_backward(node) else moved // INLINE_SHARE,
+            price=price if self._is_written_in_backward(node) else price // INLINE_SHARE,
             work=0 if can_inline else _work(node, moved),
             scratch=_scratch(node),
             across=() if is_view or not can_inline else self._read_across(node),
+            windows=tuple(self.number[i] for i in windows),
         )
 
     def _read_across(self, node: fx.Node) -> tuple[int, ...]:
@@ -275,6 +280,15 @@ def _is_inlined(node: fx.Node) -> bool:
     if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
         return False
     return torch.Tag.pointwise in target.tags or _is_one_of(node, INLINED)
+
+
+def _has_windows(node: fx.Node) -> bool:
+    """Whether it is a pool, forward or backward, that reads each element in several windows."""
+    if not _is_one_of(node, POOLS):
+        return False
+    first = 2 if "backward" in op_name(node) else 1
+    window, steps = [*node.args[first : first + 2], ()][:2]
+    return bool(steps) and math.prod(window) >= WINDOWS * math.prod(steps)  # type: ignore[arg-type]
 
 
 def _is_integer(node: fx.Node) -> bool:

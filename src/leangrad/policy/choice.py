@@ -33,6 +33,7 @@ PRICES = (0.2, 0.5, 1.0)  # kept bytes for one byte moved
 REUSED_READS = (Fusion().reused_reads, 8)  # limits on what the kernels of backward compute anew for each reader
 HALVINGS = 6  # of the span in which the part to keep is looked for
 MOST_ENDS = 24  # that are tried one by one
+MOST_KINDS = 16  # of values that are alike, in all blocks
 LONGEST = 12  # links in a chain, where all chains are ended alike
 SLACKS = (0, 1, 2, 3, 4, 6, 8, 12, 16)  # in units of the largest link
 FIRST = 3  # values that backward reads: those of the loss
@@ -139,13 +140,55 @@ def _keep_more(
         added = sorted(more - kept, reverse=True)  # the last layers first
         if not added or not is_enough(attempt(kept.union(added), limit)):
             continue
-        few, many = 0, len(added)
-        for _ in range(HALVINGS):
-            middle = (few + many) // 2
-            if is_enough(attempt(cheapest_cut(graph, pinned=kept.union(added[:middle])), limit)):
-                many = middle
-            else:
-                few = middle
+        _halve(graph, kept, added, limit, is_enough, attempt)
+    _keep_kinds(graph, best, frozenset().union(*dearer) - kept, is_enough, attempt)
+
+
+def _halve(
+    graph: Graph,
+    kept: frozenset[int],
+    added: Sequence[int],
+    limit: int,
+    is_enough: Callable[[Outcome], bool],
+    attempt: Attempt,
+) -> None:
+    """Try to keep parts of ``added`` beside what is kept: around the smallest one with which it ``is_enough``."""
+    few, many = 0, len(added)
+    for _ in range(HALVINGS):
+        middle = (few + many) // 2
+        if is_enough(attempt(cheapest_cut(graph, pinned=kept.union(added[:middle])), limit)):
+            many = middle
+        else:
+            few = middle
+
+
+def _keep_kinds(
+    graph: Graph,
+    best: Try,
+    candidates: AbstractSet[int],
+    is_enough: Callable[[Outcome], bool],
+    attempt: Attempt,
+) -> None:
+    """Try cuts that keep those kinds of values first that spare the most work for each byte of the peak."""
+    kept, limit, least = best
+    values = graph.values
+    kinds: dict[tuple[int, ...], list[int]] = {}
+    for n in sorted(candidates, reverse=True):  # the last layers first
+        price = round(8 * values[n].price / max(1, values[n].nbytes))
+        kinds.setdefault((price, len(graph.readers[n])), []).append(n)
+    largest = sorted(kinds.values(), key=lambda kind: (-len(kind) * values[kind[0]].nbytes, kind))[:MOST_KINDS]
+    gains = []
+    for kind in largest:
+        outcome = attempt(cheapest_cut(graph, pinned=kept.union(kind)), limit)
+        spared = least.work - outcome.work
+        if spared > 0:
+            gains.append((spared / max(1, outcome.peak_bytes - least.peak_bytes), kind))
+    gains.sort(key=lambda one: (-one[0], one[1]))
+    for _, kind in gains:
+        if is_enough(attempt(cheapest_cut(graph, pinned=kept.union(kind)), limit)):
+            _halve(graph, kept, kind, limit, is_enough, attempt)
+            return
+        kept = kept.union(kind)
 
 
 def _end_chains(graph: Graph, cheapest: frozenset[int], limit: int, attempt: Attempt) -> None:

@@ -34,6 +34,7 @@ class Value:
     is_repeatable: bool = False  # one cheap pass in the memory of its input: may be let go, and made again once more
     work: int = 0  # of an op with a kernel of its own, in bytes moved: arithmetic counts as the bytes that take as long
     across: tuple[int, ...] = ()  # those of its inputs whose memory has its rows along another dimension than its own
+    windows: tuple[int, ...] = ()  # those of its inputs whose elements it reads several times: by windows that overlap
     products: int = 0  # how many products are run to make it again from its inputs, its own included
 
 

@@ -3,7 +3,8 @@
 [Note: kernels] A pointwise value is computed inside the kernels that read it, as long as these can do so and as long as
 it is cheap: once it is computed from more memories, or by more ops, than `Fusion` allows, it gets a buffer. The limit
 is lower for a value with several readers, for each of them would compute it anew. A buffer whose readers all run before
-the next heavy op is computed in the kernel of its readers and takes no memory.
+the next heavy op is computed in the kernel of its readers and takes no memory. What is read by windows that overlap,
+as a pool reads it, is not: each window would compute it anew.
 
 [Note: remade values run early] A kernel that reads what another pointwise kernel writes is fused into that one, however
 far apart the two were in the graph. A value of forward that is made again from another that is made again is therefore
@@ -19,7 +20,7 @@ from dataclasses import dataclass, field
 
 from leangrad.policy.graph import Graph
 
-__all__ = ["LARGEST", "Fusion", "Kernels"]
+__all__ = ["LARGEST", "WINDOWS", "Fusion", "Kernels"]
 
 
 # Inductor would write up to 64 buffers in one kernel. With 35 of them, links of a residual stream and what is made from
@@ -51,6 +52,7 @@ class Kernels:
     written: dict[int, bool] = field(default_factory=dict)
     reads: dict[int, frozenset[int]] = field(default_factory=dict)  # the memories that a value is computed from
     across: dict[int, frozenset[int]] = field(default_factory=dict)  # those of them that it reads across their rows
+    windows: dict[int, frozenset[int]] = field(default_factory=dict)  # and those that it reads by windows
 
     def __post_init__(self) -> None:
         values = self.graph.values
@@ -72,6 +74,7 @@ class Kernels:
         found = {graph.base(i) for i in value.inputs if i not in inlined}.union(*(self.reads[i] for i in inlined))
         ops = 1 + len(set(value.inputs).difference(inlined)) + sum(self._ops[i] for i in inlined)
         self.across[n] = self._read_across(n, inlined)
+        self.windows[n] = self._read_by_windows(n, inlined)
         if value.view_of is not None:
             self._has_buffer[n] = self._has_buffer.get(value.view_of, True)
             self.written[n] = False
@@ -80,6 +83,7 @@ class Kernels:
             return
         readers = self._readers(n)
         must = n in self.lasting or not value.is_inlined or any(not graph.values[r].can_inline for r in readers)
+        must |= len(found) > 1 and any(self._is_base_of(n, graph.values[r].windows) for r in readers)
         is_reused = sum(r in self.place for r in graph.readers[n]) > 1
         most = min(fusion.reused_reads, fusion.reads) if is_reused else fusion.reads
         has_buffer = must or len(found) > most or ops > fusion.ops
@@ -100,6 +104,15 @@ class Kernels:
             elif i in value.across:
                 found.add(self.graph.base(i))
         return frozenset(found)
+
+    def _read_by_windows(self, n: int, inlined: Sequence[int]) -> frozenset[int]:
+        """The memories that it reads by windows which overlap."""
+        value = self.graph.values[n]
+        found = {self.graph.base(i) for i in value.windows if i not in inlined}
+        return frozenset(found.union(*(self.reads[i] if i in value.windows else self.windows[i] for i in inlined)))
+
+    def _is_base_of(self, n: int, values: Sequence[int]) -> bool:
+        return any(self.graph.base(i) == n for i in values)
 
     def _fuse(self, n: int, found: AbstractSet[int]) -> None:
         """Into the kernel that writes what it reads, if there is one: see [Note: remade values run early]."""
@@ -136,11 +149,11 @@ class Kernels:
         """What the kernels of the phase take, in bytes moved.
 
         Pointwise kernels between two heavy ops read each memory once. A reduction over a whole map needs a pass of its
-        own. A heavy op takes what its value says.
+        own, and so does what reads by windows. A heavy op takes what its value says.
         """
         values = self.graph.values
         total = 0
-        passes: set[tuple[int, bool, int, bool]] = set()
+        passes: set[tuple[int, bool, int, int]] = set()
         for n in self.order:
             value = values[n]
             if value.view_of is not None or not self._has_buffer[n]:
@@ -153,10 +166,14 @@ class Kernels:
             is_wide = any(values[b].nbytes > WIDE * max(made, 1) for b in self.reads[n])
             for b in self.reads[n]:
                 is_from_here = self.stage.get(b) == self.stage[n] and values[b].can_inline
-                if self.written.get(b, True) and (is_wide or not is_from_here):
-                    passes.add((self.stage[n], is_wide, b, b in self.across[n]))
-        return total + sum(values[b].nbytes * (ACROSS if is_across else 1) for _, _, b, is_across in passes)
+                by_windows = b in self.windows[n]
+                if self.written.get(b, True) and (is_wide or by_windows or not is_from_here):
+                    passes.add(
+                        (self.stage[n], is_wide, b, WINDOWS if by_windows else ACROSS if b in self.across[n] else 1)
+                    )
+        return total + sum(values[b].nbytes * times for _, _, b, times in passes)
 
 
+WINDOWS = 4  # what it takes to read a memory by windows that overlap, beside reading it once
 ACROSS = 4  # what it takes to read a memory across its rows, beside reading it along them
 WIDE = 8192  # a reduction of so many times what it gives is not done in the kernel that reads its result
