@@ -282,8 +282,8 @@ class Ledger:
         """Forward has ended, and hands this out."""
         if self._tuner is not None:
             self._tuner.sees_output(output)
-        elif not self._host.is_over and (made := first_graded(output)) is not None:
-            self._host.sees_output(made)
+        elif not self._host.is_over:
+            self._host.sees_output(first_graded(output))
 
     def end_step(self) -> None:
         """The next step is another ledger's."""
