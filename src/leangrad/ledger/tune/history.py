@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import dropwhile
-from typing import NamedTuple
-from weakref import finalize
+from typing import ClassVar, NamedTuple
+from weakref import finalize, ref
 
 from leangrad import _torch
 
@@ -33,6 +33,8 @@ class Parts(NamedTuple):
 class History:
     """One step that is listened to: `mark` its moments in order, and `stop` when it has ended."""
 
+    _last: ClassVar[ref[History] | None] = None
+
     def __init__(self, standing: int) -> None:
         self._standing = standing
         self._end = finalize(self, _torch.stop_history)
@@ -44,8 +46,15 @@ class History:
         if not _torch.start_history():
             return None
         history = cls(standing)
+        cls._last = ref(history)
         _torch.mark_history(START)
         return history
+
+    @classmethod
+    def is_one_open(cls) -> bool:
+        """Whether a step is listened to now, be it another model's: until that has ended, no other can be."""
+        last = None if cls._last is None else cls._last()
+        return last is not None and last._end.alive
 
     @staticmethod
     def mark(moment: int) -> None:
