@@ -67,13 +67,13 @@ def rows_of(name: str, of: Asked, add: Callable[[list[dict[str, Any]]], object],
     asked = [way for way in asked if way not in known]
     dtype = "bfloat16" if of.device == "cuda" and name not in PLAIN_DTYPE else ""
     settings: dict[str, Any] = {"autocast": dtype, "turnstile": of.turnstile, **TURNS[of.device]}
-    settings["budget"] = known.get("checkpoint")  # else as soon as it is
+    settings["budget"] = _known_budget(known)
     if of.device == "cuda" and name in UNROLLED:
         settings |= {"rounds": 2, "steps": 1}  # a step takes seconds, and the others wait for it
     options = {"name": name, "device": of.device}
     fitting = [way for way in asked if way in EAGER] if of.largest and name in LARGEST else []
     rest = [way for way in asked if way not in fitting]
-    added: set[str] = set()
+    added = set(known)  # plain runs all the same, and its row may lack the largest batch
 
     def found(so_far: Bench) -> None:
         """Add the row of the last way; plain's but once."""
@@ -86,6 +86,14 @@ def rows_of(name: str, of: Asked, add: Callable[[list[dict[str, Any]]], object],
         bench(TARGET, fitting, name=name, options=options, memory=0, found=found, **settings)
     if rest:
         bench(TARGET, rest, name=name, options=options, found=found, **settings)
+
+
+def _known_budget(known: dict[str, int | None]) -> int | None:
+    """What `bench` would compare a budget at, if it ran the ways that are known again; None: it will find out."""
+    if "checkpoint" not in known:
+        return None
+    lean = known.get("lean")
+    return known["checkpoint"] or (int(0.8 * lean) if lean else None)
 
 
 def scaling() -> list[tuple[str, int, dict[str, int]]]:
@@ -110,7 +118,7 @@ class Rows:
         self.write, self.order, self.lock = write, order, Lock()
         self.found: dict[tuple[Any, ...], dict[str, Any]] = {}
         self.machine: dict[str, Any] = {}
-        if keep:
+        if keep and (RESULTS / f"{write}.json").exists():
             content = json.loads((RESULTS / f"{write}.json").read_text())
             self._put([{"commit": content["commit"], **row} for row in content["rows"]])
 
@@ -118,6 +126,11 @@ class Rows:
         """The ways whose rows of this model are there."""
         rows = [row for row in self.found.values() if "axis" not in row and row["case"] == name]
         return {row["way"]: row.get("peak_bytes") for row in rows if row["outcome"] != "failed"}
+
+    def has_axis(self, axis: str, factor: int) -> bool:
+        """Whether the rows of this shape are there."""
+        ways = {row["way"] for row in self.found.values() if (row.get("axis"), row.get("factor")) == (axis, factor)}
+        return ways == {"plain", *SCALED}
 
     def _put(self, rows: list[dict[str, Any]]) -> None:
         for row in rows:
@@ -158,7 +171,7 @@ def main() -> None:
     parser.add_argument(
         "--keep", action="store_true", help="with --write: keep rows of earlier runs that are not run again"
     )
-    parser.add_argument("--resume", action="store_true", help="with --keep: what has a row is not run again")
+    parser.add_argument("--resume", action="store_true", help="as --keep, and what has a row is not run again")
     parser.add_argument("--scaling", action="store_true", help="also with --case: how the peak grows")
     parser.add_argument("--readme", action="store_true", help="write README's table and the pictures, and nothing else")
     chosen = parser.parse_args()
@@ -173,13 +186,16 @@ def main() -> None:
         parser.error(f"there is no model {unknown[0]!r}; there are {', '.join(known)}")
     if chosen.device == "cpu":
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread has a clock that other programs do not change
-    rows = Rows(chosen.write, list(known), chosen.keep)
+    if (chosen.keep or chosen.resume) and not chosen.write:
+        parser.error("--keep and --resume need --write NAME: the rows of which earlier run?")
+    rows = Rows(chosen.write, list(known), chosen.keep or chosen.resume)
     with TemporaryDirectory() as folder, ThreadPoolExecutor(chosen.workers) as pool:
         turnstile = f"{folder}/turnstile" if chosen.device == "cuda" else ""
         asked = Asked(chosen.device, chosen.ways, not chosen.no_largest, turnstile)
         known_of = rows.peaks_of if chosen.resume else lambda _: dict[str, int | None]()
         jobs = [pool.submit(rows_of, name, asked, rows.add, known_of(name)) for name in names]
         if chosen.device == "cpu" and (chosen.scaling or not (chosen.no_scaling or chosen.case)):
-            jobs += [pool.submit(scaled_rows, *one, rows.add) for one in scaling()]
+            shapes = [one for one in scaling() if not (chosen.resume and rows.has_axis(*one[:2]))]
+            jobs += [pool.submit(scaled_rows, *one, rows.add) for one in shapes]
         for job in jobs:
             job.result()

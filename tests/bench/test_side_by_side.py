@@ -86,6 +86,49 @@ def test_some_rows_beside_those_of_earlier_runs(
     ]
 
 
+def test_a_run_that_was_stopped_goes_on(
+    asked: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Alone, --resume keeps what there is; and plain, which runs with each way, keeps its row."""
+    run(monkeypatch, "--case", "resnet50", "--ways", "checkpoint", "lean", "--resume", "--write", "rows")
+    before = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    asked.clear()
+    run(monkeypatch, "--case", "resnet50", "--ways", "lean", "compile", "lean_budget", "--resume", "--write", "rows")
+    assert [one["ways"] for one in asked] == [["lean_budget"], ["compile"]]
+    assert {one["budget"] for one in asked} == {1}  # the checkpoint's peak
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert [row for row in rows if row["way"] in ("plain", "checkpoint", "lean")] == before
+    assert {row["way"] for row in rows} == {"plain", "checkpoint", "lean", "lean_budget", "compile"}
+    asked.clear()
+    run(monkeypatch, "--case", "resnet50", "--ways", "lean", "compile", "--resume", "--write", "rows")
+    assert asked == []
+
+
+def test_shapes_that_have_rows_are_not_run_again(asked: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    scaled = ["--case", "resnet50", "--scaling", "--resume", "--write", "rows"]
+    run(monkeypatch, *scaled)
+    assert len(asked) > 9
+    asked.clear()
+    run(monkeypatch, *scaled)
+    assert asked == []
+
+
+def test_a_budget_without_a_checkpoint_is_compared_below_leans_peak() -> None:
+    assert side_by_side._known_budget({"plain": 9, "checkpoint": 5, "lean": 4}) == 5
+    assert side_by_side._known_budget({"plain": 9, "checkpoint": None, "lean": 100}) == 80  # it is none for this model
+    assert side_by_side._known_budget({"plain": 9, "lean": 100}) is None  # it runs now
+
+
+@pytest.mark.parametrize("flag", ["--keep", "--resume"])
+def test_whose_rows_are_kept(
+    flag: str, asked: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        run(monkeypatch, "--case", "unet", flag)
+    assert "need --write NAME" in capsys.readouterr().err
+    assert asked == []
+
+
 def test_an_unknown_model_is_an_error(
     asked: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import leangrad
-from leangrad.frontier import Frontier, Point, comparison, frontier, ways
+from leangrad.frontier import Frontier, Point, comparison, frontier, training, ways
 from leangrad.frontier.repeated import checkpoint_each, repeated_modules
 from leangrad.lean import lean
 from tests.support import same_bits
@@ -85,6 +85,47 @@ def test_an_optimizer_is_part_of_the_step() -> None:
     warm_up = sum(way.warm_up_steps for way in (ways.plain_way(), ways.lean_way(), ways.plain_way()))
     assert len(calls) == warm_up + 3 * (1 + 3)  # and for each way one measured step, one before the timed ones, and two
     assert all(point.bitwise for point in found.points[1:])
+
+
+class Varied(nn.Module):
+    """Its steps differ again and again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = stack(2)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        y: Tensor = self.layers(x)
+        return y.exp().sin() if self.calls % 2 else y.tanh().cos()
+
+
+class Sum(nn.Module):
+    """Saves nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.bias
+
+
+@pytest.mark.parametrize("make", [Varied, Sum, lambda: stack(2)], ids=["varied", "sum", "disabled"])
+def test_no_plan_is_waited_for_that_never_stands(
+    make: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    if "disabled" in request.node.name:
+        monkeypatch.setenv("LEANGRAD_DISABLE", "1")
+    calls: list[int] = []
+
+    def loss(y: Tensor) -> Tensor:
+        calls.append(1)
+        return y.sum()
+
+    frontier(make(), torch.randn(8, 16), loss, points=0, steps=1)
+    assert len(calls) <= 60  # of all ways: less than the most steps that are waited for
 
 
 # Budgets
@@ -451,8 +492,12 @@ def test_the_model_is_left_as_it_was_if_it_raises() -> None:
 # Progress and bad input
 
 
-def test_progress_only_grows_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("steps", [0, 12], ids=["", "a plan that stands late"])
+def test_progress_only_grows_and_ends(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
     monkeypatch.setattr(ways, "lean", lean_down_to(20_000))
+    if steps:
+        monkeypatch.setattr(training, "_MOST_STEPS", steps)
+        monkeypatch.setattr(training.Training, "_is_settled", lambda self: False)
     told: list[tuple[str, int, int]] = []
     frontier(stack(), torch.randn(64, 16), points=2, steps=3, progress=lambda *args: told.append(args))
     done = [entry[1] for entry in told]

@@ -5,18 +5,19 @@ Each program runs plain and through a ledger, three steps in a row, and must giv
 
 import contextlib
 import random
-import threading
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from leangrad.lean import saving
 from leangrad.ledger import Ledger
 from leangrad.ledger.learn.entries import Totals
 from tests.support import same_bits
+from tests.support.autograd_thread import in_autograds_thread
 from tests.support.ledger_programs import (
     assert_raises_where_plain_trains,
     assert_same,
@@ -466,24 +467,6 @@ def test_a_backward_that_failed_teaches_nothing():
     assert ledger.decisions is not None
 
 
-def _in_autograds_thread(backward):
-    """Run it as autograd runs a backward on a GPU: in a thread that began no autocast and has the caller's."""
-    failed = []
-
-    def run():
-        torch.set_autocast_enabled("cpu", True)
-        try:
-            backward()
-        except BaseException as error:
-            failed.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    if failed:
-        raise failed[0]
-
-
 @pytest.mark.parametrize("device", ["cpu", "cpu in a thread", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("products", [0, 8])
 def test_weights_that_autocast_has_cast_before_they_changed(device, products):
@@ -506,7 +489,7 @@ def test_weights_that_autocast_has_cast_before_they_changed(device, products):
                 with region:
                     y = net(x)
                 loss = y.float().square().mean()
-                _in_autograds_thread(loss.backward) if in_thread else loss.backward()
+                in_autograds_thread(loss.backward) if in_thread else loss.backward()
                 found.append([p.grad.clone() for p in net.parameters()])
                 optimizer.step()
                 optimizer.zero_grad()
@@ -514,5 +497,38 @@ def test_weights_that_autocast_has_cast_before_they_changed(device, products):
 
     plain = run(contextlib.nullcontext())
     lean = run(Ledger(residual_depth=0, min_bytes=0, products=products))
+    for n, (a, b) in enumerate(zip(lean, plain, strict=True)):
+        assert_same(a, b, n)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cpu in a thread", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_weights_that_autocast_has_cast_before_they_changed_under_a_checkpoint(device, reentrant):
+    """A segment that runs again finds in autocast's cache what forward has cast, in another thread on a GPU."""
+    device, in_thread = device.partition(" ")[0], "thread" in device
+
+    def run(region):
+        torch.manual_seed(0)
+        layers = (nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32), nn.GELU())
+        net, inner = nn.Linear(32, 32).to(device), nn.Sequential(*layers).to(device)
+        parameters = [*net.parameters(), *inner.parameters()]
+        x = torch.randn(64, 32, generator=torch.Generator().manual_seed(1)).to(device)
+        found = []
+        for _ in range(4):
+            with torch.autocast(device, torch.bfloat16):
+                net(inner(x))
+                with torch.no_grad():
+                    torch._foreach_mul_(parameters, 1.5)
+                with region:
+                    y = checkpoint(inner, net(x), use_reentrant=reentrant)
+                loss = y.float().square().mean()
+                in_autograds_thread(loss.backward) if in_thread else loss.backward()
+            found.append([p.grad.clone() for p in parameters])
+            for p in parameters:
+                p.grad = None
+        return found
+
+    plain = run(contextlib.nullcontext())
+    lean = run(Ledger(residual_depth=0, min_bytes=0))
     for n, (a, b) in enumerate(zip(lean, plain, strict=True)):
         assert_same(a, b, n)

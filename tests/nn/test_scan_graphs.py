@@ -7,6 +7,7 @@ from leangrad.measure import measure
 from leangrad.nn.scan import _Kind, _plain, rg_lru, selective_scan
 from leangrad.ops import scan as ops
 from tests.support import same_bits
+from tests.support.autograd_thread import in_autograds_thread
 from tests.support.scan import FUNCTIONS, INPUTS, make, outputs_and_grads, random_grads, rg_lru_loop
 
 # Graphs around it
@@ -21,6 +22,21 @@ def test_backward_runs_again_over_a_kept_graph(form):
     assert all(same_bits(one, other) for one, other in zip(first, second, strict=True))
     with pytest.raises(RuntimeError, match="second time"):
         torch.autograd.grad(outputs, inputs, grads)
+
+
+def test_backward_leaves_what_autocast_has_cast():
+    """On a GPU it runs in another thread than forward; autocast's cache is everybody's."""
+    inputs = [x.detach().float().requires_grad_() for x in make("mamba")]
+    linear, x = torch.nn.Linear(4, 4), torch.randn(2, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        before = linear(x)
+        z, _ = selective_scan(*inputs, chunk=4)
+        in_autograds_thread(z.sum().backward)
+        with torch.no_grad():
+            linear.weight.mul_(2)
+        assert same_bits(linear(x), before)
+    assert not same_bits(linear(x), before)
+    assert inputs[0].grad is not None
 
 
 @pytest.mark.parametrize("name", INPUTS["mamba"])

@@ -76,7 +76,8 @@ class Comparison:
         try:
             self.start.restore()
             outcomes = training.warm_up(
-                Memory(training.subject.model, self.batch, self.setup.subject.loss), lambda: self._advance(said)
+                Memory(training.subject.model, self.batch, self.setup.subject.loss),
+                lambda: self._advance(said, self.done < end),
             )
             if way.name == "plain":
                 self._take_reference(*outcomes)

@@ -130,8 +130,10 @@ class Decider:
             return part
         base = tensor._base
         owner: Any = node if base is None else base.grad_fn
-        if type(owner).__name__ == NODE and self._recorder is None and _is_strided(tensor):
-            short = self._cast(tensor, tensor if base is None else base, owner)
+        if type(owner).__name__ == NODE and _is_strided(tensor):
+            if _is_of_another_thread(owner):
+                owner.metadata[OPAQUE] = True
+            short = None if self._recorder is not None else self._cast(tensor, tensor if base is None else base, owner)
             if short is not None:
                 return short
         found = self.find(tensor)
@@ -491,6 +493,15 @@ class Decider:
         value.tensor, value.part = None, origin.part
         enter(node, nr, value)
         join(node, nr, value)
+
+
+def _is_of_another_thread(cast: Any) -> bool:
+    """Whether autocast has handed out the cast of a parameter that another thread made.
+
+    Autocast's cache is everybody's: on a GPU a segment that a checkpoint runs again finds the casts of forward in it.
+    The parameter may have changed since. The fence does not tell: each thread numbers its own nodes.
+    """
+    return type(cast.next_functions[0][0]) is AccumulateGrad and cast._sequence_nr() >= _torch.next_sequence_nr()
 
 
 def _is_strided(tensor: Tensor) -> bool:

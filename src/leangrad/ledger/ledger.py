@@ -267,8 +267,9 @@ class Ledger:
     @property
     def is_settled(self) -> bool:
         """Whether its plan stands: until then steps are recorded, measured and timed, and plans are compared."""
-        if self._decisions is None:
-            return False
+        if self._decisions is None:  # a step that saves nothing needs no plan
+            step = None if self._recorder is None else self._recorder.step
+            return step is not None and not step.saved
         if self._tuner is not None:
             return self._tuner.peaks.is_settled
         return self._host.is_over or self._kept_items is None
@@ -282,8 +283,8 @@ class Ledger:
         """Forward has ended, and hands this out."""
         if self._tuner is not None:
             self._tuner.sees_output(output)
-        elif not self._host.is_over and (made := first_graded(output)) is not None:
-            self._host.sees_output(made)
+        elif not self._host.is_over:
+            self._host.sees_output(first_graded(output))
 
     def end_step(self) -> None:
         """The next step is another ledger's."""

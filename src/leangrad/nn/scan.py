@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from leangrad.functional import autocast_enabled, runs_plain
+from leangrad import _torch
+from leangrad.functional import runs_plain
 from leangrad.ops import scan as ops
 from leangrad.overridable import overridable
 
@@ -250,8 +251,7 @@ def _differentiate(
 
 def _without_autocast(u: Tensor) -> AbstractContextManager[Any]:
     """Products over states and channels are sums of many terms: they stay in float32."""
-    kind = u.device.type
-    return torch.autocast(kind, enabled=False) if autocast_enabled(kind) else nullcontext()
+    return _torch.autocast_off(u.device.type)
 
 
 # ---- on torch's own ops ---------------------------------------------------------------------------------------------

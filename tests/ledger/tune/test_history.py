@@ -18,6 +18,7 @@ from leangrad._torch import Counters
 from leangrad._torch import cuda as cuda_module
 from leangrad.ledger.tune import to_budget
 from leangrad.ledger.tune.history import AFTER, END, START, TURN, History, Parts, add_up
+from leangrad.ledger.tune.peaks import Peaks
 from leangrad.ledger.tune.to_budget import LISTENS
 from tests.support.allocator import FakeAllocator
 
@@ -283,3 +284,31 @@ def test_a_tensor_of_the_size_of_a_mark_is_no_second_beginning() -> None:
     begins = [(True, START), (False, START)]
     found = add_up([*begins, (True, 50), (False, 50), (True, START), (True, 10), *marks])
     assert found == (Parts(50, 10, 10), (10, 10))
+
+
+@pytest.mark.parametrize("by_whom", ["another model", "the user"])
+def test_who_listens_already(recorder: Recorder, by_whom: str) -> None:
+    """Another model does so for a step: what was measured before it still counts. A user may do so for good."""
+    peaks, below = Peaks(), 10**7  # the allocator's peak is far above it
+    peaks.begin(on_gpu=True)
+    peaks.listen()
+    assert peaks.sees(below)
+    peaks.begin(on_gpu=True)  # that step has ended
+    other = History.begin(0) if by_whom == "another model" else None
+    recorder.is_on = True
+    peaks.listen()
+    assert recorder.starts == (2 if other else 1)
+    assert peaks.sees(below) == (other is not None)
+
+
+def test_it_is_told_whether_one_is_open(recorder: Recorder) -> None:
+    assert not History.is_one_open()
+    history = History.begin(0)
+    assert history is not None
+    assert History.is_one_open()
+    history.stop(None, None)
+    assert not History.is_one_open()
+    history = History.begin(0)
+    assert History.is_one_open()
+    del history
+    assert not History.is_one_open()

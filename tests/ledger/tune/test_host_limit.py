@@ -303,6 +303,7 @@ def test_a_step_that_is_listened_to_and_breaks_off(machine: Machine, x: Tensor, 
         with pytest.raises(ZeroDivisionError):
             model(x)
         handle.remove()
+        assert not machine.is_listening  # who knows when the next step comes
     else:
         model(x[: ROWS // 2] if fails == "another shape" else x)
     assert machine.listened == 1
@@ -312,6 +313,23 @@ def test_a_step_that_is_listened_to_and_breaks_off(machine: Machine, x: Tensor, 
         machine.steps(model, x, SETTLED)
     gc.collect()
     assert not machine.is_listening
+
+
+def test_an_evaluation_within_a_step_that_is_listened_to(machine: Machine, x: Tensor) -> None:
+    model, least = lean(), lean(spare=0)
+    machine.steps(least, x, 4)
+    machine.steps(model, x, MEASURED)
+    for _ in range(3):
+        model.zero_grad()
+        loss = model(x).square().mean()
+        listens = machine.is_listening
+        with torch.no_grad():
+            model(x)
+        assert machine.is_listening == listens
+        loss.backward()
+        assert not machine.is_listening
+    assert machine.listened == 2
+    assert len(rebuilt(model)) < 0.6 * len(rebuilt(least))
 
 
 def test_a_user_who_listens_himself(machine: Machine, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import dropwhile
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 from weakref import finalize
 
 from leangrad import _torch
@@ -33,10 +33,13 @@ class Parts(NamedTuple):
 class History:
     """One step that is listened to: `mark` its moments in order, and `stop` when it has ended."""
 
+    last_end: ClassVar[finalize[[], History] | None] = None  # what ends the one that began last
+
     def __init__(self, standing: int) -> None:
         self._standing = standing
         self._end = finalize(self, _torch.stop_history)
         self._end.atexit = False
+        History.last_end = self._end
 
     @classmethod
     def begin(cls, standing: int) -> History | None:
@@ -46,6 +49,11 @@ class History:
         history = cls(standing)
         _torch.mark_history(START)
         return history
+
+    @classmethod
+    def is_one_open(cls) -> bool:
+        """Whether a step is listened to now, be it another model's: until that has ended, no other can be."""
+        return cls.last_end is not None and cls.last_end.alive
 
     @staticmethod
     def mark(moment: int) -> None:

@@ -114,9 +114,15 @@ class HostLimit:
         """What of ``kept`` is kept for the host's sake."""
         return frozenset() if self._before is None else kept - self._before[0]
 
-    def sees_output(self, made: Tensor) -> None:
-        """Forward handed this out: measure the step, if it is to be measured, when its backward has ended."""
-        if self._began is not None and len(self._forward_waits) < RUNS:
+    def sees_output(self, made: Tensor | None) -> None:
+        """Forward handed this out: measure the step, if it is to be measured, when its backward has ended.
+
+        None: nothing that a backward may begin at. If it is no evaluation in between, forward has failed.
+        """
+        if made is None:
+            if torch.is_grad_enabled():
+                self._began = self._history = None
+        elif self._began is not None and len(self._forward_waits) < RUNS:
             if not _torch.is_capturing():
                 self._forward_waits.append(_waited(self._began))
             self._began = None

@@ -128,8 +128,9 @@ class Peaks:
         """A step has just begun, and what it takes is asked for."""
         counters = self.moments[-1].counters if self.moments else None
         if counters is not None and self._history is None:
+            is_another_open = History.is_one_open()  # then it says nothing of later steps
             self._history = History.begin(counters.allocated)
-            self._can_listen = self._history is not None
+            self._can_listen = self._history is not None or (is_another_open and self._can_listen)
             self._outputs = 0
 
     def _stop_listening(
