@@ -131,7 +131,7 @@ class Decider:
         base = tensor._base
         owner: Any = node if base is None else base.grad_fn
         if type(owner).__name__ == NODE and _is_strided(tensor):
-            if _is_of_another_thread(owner):
+            if _may_be_of_another_thread(owner, in_backward=self._book.runs_again and tensor.is_cuda):
                 owner.metadata[OPAQUE] = True
             short = None if self._recorder is not None else self._cast(tensor, tensor if base is None else base, owner)
             if short is not None:
@@ -495,13 +495,16 @@ class Decider:
         join(node, nr, value)
 
 
-def _is_of_another_thread(cast: Any) -> bool:
-    """Whether autocast has handed out the cast of a parameter that another thread made.
+def _may_be_of_another_thread(cast: Any, *, in_backward: bool) -> bool:
+    """Whether autocast may have handed out the cast of a parameter that another thread made.
 
     Autocast's cache is everybody's: on a GPU a segment that a checkpoint runs again finds the casts of forward in it.
-    The parameter may have changed since. The fence does not tell: each thread numbers its own nodes.
+    The parameter may have changed since. The fence does not tell: each thread numbers its own nodes. A number that this
+    thread has not come to is another's; in a backward on a GPU any may be.
     """
-    return type(cast.next_functions[0][0]) is AccumulateGrad and cast._sequence_nr() >= _torch.next_sequence_nr()
+    if type(cast.next_functions[0][0]) is not AccumulateGrad:
+        return False
+    return in_backward or cast._sequence_nr() >= _torch.next_sequence_nr()
 
 
 def _is_strided(tensor: Tensor) -> bool:
