@@ -7,7 +7,9 @@ is made again late in backward, when little is held, may be long.
 
 [Note: the bound] If all candidates add more work than allowed, more is kept. A price on what is made again is no way to
 keep a little more: blocks that are alike have like prices, and all of them cross it at once. So of what a dearer cut
-keeps beside the cheapest one, a part is kept, that of the last layers first: it is gone when the peak comes.
+keeps beside the cheapest one, a part is kept, that of the last layers first: it is gone when the peak comes. And values
+of one kind, which have the same price for a byte in all blocks, are tried together, and the kinds that spare the most
+work for what they add to the peak are kept first.
 
 [Note: the usual cut] What counts as added work is what a step takes beyond the one that users would have without us. An
 engine that knows what would be kept there says so, and what is chosen has no higher peak than that, even if it takes
