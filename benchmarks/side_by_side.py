@@ -20,14 +20,14 @@ import json
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from tempfile import TemporaryDirectory
 from threading import Lock
 from typing import Any
 
 from benchmarks.cases import FULL, PLAIN_DTYPE, SHAPES, SMALL, UNROLLED
 from benchmarks.environment import RESULTS, commit
-from leangrad.bench import WAYS, Bench, bench
+from leangrad.bench import WAYS, Bench, Row, bench
 
 TARGET = "benchmarks.cases:make"
 COMPILED = ("gpt2_medium", "resnet50")
@@ -36,6 +36,8 @@ AXES = {"layers": "depth", "width": "width", "length": "length", "batch": "batch
 FACTORS = (2, 4)
 SCALED = ("checkpoint", "lean")  # beside plain
 EAGER = tuple(name for name, choice in WAYS.items() if not choice.compiles)
+Known = dict[str, dict[str, Any]]  # rows that are there already, by their ways
+_FIELDS = {one.name for one in fields(Row)}
 TURNS: dict[str, dict[str, Any]] = {"cpu": {"rounds": 4, "steps": 2}, "cuda": {"rounds": 5, "steps": 2, "seconds": 2}}
 
 
@@ -43,7 +45,7 @@ TURNS: dict[str, dict[str, Any]] = {"cpu": {"rounds": 4, "steps": 2}, "cuda": {"
 class Asked:
     """What is measured on each model.
 
-    - `ways`: some of them; None: all that are for it.
+    - `ways`: some of them; None: all that `parts_of` a model are for it.
     - `largest`: whether the largest batch is searched, for the models of LARGEST.
     - `turnstile`: a file, by which one process at a time has the GPU.
     """
@@ -58,13 +60,12 @@ class Asked:
         return name not in UNROLLED if self.device == "cuda" else name in COMPILED
 
 
-def rows_of(name: str, of: Asked, add: Callable[[list[dict[str, Any]]], object], known: dict[str, int | None]) -> None:
-    """All ways on one model but those whose peaks are `known`.
+def rows_of(name: str, of: Asked, add: Callable[[list[dict[str, Any]]], object], known: Known) -> None:
+    """All ways on one model but those whose rows are `known`.
 
     The largest batch is searched without those that compile anew for each size.
     """
-    asked = of.ways or [way for way in WAYS if of.compiles(name) or not WAYS[way].compiles]
-    asked = [way for way in asked if way not in known]
+    asked = [way for way in of.ways or [] if way not in known]
     dtype = "bfloat16" if of.device == "cuda" and name not in PLAIN_DTYPE else ""
     settings: dict[str, Any] = {"autocast": dtype, "turnstile": of.turnstile, **TURNS[of.device]}
     settings["budget"] = _known_budget(known)
@@ -73,7 +74,7 @@ def rows_of(name: str, of: Asked, add: Callable[[list[dict[str, Any]]], object],
     options = {"name": name, "device": of.device}
     fitting = [way for way in asked if way in EAGER] if of.largest and name in LARGEST else []
     rest = [way for way in asked if way not in fitting]
-    added = set(known)  # plain runs all the same, and its row may lack the largest batch
+    added = set(known)  # plain may run all the same, and its row then lacks the largest batch
 
     def found(so_far: Bench) -> None:
         """Add the row of the last way; plain's but once."""
@@ -85,15 +86,28 @@ def rows_of(name: str, of: Asked, add: Callable[[list[dict[str, Any]]], object],
     if fitting:
         bench(TARGET, fitting, name=name, options=options, memory=0, found=found, **settings)
     if rest:
-        bench(TARGET, rest, name=name, options=options, found=found, **settings)
+        plain = {k: v for k, v in known.get("plain", {}).items() if k in _FIELDS}
+        bench(TARGET, rest, name=name, options=options, found=found, plain=Row(**plain) if plain else None, **settings)
 
 
-def _known_budget(known: dict[str, int | None]) -> int | None:
+def _known_budget(known: Known) -> int | None:
     """What `bench` would compare a budget at, if it ran the ways that are known again; None: it will find out."""
     if "checkpoint" not in known:
         return None
-    lean = known.get("lean")
-    return known["checkpoint"] or (int(0.8 * lean) if lean else None)
+    lean = known.get("lean", {}).get("peak_bytes")
+    return known["checkpoint"].get("peak_bytes") or (int(0.8 * lean) if lean else None)
+
+
+def parts_of(name: str, of: Asked) -> list[Asked]:
+    """What can be measured at the same time: on a GPU each way that compiles, which keeps a processor busy, by itself.
+
+    The others come first, and plain with them.
+    """
+    asked = of.ways or [way for way in WAYS if of.compiles(name) or not WAYS[way].compiles]
+    if of.device == "cpu":
+        return [replace(of, ways=asked)]
+    eager = [way for way in asked if way in EAGER]
+    return [replace(of, ways=ways) for ways in (eager, *([way] for way in asked if way not in eager)) if ways]
 
 
 def scaling() -> list[tuple[str, int, dict[str, int]]]:
@@ -118,14 +132,20 @@ class Rows:
         self.write, self.order, self.lock = write, order, Lock()
         self.found: dict[tuple[Any, ...], dict[str, Any]] = {}
         self.machine: dict[str, Any] = {}
+        self.added: set[tuple[str, str]] = set()  # models and ways of this run
         if keep and (RESULTS / f"{write}.json").exists():
             content = json.loads((RESULTS / f"{write}.json").read_text())
             self._put([{"commit": content["commit"], **row} for row in content["rows"]])
 
-    def peaks_of(self, name: str) -> dict[str, int | None]:
-        """The ways whose rows of this model are there."""
+    def known_of(self, name: str) -> Known:
+        """The rows of this model that are there, by their ways."""
         rows = [row for row in self.found.values() if "axis" not in row and row["case"] == name]
-        return {row["way"]: row.get("peak_bytes") for row in rows if row["outcome"] != "failed"}
+        return {row["way"]: row for row in rows if row["outcome"] != "failed"}
+
+    def plain_of_this_run(self, name: str) -> Known:
+        """Plain's row of this model, if it was measured just now: no part of the run measures it again."""
+        plain = self.known_of(name).get("plain")
+        return {} if plain is None or (name, "plain") not in self.added else {"plain": plain}
 
     def has_axis(self, axis: str, factor: int) -> bool:
         """Whether the rows of this shape are there."""
@@ -144,6 +164,7 @@ class Rows:
                 row["commit"] = commit()
                 print(json.dumps(row), flush=True)
             self._put(rows)
+            self.added.update((row["case"], row["way"]) for row in rows if "axis" not in row)
             if self.write:
                 self.save()
 
@@ -192,8 +213,14 @@ def main() -> None:
     with TemporaryDirectory() as folder, ThreadPoolExecutor(chosen.workers) as pool:
         turnstile = f"{folder}/turnstile" if chosen.device == "cuda" else ""
         asked = Asked(chosen.device, chosen.ways, not chosen.no_largest, turnstile)
-        known_of = rows.peaks_of if chosen.resume else lambda _: dict[str, int | None]()
-        jobs = [pool.submit(rows_of, name, asked, rows.add, known_of(name)) for name in names]
+        before = {name: rows.known_of(name) if chosen.resume else {} for name in names}
+
+        def measure(name: str, part: Asked) -> None:
+            rows_of(name, part, rows.add, rows.plain_of_this_run(name) | before[name])
+
+        parts = [(n > 0, name, part) for name in names for n, part in enumerate(parts_of(name, asked))]
+        parts.sort(key=lambda one: one[0])
+        jobs = [pool.submit(measure, name, part) for _, name, part in parts]
         if chosen.device == "cpu" and (chosen.scaling or not (chosen.no_scaling or chosen.case)):
             shapes = [one for one in scaling() if not (chosen.resume and rows.has_axis(*one[:2]))]
             jobs += [pool.submit(scaled_rows, *one, rows.add) for one in shapes]

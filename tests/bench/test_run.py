@@ -117,6 +117,17 @@ def test_plain_is_always_first_and_has_the_floor(monkeypatch: pytest.MonkeyPatch
     }
 
 
+def test_plain_is_not_run_again_where_its_row_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = answers(monkeypatch)
+    known = Row("plain", peak_bytes=200, kept_bytes=100, floor_bytes=10)
+    rows = bench("a:b", ["lean", "lean_budget", "checkpoint"], plain=known).as_rows()
+    assert [job.way for job in asked] == ["checkpoint", "lean", "lean_budget"]
+    assert not any(job.floor for job in asked)
+    assert [row["way"] for row in rows] == ["plain", "checkpoint", "lean", "lean_budget"]
+    assert [row["peak_over_plain"] for row in rows] == [1.0, 0.2, 0.3, 0.25]
+    assert rows[1]["kept_over_floor"] == 2.0
+
+
 def test_on_a_cpu_what_compiles_is_left_out_unless_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = answers(monkeypatch)
     found = bench("a:b")

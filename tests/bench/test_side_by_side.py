@@ -104,6 +104,23 @@ def test_a_run_that_was_stopped_goes_on(
     assert asked == []
 
 
+def test_on_a_gpu_each_way_that_compiles_is_by_itself_and_plain_runs_once(
+    asked: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ways = ["--ways", "checkpoint", "compile", "lean", "compile_leangrad"]
+    run(monkeypatch, "--device", "cuda", "--case", "unet", "vit_l", *ways)
+    assert [(one["name"], one["ways"]) for one in asked] == [
+        ("unet", ["checkpoint", "lean"]),
+        ("vit_l", ["checkpoint", "lean"]),
+        ("unet", ["compile"]),
+        ("unet", ["compile_leangrad"]),
+        ("vit_l", ["compile"]),
+        ("vit_l", ["compile_leangrad"]),
+    ]
+    assert [one["plain"] for one in asked[:2]] == [None, None]
+    assert [one["plain"].peak_bytes for one in asked[2:]] == [1, 1, 2, 2]
+
+
 def test_shapes_that_have_rows_are_not_run_again(asked: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     scaled = ["--case", "resnet50", "--scaling", "--resume", "--write", "rows"]
     run(monkeypatch, *scaled)
@@ -114,9 +131,10 @@ def test_shapes_that_have_rows_are_not_run_again(asked: list[dict[str, Any]], mo
 
 
 def test_a_budget_without_a_checkpoint_is_compared_below_leans_peak() -> None:
-    assert side_by_side._known_budget({"plain": 9, "checkpoint": 5, "lean": 4}) == 5
-    assert side_by_side._known_budget({"plain": 9, "checkpoint": None, "lean": 100}) == 80  # it is none for this model
-    assert side_by_side._known_budget({"plain": 9, "lean": 100}) is None  # it runs now
+    lean = {"lean": {"peak_bytes": 100}}
+    assert side_by_side._known_budget({"checkpoint": {"peak_bytes": 5}, **lean}) == 5
+    assert side_by_side._known_budget({"checkpoint": {}, **lean}) == 80  # it is none for this model
+    assert side_by_side._known_budget(lean) is None  # it runs now
 
 
 @pytest.mark.parametrize("flag", ["--keep", "--resume"])

@@ -34,6 +34,7 @@ def bench(
     turnstile: str = "",
     budget: int | None = None,
     memory: int | None = None,
+    plain: Row | None = None,
     timeout: float = 900,
     whole_traceback: bool = False,
     progress: Progress = lambda *_: None,
@@ -57,6 +58,7 @@ def bench(
             the checkpoint around each block, which is what most people would use; or 0.8 of lean's, if there is none.
         memory: also search the largest batch of each way in so many bytes, which count what `leangrad fit` counts: on a
             GPU the model and the batch too. 0: in as many as plain takes for the batch that was given.
+        plain: its row, where it was measured before: it is not run again.
         timeout: seconds that a way may take.
         whole_traceback: of an error in the user's code, with the frames of torch and leangrad.
         progress: called with what is going on, how many ways are done, and how many there are.
@@ -79,10 +81,12 @@ def bench(
         floor=True,
         whole_traceback=whole_traceback,
     )
-    rows: list[Row] = []
+    rows: list[Row] = [] if plain is None else [plain]
     unfit: dict[str, str] = {}  # ways that are none for this model, and why
     notes: list[str] = []
     for n, choice in enumerate(chosen):
+        if n == 0 and plain is not None:
+            continue
         progress(choice.name, n, len(chosen))
         if n and ways is None and choice.compiles and _is_cpu(rows[0]):
             notes.append(
