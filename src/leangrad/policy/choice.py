@@ -6,10 +6,10 @@ than so many kept ones, and of the best of them those ends are left out again th
 is made again late in backward, when little is held, may be long.
 
 [Note: the bound] If all candidates add more work than allowed, more is kept. A price on what is made again is no way to
-keep a little more: blocks that are alike have like prices, and all of them cross it at once. So of what a dearer cut
-keeps beside the cheapest one, a part is kept, that of the last layers first: it is gone when the peak comes. And values
-of one kind, which have the same price for a byte in all blocks, are tried together, and the kinds that spare the most
-work for what they add to the peak are kept first.
+keep a little more: blocks that are alike have like prices, and all of them cross it at once. So of what the usual cut
+keeps beside the cheapest one, a part is kept, that of the last layers first: it is gone when the peak comes. And of
+what any dearer cut keeps, values of one kind, which have the same price for a byte in all blocks, are tried together;
+the kinds that spare the most work for what they add to the peak are kept first.
 
 [Note: the usual cut] What counts as added work is what a step takes beyond the one that users would have without us. An
 engine that knows what would be kept there says so, and what is chosen has no higher peak than that, even if it takes
@@ -136,12 +136,10 @@ def _work(one: Try) -> tuple[float, int, int, list[int]]:
 def _keep_more(
     graph: Graph, best: Try, dearer: Sequence[frozenset[int]], is_enough: Callable[[Outcome], bool], attempt: Attempt
 ) -> None:
-    """Try cuts that keep a part of what a dearer one keeps: around the smallest part with which it ``is_enough``."""
+    """Try cuts that keep a part of what dearer ones keep: around the smallest part with which it ``is_enough``."""
     kept, limit, _ = best
-    for more in dearer:
-        added = sorted(more - kept, reverse=True)  # the last layers first
-        if not added or not is_enough(attempt(kept.union(added), limit)):
-            continue
+    added = sorted(dearer[0] - kept, reverse=True)  # the last layers first
+    if added and is_enough(attempt(kept.union(added), limit)):
         _halve(graph, kept, added, limit, is_enough, attempt)
     _keep_kinds(graph, best, frozenset().union(*dearer) - kept, is_enough, attempt)
 
