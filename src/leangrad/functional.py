@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from leangrad._torch import is_watched
+from leangrad._torch import autocast_enabled, is_watched
 from leangrad.engine.ownership import owned
 from leangrad.ledger.origins.functions import Replay, know
 from leangrad.ops.activation import Activation, resolve
@@ -61,11 +61,6 @@ def are_ordinary(*tensors: Tensor | None) -> bool:
 
 
 LOW_OR_SINGLE = frozenset((torch.float32, torch.bfloat16, torch.float16))  # what autocast casts; float64 stays
-
-
-def autocast_enabled(device_type: str) -> bool:
-    """Whether autocast is on for this kind of device, if it can be."""
-    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
 
 
 class _Activate(torch.autograd.Function):

@@ -67,6 +67,7 @@ from leangrad._torch.cuda import (
 )
 from leangrad._torch.dispatch import DispatchMode, missing_dispatch_names, schema, storage_address, strided_parts
 from leangrad._torch.modes import (
+    autocast_enabled,
     autocast_may_be_on,
     autocast_off,
     dispatch_modes_active,
@@ -144,6 +145,7 @@ __all__ = [
     "Shard",
     "after_backward",
     "assert_on_device",
+    "autocast_enabled",
     "autocast_may_be_on",
     "autocast_off",
     "backward_elsewhere",

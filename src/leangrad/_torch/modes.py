@@ -104,6 +104,11 @@ def is_watched() -> bool:
 autocast_may_be_on: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 
 
+def autocast_enabled(kind: str) -> bool:
+    """Whether autocast is on for this kind of device, if it can be."""
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+
+
 @contextlib.contextmanager
 def autocast_off(*kinds: str) -> Iterator[None]:
     """Turn autocast off for these kinds of device, and leave its cache alone.
@@ -112,7 +117,7 @@ def autocast_off(*kinds: str) -> Iterator[None]:
     its thread: always in the threads that run backward on a GPU. A forward that follows in the user's autocast would
     cast its weights anew.
     """
-    on = [kind for kind in kinds if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)]
+    on = [kind for kind in kinds if autocast_enabled(kind)]
     for kind in on:
         torch.set_autocast_enabled(kind, False)
     try:

@@ -61,6 +61,7 @@ EXACT = VIEWS | {
 }  # fmt: skip
 POOLS = {"avg_pool2d", "avg_pool3d", "avg_pool2d_backward", "avg_pool3d_backward"}
 MOVES = VIEWS | {"clone", "convert_element_type", "gather", "index", "index_select", "_to_copy", "_unsafe_index"}
+OVERLAP = 4  # windows that an element is in, from which on reading it so often counts
 SINGLE = 24  # bits of a float32's significand
 REDUCES = 4  # an op that reads so many times what it gives makes a statistic, which is kept
 OP_DTYPE, OP_NEEDS_WEIGHT = 10, 12  # the places of two arguments of the fused loss
@@ -288,7 +289,7 @@ def _has_windows(node: fx.Node) -> bool:
         return False
     first = 2 if "backward" in op_name(node) else 1
     window, steps = [*node.args[first : first + 2], ()][:2]
-    return bool(steps) and math.prod(window) >= WINDOWS * math.prod(steps)  # type: ignore[arg-type]
+    return bool(steps) and math.prod(window) >= OVERLAP * math.prod(steps)  # type: ignore[arg-type]
 
 
 def _is_integer(node: fx.Node) -> bool:

@@ -16,7 +16,7 @@ from leangrad.ledger.observe.rng import Draw
 from leangrad.ledger.origins.functions import NoRecipeError
 from leangrad.ledger.origins.graph_walk import Walk, WalkRegion
 from leangrad.ledger.origins.upstream_anchors import RecentProducts
-from leangrad.ledger.values.cast import NODE, Cast, Packed
+from leangrad.ledger.values.cast import NODE, Cast, Packed, may_be_of_another_thread
 from leangrad.ledger.values.node_metadata import CAST, LIVE, OPAQUE, VALUES, AccumulateGrad, enter, join
 from leangrad.ledger.values.pending_inputs import wait
 from leangrad.ledger.values.pending_save import PendingSave, ShapeOnlyReader, packed_in
@@ -131,7 +131,7 @@ class Decider:
         base = tensor._base
         owner: Any = node if base is None else base.grad_fn
         if type(owner).__name__ == NODE and _is_strided(tensor):
-            if _may_be_of_another_thread(owner, in_backward=self._book.runs_again and tensor.is_cuda):
+            if may_be_of_another_thread(owner, in_backward=self._book.runs_again and tensor.is_cuda):
                 owner.metadata[OPAQUE] = True
             short = None if self._recorder is not None else self._cast(tensor, tensor if base is None else base, owner)
             if short is not None:
@@ -493,18 +493,6 @@ class Decider:
         value.tensor, value.part = None, origin.part
         enter(node, nr, value)
         join(node, nr, value)
-
-
-def _may_be_of_another_thread(cast: Any, *, in_backward: bool) -> bool:
-    """Whether autocast may have handed out the cast of a parameter that another thread made.
-
-    Autocast's cache is everybody's: on a GPU a segment that a checkpoint runs again finds the casts of forward in it.
-    The parameter may have changed since. The fence does not tell: each thread numbers its own nodes. A number that this
-    thread has not come to is another's; in a backward on a GPU any may be.
-    """
-    if type(cast.next_functions[0][0]) is not AccumulateGrad:
-        return False
-    return in_backward or cast._sequence_nr() >= _torch.next_sequence_nr()
 
 
 def _is_strided(tensor: Tensor) -> bool:

@@ -7,8 +7,12 @@ would be held in autocast's dtype through most of backward, as plain PyTorch hol
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
+from leangrad import _torch
+from leangrad.ledger.values.node_metadata import AccumulateGrad
 from leangrad.ledger.values.saved import Bare, PackedTensor
 from leangrad.ledger.values.saved_view import SavedPart, SavedView, see, sight_of
 from leangrad.ledger.values.shape_only import ShapeOnly
@@ -16,6 +20,18 @@ from leangrad.ledger.values.value import Value, leaf_value
 
 NODE = "ToCopyBackward0"
 cast = Tensor.type  # ``parameter.to(dtype)`` in the form that torch parses in half the time
+
+
+def may_be_of_another_thread(node: Any, *, in_backward: bool) -> bool:
+    """Whether this node of a cast is a parameter's, and autocast may have handed out what another thread has made.
+
+    Autocast's cache is everybody's: on a GPU a segment that a checkpoint runs again finds the casts of forward in it.
+    The parameter may have changed since. The fence does not tell: each thread numbers its own nodes. A number that this
+    thread has not come to is another's; in a backward on a GPU any may be.
+    """
+    if type(node.next_functions[0][0]) is not AccumulateGrad:
+        return False
+    return in_backward or node._sequence_nr() >= _torch.next_sequence_nr()
 
 
 class Cast(PackedTensor):
