@@ -9,8 +9,8 @@ A row is one way on one model (`leangrad.bench`, which says what is measured and
 a step, what it keeps over the floor, its time over plain's in the same process, its largest difference of a gradient
 from plain's, and, for the models of LARGEST, the largest batch in the memory that plain takes for its own. Rows with an
 `axis` tell how the peak grows when a GPT has more layers, is wider, or has longer or more sequences. On a CPU only the
-models of COMPILED are compiled, which takes about a minute each. On a GPU one process at a time runs steps, and several
-prepare theirs or compile meanwhile.
+models of COMPILED are compiled, which takes about a minute each. On a GPU one process at a time runs steps, with
+processors of its own, and several prepare theirs or compile meanwhile.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import argparse
 import json
 import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 from tempfile import TemporaryDirectory
 from threading import Lock
@@ -83,11 +83,12 @@ def rows_of(name: str, of: Asked, add: Callable[[list[dict[str, Any]]], object],
             added.add(row["way"])
             add([row])
 
+    if "plain" in known:
+        settings["plain"] = Row(**{k: v for k, v in known["plain"].items() if k in _FIELDS})
     if fitting:
         bench(TARGET, fitting, name=name, options=options, memory=0, found=found, **settings)
     if rest:
-        plain = {k: v for k, v in known.get("plain", {}).items() if k in _FIELDS}
-        bench(TARGET, rest, name=name, options=options, found=found, plain=Row(**plain) if plain else None, **settings)
+        bench(TARGET, rest, name=name, options=options, found=found, **settings)
 
 
 def _known_budget(known: Known) -> int | None:
@@ -99,15 +100,13 @@ def _known_budget(known: Known) -> int | None:
 
 
 def parts_of(name: str, of: Asked) -> list[Asked]:
-    """What can be measured at the same time: on a GPU each way that compiles, which keeps a processor busy, by itself.
-
-    The others come first, and plain with them.
-    """
+    """What runs one after the other; on a GPU plain is first, and the other parts run at the same time after it."""
     asked = of.ways or [way for way in WAYS if of.compiles(name) or not WAYS[way].compiles]
     if of.device == "cpu":
         return [replace(of, ways=asked)]
-    eager = [way for way in asked if way in EAGER]
-    return [replace(of, ways=ways) for ways in (eager, *([way] for way in asked if way not in eager)) if ways]
+    eager = [way for way in asked if way in EAGER and way != "plain"]
+    compiled = [[way] for way in asked if way not in EAGER]
+    return [replace(of, ways=ways) for ways in (["plain"], *compiled[:1], eager, *compiled[1:]) if ways]
 
 
 def scaling() -> list[tuple[str, int, dict[str, int]]]:
@@ -215,14 +214,15 @@ def main() -> None:
         asked = Asked(chosen.device, chosen.ways, not chosen.no_largest, turnstile)
         before = {name: rows.known_of(name) if chosen.resume else {} for name in names}
 
-        def measure(name: str, part: Asked) -> None:
-            rows_of(name, part, rows.add, rows.plain_of_this_run(name) | before[name])
+        def measure(name: str, first: Asked, *others: Asked) -> None:
+            rows_of(name, first, rows.add, rows.plain_of_this_run(name) | before[name])
+            if others and "plain" in rows.known_of(name):  # it ran
+                jobs.extend(pool.submit(measure, name, part) for part in others)
 
-        parts = [(n > 0, name, part) for name in names for n, part in enumerate(parts_of(name, asked))]
-        parts.sort(key=lambda one: one[0])
-        jobs = [pool.submit(measure, name, part) for _, name, part in parts]
+        jobs: list[Future[None]] = []
+        jobs += [pool.submit(measure, name, *parts_of(name, asked)) for name in names]
         if chosen.device == "cpu" and (chosen.scaling or not (chosen.no_scaling or chosen.case)):
             shapes = [one for one in scaling() if not (chosen.resume and rows.has_axis(*one[:2]))]
             jobs += [pool.submit(scaled_rows, *one, rows.add) for one in shapes]
-        for job in jobs:
+        for job in jobs:  # those that are added meanwhile too
             job.result()

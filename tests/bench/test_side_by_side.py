@@ -110,15 +110,29 @@ def test_on_a_gpu_each_way_that_compiles_is_by_itself_and_plain_runs_once(
     ways = ["--ways", "checkpoint", "compile", "lean", "compile_leangrad"]
     run(monkeypatch, "--device", "cuda", "--case", "unet", "vit_l", *ways)
     assert [(one["name"], one["ways"]) for one in asked] == [
-        ("unet", ["checkpoint", "lean"]),
-        ("vit_l", ["checkpoint", "lean"]),
+        ("unet", ["plain"]),
+        ("vit_l", ["plain"]),
         ("unet", ["compile"]),
+        ("unet", ["checkpoint", "lean"]),
         ("unet", ["compile_leangrad"]),
         ("vit_l", ["compile"]),
+        ("vit_l", ["checkpoint", "lean"]),
         ("vit_l", ["compile_leangrad"]),
     ]
-    assert [one["plain"] for one in asked[:2]] == [None, None]
-    assert [one["plain"].peak_bytes for one in asked[2:]] == [1, 1, 2, 2]
+    assert not any("plain" in one for one in asked[:2])
+    assert [one["plain"].peak_bytes for one in asked[2:]] == [1, 1, 1, 2, 2, 2]
+
+
+def test_on_a_gpu_where_plain_fails_nothing_follows(
+    asked: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(target: str, ways: Any, *, name: str, found: Any, **named: Any) -> None:
+        asked.append({"ways": list(ways)})
+        found(Bench(name, (Row("plain", "failed"),)))
+
+    monkeypatch.setattr(side_by_side, "bench", fails)
+    run(monkeypatch, "--device", "cuda", "--case", "unet", "--ways", "compile", "lean")
+    assert asked == [{"ways": ["plain"]}]
 
 
 def test_shapes_that_have_rows_are_not_run_again(asked: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:

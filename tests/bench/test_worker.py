@@ -1,6 +1,7 @@
 """One way on one model, measured in this process."""
 
 import json
+import os
 import sys
 import threading
 from pathlib import Path
@@ -11,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import leangrad
-from leangrad.bench import worker
+from leangrad.bench import turnstile, worker
 from leangrad.bench.job import Job, Row
-from leangrad.bench.turnstile import alone
+from leangrad.bench.turnstile import alone, split_processors
 from leangrad.bench.ways import WAYS, Choice
 from leangrad.errors import BudgetError
 from leangrad.frontier.ways import Way
@@ -165,6 +166,39 @@ def test_processes_that_share_a_device_use_it_one_at_a_time(
     assert not thread.is_alive()
     with alone(path):
         pass
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="processes cannot be told where to run there")
+def test_who_has_the_device_has_processors_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All its threads move there while it has the device, and the others never do."""
+    before = os.sched_getaffinity(0)
+    spared = {min(before)}
+    monkeypatch.setattr(turnstile, "_SPARED", spared)
+    end, where = threading.Event(), []
+    thread = threading.Thread(target=lambda: end.wait(60) and where.append(os.sched_getaffinity(0)))
+    thread.start()
+    try:
+        with alone(str(tmp_path / "turnstile")):
+            assert os.sched_getaffinity(0) == spared
+            end.set()
+            thread.join(60)
+        assert where == [spared]
+        assert os.sched_getaffinity(0) == before
+        if len(before) > 1:
+            turnstile.make_room()
+            assert os.sched_getaffinity(0) == before - spared
+    finally:
+        end.set()
+        for one in os.listdir("/proc/self/task"):
+            os.sched_setaffinity(int(one), before)
+
+
+def test_processors_that_are_one_core_are_spared_together() -> None:
+    pairs = {n: {n % 8, n % 8 + 8} for n in range(16)}
+    assert split_processors(set(range(16)), pairs) == {0, 1, 8, 9}
+    assert split_processors(set(range(4, 16)), pairs) == {4, 5, 12, 13}  # 0 to 3 are others'
+    assert split_processors(set(range(16)), {}) == {0, 1, 2, 3}
+    assert split_processors(set(range(7)), {}) == set()
 
 
 def test_a_budget_that_cannot_be_met_is_the_smallest() -> None:
