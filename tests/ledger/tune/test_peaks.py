@@ -208,6 +208,8 @@ class Allocator(FakeAllocator):
             tuner.peaks._at_end = Counters(standing + meter.end_bytes, highest[0])
             tuner.peaks._at_turn = Counters(standing + meter.turn_bytes, highest[1])
             tuner.peaks._after_backward = highest[2]
+            if tuner.peaks._after_optimizer is not None:
+                tuner.peaks._after_optimizer = highest[3]
             if tuner.peaks._parts is not None:
                 tuner.peaks._parts = Parts(meter.forward_bytes, meter.start_bytes, meter.later_bytes)
         assert meter.peak_bytes is not None
@@ -229,6 +231,77 @@ def test_counters_tell_what_stands_when(net: nn.Module, adam: bool, monkeypatch:
     allocator.counters = Counters(STANDING, STANDING)
     with pytest.raises(BudgetError, match="cannot be met"):
         allocator.steps(model, step, 12)
+
+
+@pytest.mark.parametrize("resets", [False, True])
+def test_what_others_take_between_two_steps_is_none_of_theirs(
+    net: nn.Module, resets: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A validation, or another model at work: before the plan stands, and after it does. Nor if the peak is reset."""
+    budget = STANDING + int(1.3 * least(net))
+    model, step = budgeted(net, budget)
+    allocator = Allocator(monkeypatch)
+    for n in range(40):
+        (taken,) = allocator.steps(model, step, 1)
+        assert taken <= budget or n == 0
+        if n % 5 == 3:
+            allocator.counters = Counters(STANDING, 2 * STANDING + n)
+        elif resets:
+            allocator.counters = Counters(STANDING, STANDING)
+    tuner: Any = leangrad.ledger_of(model)._tuner
+    assert tuner.peaks.is_settled
+    assert tuner.peaks.after < STANDING // 2
+
+
+def test_what_the_optimizer_takes_is(net: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its step is the first after backward; what a second one takes, of another model say, is not."""
+    model, step = budgeted(net, 2 * STANDING, adam=True)
+    assert step.optimizer is not None
+    counters = [Counters(STANDING, STANDING)]
+    FakeAllocator(monkeypatch, counters[0])
+    monkeypatch.setattr(peaks_module, "_counters", lambda: counters[0])
+    more = STANDING + 2 * 10**8
+
+    def during(*_: Any) -> None:
+        counters[0] = counters[0]._replace(highest=more)
+
+    hook = step.optimizer.register_step_post_hook(during)  # which runs before those of all optimizers
+    step()
+    hook.remove()
+    other = torch.optim.SGD([nn.Parameter(torch.ones(1))])
+    other.register_step_post_hook(lambda *_: counters.__setitem__(0, Counters(STANDING, 2 * more)))
+    other.step()
+    tuner: Any = leangrad.ledger_of(model)._tuner
+    step()
+    assert tuner.peaks.after == more
+
+
+@pytest.mark.parametrize(("above", "raises"), [(0.004, False), (0.02, True)])
+def test_a_plan_that_stands_may_be_a_hair_above(
+    net: nn.Module, above: float, raises: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The allocator rounds blocks up, and not in each step alike: that is no reason to stop a training."""
+    budget = STANDING + int(1.01 * least(net))
+    model, step = budgeted(net, budget)
+    allocator = Allocator(monkeypatch)
+    allocator.steps(model, step, 28)
+    tuner: Any = leangrad.ledger_of(model)._tuner
+    assert tuner.peaks.is_settled
+
+    def later() -> None:
+        for _ in range(8):
+            allocator.counters = Counters(STANDING, STANDING)  # the user resets the peak
+            allocator.steps(model, step, 1)
+            if tuner.peaks._after_backward is not None:
+                tuner.peaks._after_backward = budget + int(above * (budget - STANDING))
+
+    if raises:
+        with pytest.raises(BudgetError, match="cannot be met"):
+            later()
+    else:
+        with pytest.warns(UserWarning, match="more than the budget") as told:
+            later()
+        assert len([one for one in told if "more than the budget" in str(one.message)]) == 1
 
 
 class HeardHistory(History):

@@ -4,10 +4,10 @@
 is known if it is the highest so far; what it took beyond what was foreseen is added to all that is foreseen later. They
 are read too when forward ends and when backward comes to the model. What a step takes until then, the casts that
 autocast keeps, the last layers of forward, and after it a loss outside of the model, stands beside what is kept and not
-beside what backward makes again. (A value that is being made in forward stands there whether it is kept or not.) What
-it takes after backward, in the optimizer, is the same for all plans; the first step makes the optimizer's state
-besides. A user who resets them before each step would wipe out what we came to read: so they are read when backward
-ends as well, once the plan is settled only for such a user. Steps by which plans are compared are listened to as well,
+beside what backward makes again. (A value that is being made in forward stands there whether it is kept or not.) They
+are read again when backward has ended, and when an optimizer has made its step after that: what comes later, until the
+next step begins, is a validation or another model at work, and none of this step's. What the optimizer takes is the
+same for all plans; the first step makes its state besides. Steps by which plans are compared are listened to as well,
 which tells of those below the highest so far too: [Note: below the allocator's peak]. On a CPU nobody counts but
 `leangrad.measure`: where that runs a step, its figure is taken, at any time; before that the plan is what is foreseen,
 with a margin.
@@ -17,12 +17,14 @@ from __future__ import annotations
 
 import os
 import warnings
+import weakref
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from leangrad import _torch
 from leangrad.ledger.learn.timing import Stopwatch
@@ -46,6 +48,7 @@ class Moment(NamedTuple):
     counters: _torch.Counters | None  # of a GPU
     meter: Meter | None  # of a CPU
     highest: int | None = None  # the allocator's peak when the backward pass before it ended, where that was read
+    stepped: int | None = None  # the same when an optimizer had made its step after that
     end: _torch.Counters | None = None  # when the forward pass before it ended
     turn: _torch.Counters | None = None  # when that backward pass came to the model
     parts: Parts | None = None  # the peaks of the step before it, where it was listened to
@@ -70,7 +73,9 @@ class Peaks:
         self.outside = 0
         self._has_warned = False  # of what is reserved
         self._is_reset = False  # the user resets the allocator's peak between steps
+        self._sees_backward = False  # its end
         self._after_backward: int | None = None  # the allocator's peak, of this step
+        self._after_optimizer: int | None = None  # the same when an optimizer has made its step
         self._at_end: _torch.Counters | None = None  # when forward ended
         self._at_turn: _torch.Counters | None = None  # when backward came to the model
         self._history: History | None = None  # of a step that is listened to
@@ -116,13 +121,15 @@ class Peaks:
         counters = _counters() if on_gpu else None
         meter = None if on_gpu or is_end else Meter()
         time = None if self.is_settled else Stopwatch(on_gpu=on_gpu).now()
+        _waiting.discard(self)
         highest, self._after_backward = self._after_backward, None
+        stepped, self._after_optimizer = self._after_optimizer, None
         end, self._at_end = self._at_end, None
         turn, self._at_turn = self._at_turn, None
         if self._history is not None:
             self._stop_listening(end, turn, is_whole=highest is not None)
         parts, self._parts = self._parts, None
-        return Moment(time, counters, meter, highest, end, turn, parts, is_end)
+        return Moment(time, counters, meter, highest, stepped, end, turn, parts, is_end)
 
     def listen(self) -> None:
         """A step has just begun, and what it takes is asked for."""
@@ -149,9 +156,7 @@ class Peaks:
         Several outputs may have a backward pass each: the first to come begins it, and the last ends it.
         """
         meter = self.moments[-1].meter if self.moments else None
-        if (meter is not None and meter.listens) or (
-            self.on_gpu and (self._is_reset or not self.is_settled or self._history is not None)
-        ):
+        if self.on_gpu or (meter is not None and meter.listens):
             made = list(_graded(output))
             if made and meter is not None:
                 meter.hands_out()
@@ -173,10 +178,18 @@ class Peaks:
 
     def _read_after_backward(self) -> None:
         counters = _counters()
-        self._after_backward = None if counters is None else counters.highest
+        if counters is not None:
+            self._sees_backward = True
+            self._after_backward = counters.highest
+            _wait_for_optimizer(self)
         self._mark(AFTER)
         if self._history is not None and self._outputs == 1 and not self._may_follow:  # nor for another output
             self._stop_listening(self._at_end, self._at_turn, is_whole=True)
+
+    def read_after_optimizer(self) -> None:
+        """An optimizer has made its step."""
+        counters = _counters()
+        self._after_optimizer = None if counters is None else counters.highest
 
     def _mark(self, moment: int) -> None:
         if self._history is not None:
@@ -221,7 +234,7 @@ class Peaks:
         before, now = last[0]
         if before.counters is not None and now.counters is not None:
             self._warn_of_retries(before.counters, now.counters)
-            self._read_counters(before.counters, now, now.counters.highest, outcome)
+            self._read_counters(before.counters, now, now.counters, outcome)
             if now.parts is not None:
                 self._read_parts(now.parts, outcome)
                 self.peak = max(self.peak or 0, before.counters.allocated + self.took)
@@ -229,11 +242,18 @@ class Peaks:
             self._read_meter(before.meter, before.meter.peak_bytes, outcome)
         return 0 if before.counters is None else before.counters.allocated
 
-    def _read_counters(self, before: _torch.Counters, now: Moment, highest: int, outcome: Outcome) -> None:
-        highest = max(highest, now.highest or 0)
+    def _read_counters(
+        self, before: _torch.Counters, now: Moment, at_next: _torch.Counters, outcome: Outcome
+    ) -> None:
+        if now.highest is not None:
+            in_backward = now.highest
+        elif self._sees_backward:  # but not this one's, so that nobody can tell whose peak it is
+            return
+        else:
+            in_backward = at_next.highest
+        highest = max(in_backward, now.stepped or 0)
         if highest <= before.highest:
             return
-        in_backward = highest if now.highest is None else now.highest
         self.peak, self.took = highest, in_backward - before.allocated
         if in_backward < highest:
             self.after = highest
@@ -295,6 +315,23 @@ class Peaks:
         """The same, before backward comes to the model; 0: nothing was measured."""
         forward = 0 if self.in_forward is None else outcome.forward_bytes + self.in_forward
         return max(forward, 0 if self.beside_kept is None else outcome.kept_bytes + self.beside_kept)
+
+
+_waiting: weakref.WeakSet[Peaks] = weakref.WeakSet()  # whose backward has ended, and no optimizer made a step since
+_hook: Any = None
+
+
+def _wait_for_optimizer(peaks: Peaks) -> None:
+    """Tell these when an optimizer has made its next step."""
+    global _hook
+    _waiting.add(peaks)
+    _hook = _hook or register_optimizer_step_post_hook(_after_optimizer)
+
+
+def _after_optimizer(*_: Any) -> None:
+    for peaks in list(_waiting):
+        peaks.read_after_optimizer()
+    _waiting.clear()
 
 
 def first_graded(output: object) -> Tensor | None:

@@ -11,6 +11,7 @@ is foreseen, if the machine has room for that.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -52,6 +53,7 @@ class TowardsBudget(Course):
         recordings.count += 1
         self._recordings = recordings
         self._may_take_recorded = True
+        self._has_warned = False  # of a step that took a hair more than the budget
         super().__init__(*args)
 
     def ways(self) -> Iterator[Way]:
@@ -92,7 +94,8 @@ class TowardsBudget(Course):
         while True:
             # Before an error is raised for what was measured of another plan, the smallest one runs, if that is seen.
             if best == self.smallest and (self._knows_smallest(limit) or peaks.extra is None or not peaks.sees(limit)):
-                yield from self._check(limit)
+                if not self._is_hair_above(limit):
+                    yield from self._check(limit)
                 best = self.smallest
             self._say(limit, best)
             if best != heard:
@@ -233,6 +236,21 @@ class TowardsBudget(Course):
                 yield Way(products=PRODUCTS)
         rounding = ROUNDING * max(0.0, recordings.least - peaks.standing()) if peaks.on_gpu else 0.0
         raise self._cannot_be_met(limit, recordings.least + rounding)
+
+    def _is_hair_above(self, limit: int) -> bool:
+        """Whether a plan that stands is above the budget by no more than blocks are rounded up: no reason to stop."""
+        needs = self._needs(limit)
+        above = needs - limit
+        if not self.peaks.on_gpu or not 0 < above <= ROUNDING * (needs - self.peaks.standing()):
+            return False
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"a step took {size_text(above)} more than the budget of {size_text(limit)}, as torch's allocator "
+                "rounds blocks up; training goes on with the smallest plan",
+                stacklevel=2,
+            )
+        return True
 
     def _cannot_be_met(self, limit: int, needs: float) -> BudgetError:
         return BudgetError(
