@@ -3,6 +3,7 @@
 import contextlib
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from leangrad._torch.autograd import innermost_pack_hook
@@ -71,9 +72,9 @@ def unseen() -> Any:
     return getattr(python_dispatch, "_disable_current_modes", contextlib.nullcontext)()
 
 
-def copy_unseen(tensor: Tensor) -> Tensor:
-    """A copy, which a selective checkpoint does not see."""
+def copy_unseen(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """A copy, in this dtype, which a selective checkpoint does not see."""
     if not dispatch_modes_active():
-        return tensor.clone()
+        return tensor.to(dtype, copy=True)
     with unseen():
-        return tensor.clone()
+        return tensor.to(dtype, copy=True)

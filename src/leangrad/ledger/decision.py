@@ -15,7 +15,7 @@ from leangrad import _torch
 from leangrad.ledger.observe.rng import Draw
 from leangrad.ledger.origins.functions import NoRecipeError
 from leangrad.ledger.origins.graph_walk import Walk, WalkRegion
-from leangrad.ledger.origins.upstream_anchors import RecentProducts
+from leangrad.ledger.origins.upstream_anchors import RecentProducts, keep_narrow
 from leangrad.ledger.values.cast import NODE, Cast, Packed, may_be_of_another_thread
 from leangrad.ledger.values.node_metadata import CAST, LIVE, OPAQUE, VALUES, AccumulateGrad, enter, join
 from leangrad.ledger.values.pending_inputs import wait
@@ -175,7 +175,8 @@ class Decider:
             value: Value | SavedView | None = known() if known is not None else None
             if type(value) is Value:
                 if value.tensor is not None:
-                    if value.version == tensor._version and (fresh or value.before is None):
+                    kept = value.tensor if value.before is None or (fresh and _is_alike(value.tensor, tensor)) else None
+                    if kept is not None and value.version == tensor._version:
                         self._share(value)
                         return value
                 elif fresh and value.function is not None and not value.blocked:
@@ -376,6 +377,10 @@ class Decider:
             return f"it lies more than {limit} after the last kept tensor"
         if not value.blocked or self._products.catch(value):
             return ""
+        source = keep_narrow(value, tensor, cap)
+        if source is not None:
+            self._book.waiting.append(weakref.ref(source))  # as it does already
+            return ""
         value.keep(tensor)
         wait(value)
         self._book.waiting.append(weakref.ref(value))
@@ -493,6 +498,10 @@ class Decider:
         value.tensor, value.part = None, origin.part
         enter(node, nr, value)
         join(node, nr, value)
+
+
+def _is_alike(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and a.stride() == b.stride()
 
 
 def _is_strided(tensor: Tensor) -> bool:

@@ -1,8 +1,12 @@
-"""Outputs of products, held for a while: a recipe may want one kept in the stead of a larger tensor downstream.
+"""What is kept in the stead of a larger tensor downstream.
 
 Autograd saves what an op's backward reads. The least that must be kept may lie upstream of it, in a tensor that nobody
 saves: the keys before they are repeated for grouped queries, the input of an activation that is written out. It must be
-caught while it is alive.
+caught while it is alive: so the last products are held for a while.
+
+[Note: kept in fewer bits] Under autocast a norm reads, and saves, its input in float32, though it be a sum in bfloat16
+whose terms nobody keeps: a residual stream, a skip connection. A cast to more bits loses nothing. So the sum is made of
+it again, in its own dtype, and kept; it is an anchor for all that is made of it. In backward the cast runs once more.
 """
 
 from __future__ import annotations
@@ -14,11 +18,45 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from leangrad import _torch
+from leangrad.ledger.origins.rules.products import FOLLOWS
+from leangrad.ledger.values.cast import NODE
 from leangrad.ledger.values.node_metadata import LIVE, VALUES
 from leangrad.ledger.values.pending_inputs import released
 from leangrad.ledger.values.value import Value
 
 RECENT = 4  # how many are held: query, key, value and one more
+
+
+def keep_narrow(value: Value, tensor: Tensor, cap: int) -> Value | None:
+    """Keep what ``tensor`` was cast from in its stead: see [Note: kept in fewer bits]. None: it is no such cast.
+
+    A view that was cast may have had other strides than ours, and an op without a rule may have given anything. So what
+    was cast there is an anchor for ``value`` alone.
+    """
+    if value.op != NODE or len(value.inputs) != 1:
+        return None
+    source, node = value.inputs[0], tensor.grad_fn
+    if source.tensor is not None or node is None:
+        return None
+    narrow = _torch.output_facts(*node.next_functions[0]).dtype
+    is_lossless = narrow.is_floating_point and torch.promote_types(narrow, tensor.dtype) == tensor.dtype
+    if not is_lossless or 2 * narrow.itemsize > tensor.itemsize:
+        return None
+    value.blocked = ()
+    if source.function is None or source.function in FOLLOWS:
+        own = Value(source.op)
+        own.keep(_torch.copy_unseen(tensor.detach(), narrow))
+        source.parents -= 1
+        source.unread()
+        assert value.function is not None
+        value.set_recipe(value.function, tuple(own if a is source else a for a in value.args), value.kwargs)
+        return own
+    source.keep(_torch.copy_unseen(tensor.detach(), narrow))
+    source.before = source.tensor  # what becomes of the user's own tensor is not seen here
+    source.cap = cap
+    value.settle_lineage()
+    return source
 
 
 class ProductsRegion(Protocol):

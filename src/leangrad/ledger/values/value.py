@@ -115,7 +115,7 @@ class Value(PackedTensor):
             is_short = self.depth <= self.cap and self.length <= LONGEST_RECIPE
             # With what has to be gathered for its recipe it stays: it was saved where that may not be there.
             if is_short and self.products <= self.max_products and not any(v.gathers for v in self.inputs):
-                self.tensor = None
+                self.tensor = self.before = None
                 mark_waypoint(self, 0)  # the lengths of what was made of it meanwhile begin here
             else:
                 self.depth, self.root, self.length = depth, root, 0
