@@ -15,7 +15,7 @@ from leangrad import _torch
 from leangrad.ledger.observe.rng import Draw
 from leangrad.ledger.origins.functions import NoRecipeError
 from leangrad.ledger.origins.graph_walk import Walk, WalkRegion
-from leangrad.ledger.origins.upstream_anchors import RecentProducts, keep_narrow
+from leangrad.ledger.origins.upstream_anchors import RecentProducts, keep_narrow, keep_source, narrow_bytes
 from leangrad.ledger.values.cast import NODE, Cast, Packed, may_be_of_another_thread
 from leangrad.ledger.values.node_metadata import CAST, LIVE, OPAQUE, VALUES, AccumulateGrad, enter, join
 from leangrad.ledger.values.pending_inputs import wait
@@ -39,6 +39,7 @@ class Decision(NamedTuple):
     keeps: bool  # it is simply kept
     nbytes: int
     fleeting: bool = False  # recipes that read it do not hold it for its readers: see [Note: made again]
+    is_narrow: bool = False  # what it was cast from is kept: see [Note: kept in fewer bits]
 
 
 class SavedKind(Enum):
@@ -297,7 +298,7 @@ class Decider:
 
     def _choose(self, tensor: Tensor, node: Any, metadata: dict[Any, Any], waiting: Value | None = None) -> Value:
         """Keep ``tensor`` or store a recipe; ``waiting``: its value, if a recipe downstream has asked for it before."""
-        cap, recorded, fleeting = self._book.cap, 0, False
+        cap, recorded, fleeting, source = self._book.cap, 0, False, None
         if self._book.decisions is not None:
             learned = self.learned
             if learned is None or type(node).__name__ != learned.op:
@@ -310,7 +311,9 @@ class Decider:
             else:
                 cap = UNBOUNDED if self._book.max_products else DEEPEST
                 recorded, fleeting = learned.nbytes, learned.fleeting
+                source = keep_source(tensor, node) if learned.is_narrow else None
         value = self.recipe(tensor, node, metadata, cap, recorded, waiting)
+        del source  # the recipe holds it
         if fleeting:
             value.fleeting = True
         mark_waypoint(value, FAR)
@@ -356,6 +359,8 @@ class Decider:
                 value.layout = (tensor.shape, tensor.stride())
                 value.nbytes = nbytes
                 value.cap = cap
+                if self._recorder is not None and value.op == NODE:
+                    value.narrow_bytes = narrow_bytes(value, tensor)
                 if value.depth > cap or value.length > LONGEST_RECIPE or value.blocked or value.products:
                     why = self._keep_all_the_same(value, tensor, cap)
         if self._recorder is not None:
@@ -371,10 +376,12 @@ class Decider:
             limit = f"{cap} residual sums" if value.depth > cap else f"{LONGEST_RECIPE} ops"
             if value.products > self._book.max_products:
                 limit = f"{self._book.max_products} products"
-            value.keep(tensor)
+            source = keep_narrow(value, tensor, cap)
+            if source is None:
+                value.keep(tensor)
             if self._recorder is None:
-                value.forget_recipe()
-            return f"it lies more than {limit} after the last kept tensor"
+                (source or value).forget_recipe()
+            return "" if source is not None else f"it lies more than {limit} after the last kept tensor"
         if not value.blocked or self._products.catch(value):
             return ""
         source = keep_narrow(value, tensor, cap)

@@ -44,6 +44,9 @@ class Items:
     def add(self, value: Value) -> int:
         """The number of ``value``, which is an item from now on."""
         if value.items is not self:
+            if value.narrow_bytes and value.inputs[0].items is not self:  # the plan may keep what it was cast from
+                value.inputs[0].nbytes = value.narrow_bytes
+                self.add(value.inputs[0])
             is_kept = self.is_kept(value)
             can_be_rebuilt = value.function is not None and not value.blocked and id(value) not in self._dear
             found, products = self._sources(value) if can_be_rebuilt else (set[int](), 0)
@@ -114,6 +117,14 @@ class Items:
                     stack.append(v)
                     products += v.is_product
         return found, products
+
+    def sources(self, decided: Iterable[Value]) -> dict[int, tuple[int, bool]]:
+        """Of the items that were cast from others, which may be kept in their stead: those, and whether they were."""
+        found = {}
+        for value in decided:
+            if value.narrow_bytes and value.inputs and value.inputs[0].items is self:
+                found[value.ordinal] = value.inputs[0].ordinal, self.is_kept(value.inputs[0])
+        return found
 
     def number_of(self, packed: Packed) -> int:
         """The item that a saved tensor is, or a view of; KEPT, REBUILT or SHAPE where it is none."""

@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 
 from leangrad.ledger.decision import Decision, SavedKind
 from leangrad.ledger.learn.early_end import Ends
-from leangrad.ledger.learn.entries import HAS_ROOM, LOWER_PEAK, SPARED, TOO_MUCH_WORK, Entry
+from leangrad.ledger.learn.entries import EXTRA, HAS_ROOM, LOWER_PEAK, SPARED, TOO_MUCH_WORK, Entry
 from leangrad.ledger.learn.trace import ANY_SIZE, Call, RecordedCall, Trace
 from leangrad.policy import graph as policy
 
+NARROW = "sum in fewer bits"  # what the summary calls one: see [Note: kept in fewer bits]
 KEPT, REBUILT, SHAPE = -1, -2, -3  # what became of a saved tensor that is no item
 
 
@@ -38,6 +39,8 @@ class RecordedStep:
     calls: Sequence[RecordedCall]
     caught: Collection[int]  # the calls of which a tensor was kept although autograd did not ask for it
     min_bytes: int
+    # Of items that were cast from others in fewer bits: which, and whether those were kept in their stead.
+    sources: Mapping[int, tuple[int, bool]] = field(default_factory=dict)
     why_kept: str = LOWER_PEAK  # what the plan keeps beside the least
     undecided: Mapping[int, int] = field(default_factory=dict)  # of entries that no decision made: their items
     spared: frozenset[int] = frozenset()  # the items that are kept to spare the host
@@ -55,7 +58,9 @@ class RecordedStep:
             if kept is not None and item in kept:
                 entries[n] = replace(entries[n], outcome="kept", why=HAS_ROOM)
         if any(entry.outcome == "rebuilt" for entry in entries):
-            return entries
+            staying = self._staying(kept)
+            narrow = [self.items[n].nbytes for n in {n for n, _ in self.sources.values()} if n in staying]
+            return entries + [Entry("", NARROW, "kept", nbytes, EXTRA, "", is_extra=True) for nbytes in narrow]
         return [entry for entry in entries if not entry.is_extra]  # no recipe starts from these any more
 
     def _why_kept(self, item: int) -> str:
@@ -71,8 +76,11 @@ class RecordedStep:
         fleeting: set[int] = set()
         if kept is not None:
             fleeting = {n for n, item in enumerate(self.items) if item.is_repeatable and n not in held}
+        narrow = {n for n, (source, _) in self.sources.items() if source in staying}
         return [
-            None if s.made_by is None else Decision(s.made_by[0], s.item in staying, s.made_by[1], s.item in fleeting)
+            None
+            if s.made_by is None
+            else Decision(s.made_by[0], s.item in staying, s.made_by[1], s.item in fleeting, s.item in narrow)
             for s in self.saved
         ]
 
@@ -122,11 +130,13 @@ class RecordedStep:
     def kept_items(self) -> frozenset[int]:
         """What the recorded step has kept."""
         fixed = {n for n, item in enumerate(self.items) if item.is_fixed}
-        return frozenset(fixed.union(n for n, was_kept in self.decided if was_kept))
+        kept = [*self.decided, *self.sources.values()]
+        return frozenset(fixed.union(n for n, was_kept in kept if was_kept))
 
     def _staying(self, kept: frozenset[int] | None) -> set[int]:
         """The items that are simply kept, and KEPT."""
-        staying = {KEPT} | {n for n, was_kept in self.decided if self._stays(n, was_kept, kept)}
+        may_stay = (*self.decided, *self.sources.values())
+        staying = {KEPT} | {n for n, was_kept in may_stay if self._stays(n, was_kept, kept)}
         if kept is not None:  # what no decision was made for may be kept too
             staying.update(saved.item for saved in self.saved if saved.item in kept)
         return staying

@@ -208,6 +208,7 @@ class Recorder:
         return RecordedStep(
             items=items.found,
             decided=[(value.ordinal, items.is_kept(value)) for value in decided],
+            sources=items.sources(decided),
             saved=saved,
             entries=self.entries,
             first_decision=first_decision,
@@ -227,6 +228,7 @@ class Recorder:
         """Enter what no decision was made for: the noise of a dropout, which is drawn again, and what recipes start
         from although autograd has not asked for it."""
         known = {id(v) for v, _, _ in self._decided}
+        known |= {id(v.inputs[0]) for v, _, _ in self._decided if v.narrow_bytes and v.inputs}  # the plan decides
         for packed, module in zip(self.saved, self._saved_in, strict=True):
             value = value_of(packed)
             if value is not None and id(value) not in known:

@@ -21,11 +21,19 @@ from torch import Tensor
 from leangrad import _torch
 from leangrad.ledger.origins.rules.products import FOLLOWS
 from leangrad.ledger.values.cast import NODE
-from leangrad.ledger.values.node_metadata import LIVE, VALUES
+from leangrad.ledger.values.node_metadata import LIVE, VALUES, Node
 from leangrad.ledger.values.pending_inputs import released
 from leangrad.ledger.values.value import Value
 
 RECENT = 4  # how many are held: query, key, value and one more
+
+
+def narrow_bytes(value: Value, tensor: Tensor) -> int:
+    """The bytes of what ``tensor`` was cast from, if the plan may keep that in its stead; else 0."""
+    narrow = _narrow_dtype(tensor)
+    if value.op != NODE or len(value.inputs) != 1 or narrow is None or not _is_known(value.inputs[0]):
+        return 0
+    return tensor.numel() * narrow.itemsize
 
 
 def keep_narrow(value: Value, tensor: Tensor, cap: int) -> Value | None:
@@ -34,29 +42,62 @@ def keep_narrow(value: Value, tensor: Tensor, cap: int) -> Value | None:
     A view that was cast may have had other strides than ours, and an op without a rule may have given anything. So what
     was cast there is an anchor for ``value`` alone.
     """
-    if value.op != NODE or len(value.inputs) != 1:
+    if value.op != NODE or len(value.inputs) != 1 or value.inputs[0].tensor is not None:
         return None
-    source, node = value.inputs[0], tensor.grad_fn
-    if source.tensor is not None or node is None:
-        return None
-    narrow = _torch.output_facts(*node.next_functions[0]).dtype
-    is_lossless = narrow.is_floating_point and torch.promote_types(narrow, tensor.dtype) == tensor.dtype
-    if not is_lossless or 2 * narrow.itemsize > tensor.itemsize:
+    source, narrow = value.inputs[0], _narrow_dtype(tensor)
+    if narrow is None:
         return None
     value.blocked = ()
-    if source.function is None or source.function in FOLLOWS:
-        own = Value(source.op)
-        own.keep(_torch.copy_unseen(tensor.detach(), narrow))
-        source.parents -= 1
-        source.unread()
-        assert value.function is not None
-        value.set_recipe(value.function, tuple(own if a is source else a for a in value.args), value.kwargs)
-        return own
-    source.keep(_torch.copy_unseen(tensor.detach(), narrow))
-    source.before = source.tensor  # what becomes of the user's own tensor is not seen here
-    source.cap = cap
-    value.settle_lineage()
-    return source
+    if _is_known(source):
+        _keep(source, tensor, narrow)
+        source.cap = cap
+        value.settle_lineage()
+        return source
+    own = Value(source.op)
+    _keep(own, tensor, narrow)
+    source.parents -= 1
+    source.unread()
+    assert value.function is not None
+    value.set_recipe(value.function, tuple(own if a is source else a for a in value.args), value.kwargs)
+    return own
+
+
+def keep_source(tensor: Tensor, node: Node) -> Value | None:
+    """The plan keeps what ``tensor``, the output of ``node``, was cast from: its value, if it is not kept already."""
+    narrow = _narrow_dtype(tensor)
+    if narrow is None:
+        return None
+    below, nr = node.next_functions[0]
+    known = below.metadata.get(VALUES[nr])
+    value = known() if known is not None else None
+    if value is None:
+        value = Value(type(below).__name__)
+        below.metadata[VALUES[nr]] = ref(value)
+    elif type(value) is not Value or value.tensor is not None:
+        return None
+    _keep(value, tensor, narrow)
+    value.forget_recipe()
+    return value
+
+
+def _keep(value: Value, tensor: Tensor, narrow: torch.dtype) -> None:
+    value.keep(_torch.copy_unseen(tensor.detach(), narrow))
+    value.before = value.tensor  # what becomes of the user's own tensor is not seen here
+
+
+def _is_known(source: Value) -> bool:
+    return source.function is not None and source.function not in FOLLOWS
+
+
+def _narrow_dtype(tensor: Tensor) -> torch.dtype | None:
+    """What ``tensor`` was cast from, if it has at least twice the bits of that and lost none."""
+    node: Any = tensor.grad_fn
+    if type(node).__name__ != NODE or node.next_functions[0][0] is None:
+        return None
+    narrow: torch.dtype = _torch.output_facts(*node.next_functions[0]).dtype
+    if not narrow.is_floating_point or 2 * narrow.itemsize > tensor.itemsize:
+        return None
+    return narrow if torch.promote_types(narrow, tensor.dtype) == tensor.dtype else None
 
 
 class ProductsRegion(Protocol):

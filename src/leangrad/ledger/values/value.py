@@ -76,6 +76,7 @@ class Value(PackedTensor):
     settings: tuple[Any, ...] = ()  # of torch, under which it ran in forward
     products = 0  # how many of those ops are products, at most
     nbytes = 0
+    narrow_bytes = 0  # of what it was cast from, if the plan may keep that in its stead: [Note: kept in fewer bits]
     ordinal = -1  # its number among ``items``, those of the recorded step, while the ledger learns
     items: object = None
     free = False  # it costs nothing worth counting: a parameter, an input, or too small to look into

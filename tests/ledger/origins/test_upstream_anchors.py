@@ -1,0 +1,268 @@
+"""What a norm reads in float32 is kept in the dtype that it was cast from: see [Note: kept in fewer bits]."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import leangrad
+from leangrad.errors import BudgetError
+from leangrad.ledger import Ledger
+from tests.support import assert_same_bits
+
+ROWS, WIDTH = 64, 32
+
+
+class Block(nn.Module):
+    """A residual block in half precision, whose norm runs in float32, as under autocast on a GPU."""
+
+    def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH, dtype=dtype), nn.Linear(4 * WIDTH, WIDTH, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x.float()).to(x.dtype))))
+
+
+class Net(nn.Module):
+    def __init__(self, dtype: torch.dtype = torch.bfloat16, blocks: int = 8) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH, dtype=dtype)
+        self.blocks = nn.Sequential(*(Block(dtype) for _ in range(blocks)))
+        self.last = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.blocks(self.first(x)).float())
+
+
+def gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
+    for parameter in model.parameters():
+        parameter.grad = None
+    model(x).square().mean().backward()
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def assert_same_gradients(plain: nn.Module, lean: nn.Module, x: Tensor, steps: int = 4) -> None:
+    for _ in range(steps):
+        for a, b in zip(gradients(plain, x), gradients(lean, x), strict=True):
+            assert_same_bits(a, b)
+
+
+def batch(dtype: torch.dtype, rows: int = ROWS) -> Tensor:
+    return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+
+class Sums(nn.Module):
+    """Each the sum of two products, of which autograd keeps none: they take as much as their sum in float32."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.pairs = nn.ModuleList(nn.Linear(WIDTH, WIDTH, dtype=dtype) for _ in range(12))
+
+    def forward(self, x: Tensor) -> Tensor:
+        pairs = list(self.pairs)
+        for left, right in zip(pairs[::2], pairs[1::2], strict=True):
+            x = F.layer_norm((left(x) + right(x)).float(), (WIDTH,)).to(x.dtype)
+        return x.float()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_sum_in_half_precision_is_kept_in_half_precision(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    plain, x = Sums(dtype), batch(dtype, 512)
+    lean = leangrad.lean(copy.deepcopy(plain), min_bytes=0)
+    assert_same_gradients(plain, lean, x)
+    kept = leangrad.measure(lambda: gradients(lean, x)).kept_bytes
+    assert 6 < kept / x.nbytes < 6 + 4  # one for each layer; the statistics, the last output, and what its loss takes
+
+
+def test_a_stream_in_half_precision() -> None:
+    torch.manual_seed(0)
+    plain, x = Net(), batch(torch.bfloat16)
+    assert_same_gradients(plain, leangrad.lean(copy.deepcopy(plain), min_bytes=0), x)
+
+
+def test_the_least_of_a_budget_is_below_a_checkpoint_for_each_block() -> None:
+    """Which keeps the stream in half precision; with the casts to float32 for anchors we kept twice that."""
+    torch.manual_seed(0)
+    plain, x = Net(blocks=12), batch(torch.bfloat16, 512)
+    checkpointed = copy.deepcopy(plain)
+    for block in checkpointed.blocks:
+        block.forward = _checkpointed(block.forward)  # type: ignore[method-assign]
+
+    def peak(model: nn.Module) -> int:
+        return leangrad.measure(lambda: gradients(model, x), timed_runs=0).peak_bytes
+
+    budget = peak(checkpointed)
+    lean = leangrad.lean(copy.deepcopy(plain), budget=budget, min_bytes=0)
+    peaks = [peak(lean) for _ in range(28)]
+    assert max(peaks[-4:]) <= budget
+    assert_same_gradients(plain, lean, x, 2)
+    lean = leangrad.lean(copy.deepcopy(plain), budget=1, min_bytes=0)
+    with pytest.raises(BudgetError) as caught:
+        [peak(lean) for _ in range(12)]
+    assert caught.value.smallest < budget
+
+
+def _checkpointed(forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    return lambda x: torch.utils.checkpoint.checkpoint(forward, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+# ----------------------------------------------------------------------------------------------------- what was cast
+
+
+def halves() -> list[Tensor]:
+    draw = torch.Generator().manual_seed(1)
+    return [torch.randn(8, 8, generator=draw).bfloat16().requires_grad_() for _ in range(3)]
+
+
+def two_products(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """A sum of which autograd keeps neither the terms nor itself."""
+    return a @ b + b @ c
+
+
+def norm(x: Tensor) -> Tensor:
+    return F.layer_norm(x.float(), x.shape[-1:])
+
+
+def sliced(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    x = two_products(a, b, c)[:, 2:6]
+    return norm(x).sum(0) * (x * x).float().sum(0)
+
+
+def transposed(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    x = two_products(a, b, c).t()
+    return norm(x).sum(0) * x.cumsum(0).float().sum(0) * (x @ x).float().sum(0)
+
+
+def saved_too(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    x = two_products(a, b, c)
+    return norm(x).cos() + (x * x).float() + (x @ c).float()
+
+
+def saved_before(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    x = two_products(a, b, c)
+    y = (x * x).float()
+    return norm(x).cos() + y
+
+
+def twice(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    x = two_products(a, b, c)
+    return norm(x).cos() * norm(x + 1).sin() + F.layer_norm(x.double(), (8,)).float().exp()
+
+
+def changed(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    x = two_products(a, b, c)
+    y = norm(x)
+    x += 1
+    return y.cos() + (x * x).float() + norm(x).sin()
+
+
+def changed_in_data(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    x = two_products(a, b, c)
+    y = norm(x)
+    x.data.mul_(2)
+    return y.cos() + (x * x).float() + norm(x).sin()
+
+
+def changed_under_no_grad(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    x = two_products(a, b, c)
+    y = norm(x)
+    with torch.no_grad():
+        x.mul_(2)
+    return y.cos() + (x * x).float() + norm(x).sin()
+
+
+class Halved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return (x * 0.5)[::2]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient.repeat_interleave(2, 0) * 0.5
+
+
+def of_a_function(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    x = Halved.apply(two_products(a, b, c))
+    return norm(x).cos() + (x * x).float() + (x @ c).float()  # type: ignore[no-any-return]
+
+
+def joined(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """A skip connection: what was kept in fewer bits is an anchor of others."""
+    x, y = two_products(a, b, c), two_products(c, a, b)
+    z = norm(x).cos() + norm(y).sin()
+    return z + norm(torch.cat([x, y], 1))[:, :8] + norm(x + y).exp()
+
+
+def extremes(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """Infinities and denormals come back as they were."""
+    x = two_products(a, b, c) * torch.tensor([1, -1e-39, 3e38, 1e-30, 1e30, 1, 1, 1]).bfloat16()
+    return x.float().atan() + x.float().clamp(-1, 1).cos()
+
+
+PROGRAMS = (
+    sliced, transposed, saved_too, saved_before, twice, changed, changed_in_data, changed_under_no_grad, of_a_function,
+    joined, extremes,
+)  # fmt: skip
+
+
+def run(program: Callable[..., Tensor], region: Any, *, twice: bool = False) -> list[Tensor | None] | str:
+    leaves = halves()
+    try:
+        with region:
+            out = program(*leaves)
+        weight = torch.linspace(0, 1, out.numel()).view_as(out)
+        loss = (out * weight).sum()
+        if twice:
+            loss.backward(retain_graph=True)
+        loss.backward()
+    except RuntimeError as error:
+        if "modified by an inplace operation" not in str(error):
+            raise
+        return "changed"
+    return [leaf.grad for leaf in leaves]
+
+
+@pytest.mark.parametrize("products", [0, 8])
+@pytest.mark.parametrize("depth", [0, 2, "auto"])
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda one: one.__name__)
+def test_the_same_bits_whatever_was_cast(
+    program: Callable[..., Tensor], again: bool, depth: Any, products: int
+) -> None:
+    ledger = Ledger(residual_depth=depth, min_bytes=0, products=products)
+    for _ in range(4):
+        plain, mine = run(program, nullcontext(), twice=again), run(program, ledger, twice=again)
+        if isinstance(plain, str) or isinstance(mine, str):
+            assert plain == mine
+            continue
+        for a, b in zip(mine, plain, strict=True):
+            assert_same_bits(a, b)
+
+
+def test_nothing_stays_without_the_collector() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        ledger, kept = Ledger(residual_depth="auto", min_bytes=0), []
+        for _ in range(3):
+            leaves = halves()
+            with ledger:
+                out = joined(*leaves)
+            kept += [weakref.ref(one) for one in leaves]
+            out.sum().backward()
+            del out, leaves
+        assert [one() for one in kept] == [None] * len(kept)
+    finally:
+        gc.enable()
