@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 import re
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cases import SMALL, TABLE
+from benchmarks.cases import FULL, SMALL, TABLE
 from benchmarks.environment import RESULTS
 from benchmarks.pictures import curves, dots
 from benchmarks.side_by_side import AXES, SCALED
@@ -21,7 +22,7 @@ from leangrad.bench import WAYS
 
 ROOT = Path(__file__).parent.parent
 PAGES = ("README.md", "docs/bench.md")
-CPU = "side_by_side_cpu"
+CPU, GPU = "side_by_side_cpu", "side_by_side_h200"
 NAMES = {"resnet50": "ResNet-50", "vit_l": "ViT-L/16", "gpt2_medium": "GPT-2 medium", "llama_1b": "Llama 1B shape"}
 TITLES = {
     "plain": "plain",
@@ -137,9 +138,14 @@ def timm_sentence() -> str:
 # ---------------------------------------------------------------------------------------------------------------- a CPU
 
 
+def side_by_side(name: str) -> list[dict[str, Any]]:
+    """All ways on all models of one machine, without the rows that tell how peaks grow."""
+    return [row for row in rows_in(name) if "axis" not in row]
+
+
 def cpu_rows() -> list[dict[str, Any]]:
-    """What was measured on a CPU, without the rows that tell how peaks grow."""
-    return [row for row in rows_in(CPU) if "axis" not in row]
+    """What was measured on a CPU."""
+    return side_by_side(CPU)
 
 
 def cpu_table() -> str:
@@ -180,35 +186,45 @@ def error_of(rows: list[dict[str, Any]]) -> str:
     return f"off by up to {max(row['gradient_error'] for row in told):.0e}" if told else "–"
 
 
-def cases_table() -> str:
-    """A line for each model on a CPU, a column for each way: peak and time, over plain's."""
-    ways = [way for way in WAYS if way != "plain" and any(row["way"] == way and "ratio" in row for row in cpu_rows())]
+def cases_table(name: str, cases: Sequence[str]) -> str:
+    """A line for each model, a column for each way: peak and time, over plain's."""
+    rows = side_by_side(name)
+    ways = [way for way in WAYS if way != "plain" and any(row["way"] == way and "ratio" in row for row in rows)]
     lines = [["peak · time, / plain", *(way for way in ways)]]
-    for case in SMALL:
-        found = {row["way"]: row for row in cpu_rows() if row["case"] == case and "ratio" in row}
-        cells = [f"{found[w]['peak_over_plain']:.2f} · {found[w]['ratio']:.2f}" if w in found else "–" for w in ways]
-        lines.append([case, *cells])
+    for case in cases:
+        found = {row["way"]: row for row in rows if row["case"] == case}
+        if found:
+            lines.append([case.removeprefix("timm:"), *(cell_of(found.get(way)) for way in ways)])
     return markdown(lines)
 
 
-def left_out() -> str:
-    """The ways that have no figures on a CPU, what failed, and budgets that were exceeded, each with its sentence."""
+def cell_of(row: dict[str, Any] | None) -> str:
+    """Peak and time; a word if it failed, and a dash where there is nothing."""
+    if row is None or row["outcome"] == "not for this":
+        return "–"
+    return f"{row['peak_over_plain']:.2f} · {row['ratio']:.2f}" if "ratio" in row else row["outcome"]
+
+
+def left_out(name: str) -> str:
+    """The ways that have no figures, what failed, and budgets that were exceeded, each with its sentence."""
     lines = []
     for way in WAYS:
-        mine = [row for row in cpu_rows() if row["way"] == way]
+        mine = [row for row in side_by_side(name) if row["way"] == way]
         if mine and all(row["outcome"] == "not for this" for row in mine) and len({row["note"] for row in mine}) == 1:
             lines.append(f"- `{way}`: {mine[0]['note']}.")
         wrong = [row for row in mine if row["outcome"] == "failed" or "above its budget" in row.get("note", "")]
-        lines += [f"- `{way}` on {row['case']}: {row['note']}." for row in wrong]
+        lines += [f"- `{way}` on {row['case'].removeprefix('timm:')}: {row['note'].rstrip('.')}." for row in wrong]
     return "\n".join(lines)
 
 
-def machine() -> str:
-    """Where and when the rows of the CPU were measured."""
-    found = json.loads((RESULTS / f"{CPU}.json").read_text())
+def machine(name: str) -> str:
+    """Where and when these rows were measured."""
+    found = json.loads((RESULTS / f"{name}.json").read_text())
+    commits = sorted({row.get("commit", found["commit"]) for row in found["rows"]})
+    count = found["threads"]
     return (
-        f"`{CPU}.json`: {found['hardware']}, {found['threads']} thread for each process, torch {found['torch']}, "
-        f"Python {found['python']}, commit {found['commit']}."
+        f"`{name}.json`: {found['hardware']}, {count} {'thread' if count == 1 else 'threads'} for each process, torch "
+        f"{found['torch']}, Python {found['python']}, commit {' and '.join(commits)}."
     )
 
 
@@ -224,9 +240,12 @@ PARTS: dict[str, Callable[[], str]] = {
     "h200": h200_table,
     "timm": timm_sentence,
     "cpu": cpu_table,
-    "cases": cases_table,
-    "left out": left_out,
-    "machine": machine,
+    "cases": partial(cases_table, CPU, SMALL),
+    "left out": partial(left_out, CPU),
+    "machine": partial(machine, CPU),
+    "gpu cases": partial(cases_table, GPU, FULL),
+    "gpu left out": partial(left_out, GPU),
+    "gpu machine": partial(machine, GPU),
 }
 
 
