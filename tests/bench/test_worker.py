@@ -4,6 +4,8 @@ import json
 import os
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +193,46 @@ def test_who_has_the_device_has_processors_of_its_own(tmp_path: Path, monkeypatc
         end.set()
         for one in os.listdir("/proc/self/task"):
             os.sched_setaffinity(int(one), before)
+
+
+@pytest.mark.parametrize("fails_alone", [False, True])
+def test_what_compiles_and_finds_no_memory_beside_others_begins_again_alone(
+    fails_alone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once, when it has the device for itself: what finds none then has failed."""
+    is_alone = False
+    steps: list[bool] = []
+
+    @contextmanager
+    def enter(path: str) -> Iterator[None]:
+        nonlocal is_alone
+        assert not is_alone
+        is_alone = bool(path)
+        try:
+            yield
+        finally:
+            is_alone = False
+
+    def run(module: nn.Module, args: Any) -> None:
+        steps.append(is_alone)
+        if fails_alone or not is_alone:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def change(model: nn.Module) -> None:
+        model.register_forward_pre_hook(run)
+
+    monkeypatch.setattr(worker, "alone", enter)
+    monkeypatch.setitem(WAYS, "compile", Choice("compile", "", lambda given: Way("compile", change, 3), compiles=True))
+    row = measured("compile", turnstile="shared")
+    assert steps[:2] == [False, True]
+    if fails_alone:
+        assert (row.outcome, row.note, len(steps)) == ("failed", "ran out of memory", 2)
+    else:
+        assert (row.outcome, row.bitwise) == ("measured", True)
+        assert steps.count(False) == 2  # it draws, so it is compiled once more to be compared
+    steps.clear()
+    assert measured("compile").note == "ran out of memory"  # it never had to share
+    assert steps == [False]
 
 
 def test_processors_that_are_one_core_are_spared_together() -> None:

@@ -191,13 +191,7 @@ class _Measuring:
             way = self.choice.way(self._given(budget, told))
             training = self._training(way)
             try:
-                with ExitStack() as device:
-                    enter: Callable[[], object] = partial(device.enter_context, self._alone())
-                    if not self.choice.compiles:  # which takes a minute, with next to no use of the device
-                        enter()
-                        enter = _stay
-                    self.outcomes, first_seconds = self._timed_warm_up(training, enter)
-                    training.read()
+                training, self.outcomes, first_seconds = self._at_work(training)
             except BudgetError as error:
                 if error.smallest is None or told is None or error.smallest <= told:
                     raise
@@ -213,6 +207,31 @@ class _Measuring:
                     self.notes.append(f"its peak is above its budget of {format_bytes(way.budget)}")
             return training, first_seconds
         raise BudgetError(f"named a larger budget {_BUDGETS} times", told or 0)
+
+    def _at_work(self, training: Training) -> tuple[Training, tuple[Outcome, Outcome], float]:
+        """Train until nothing changes more, and read the memory of a step; outcomes, and seconds of the first step.
+
+        What compiles takes its first step beside the process that has the device: that is a minute, with next to no use
+        of it. If there was no memory left for that step, it begins again when it has the device for itself.
+        """
+        is_beside = self.choice.compiles and bool(self.job.turnstile)
+        for beside in (True, False) if is_beside else (False,):
+            try:
+                with ExitStack() as device:
+                    enter: Callable[[], object] = partial(device.enter_context, self._alone())
+                    if not beside:
+                        enter()
+                        enter = _stay
+                    outcomes, first_seconds = self._timed_warm_up(training, enter)
+                    training.read()
+                break
+            except Exception as error:
+                if not beside or not is_out_of_memory(error):
+                    raise
+                training.fail(error)
+                self.meter.release()
+                training = self._training(training.way)
+        return training, outcomes, first_seconds
 
     def _timed_warm_up(
         self, training: Training, after_first: Callable[[], object]
@@ -253,7 +272,7 @@ class _Measuring:
         """The outcomes of a model that was compiled once more, to draw the random numbers that plain draws."""
         self.notes.append("gradients are of a second compilation, which draws eager's random numbers")
         way = self.choice.way(replace(self._given(None, None), draws_as_eager=True))
-        return self._timed_warm_up(self._training(way), _stay)[0]
+        return self._at_work(self._training(way))[1]
 
     def _float64_error(self, plain: _Plain) -> float | None:
         """How far plain's loss and gradients are from those in float64; None where that is not asked."""

@@ -242,9 +242,7 @@ class Peaks:
             self._read_meter(before.meter, before.meter.peak_bytes, outcome)
         return 0 if before.counters is None else before.counters.allocated
 
-    def _read_counters(
-        self, before: _torch.Counters, now: Moment, at_next: _torch.Counters, outcome: Outcome
-    ) -> None:
+    def _read_counters(self, before: _torch.Counters, now: Moment, at_next: _torch.Counters, outcome: Outcome) -> None:
         if now.highest is not None:
             in_backward = now.highest
         elif self._sees_backward:  # but not this one's, so that nobody can tell whose peak it is
