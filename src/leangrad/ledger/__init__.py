@@ -64,7 +64,7 @@ origins: where tensors come from
     graph_walk, Walk                walks from a saved tensor back to anchors and parameters: its recipe
     UnsavedInput                    an input of an op that its node does not save, because it needs no gradient
     WalkRegion                      protocol: what the walk asks of its region
-    upstream_anchors                recent products, and sums in fewer bits, kept in place of what is made of them
+    upstream_anchors                what is kept in place of a larger tensor: recent products, sums in fewer bits
     RecentProducts, ProductsRegion  the products of late; the protocol of what they ask of their region
     shards, Shards                  what recipes read of parameters that FSDP2 shards: a copy, or they themselves
     functions, FunctionRule         autograd Functions written in Python that have a recipe; FunctionRule is that of one

@@ -127,11 +127,16 @@ def test_a_loss_outside_stands_beside_what_is_kept(net: nn.Module) -> None:
     assert tuner.peaks.after < sum(p.nbytes for p in model.parameters()) * 1.2
 
 
-def test_a_plan_keeps_less_where_forward_is_the_peak(net: nn.Module) -> None:
-    """The casts of autocast and the loss stand beside what is kept: the lowest peak of backward is not the least."""
-    smallest = least(net, autocast=True)
-    model, step = budgeted(net, smallest, autocast=True)
-    peaks(step, 4)
+@pytest.mark.parametrize("scratch", [0, 4 << 20])
+def test_a_plan_keeps_less_where_forward_is_the_peak(net: nn.Module, scratch: int) -> None:
+    """The loss, and what forward takes for a while, stand beside what is kept: backward's lowest peak is not the least.
+
+    In float32: under autocast it depends on the processor's products how much backward takes.
+    """
+    net[-1].register_forward_hook(lambda *_: (torch.empty(scratch, dtype=torch.uint8), None)[1])  # type: ignore[index]
+    smallest = least(net)
+    model, step = budgeted(net, smallest)
+    assert max(peaks(step, 4)[1:]) <= smallest
     ledger: Any = leangrad.ledger_of(model)
     tuner = ledger._tuner
     chosen = tuner.course.relaxation.play(tuner.course.smallest)
