@@ -95,7 +95,7 @@ def test_a_stream_in_half_precision() -> None:
 def test_the_least_of_a_budget_is_below_a_checkpoint_for_each_block() -> None:
     """Which keeps the stream in half precision; with the casts to float32 for anchors we kept twice that."""
     torch.manual_seed(0)
-    plain, x = Net(blocks=12), batch(torch.bfloat16, 512)
+    plain, x = Net(blocks=8), batch(torch.bfloat16, 192)
     checkpointed = copy.deepcopy(plain)
     for block in checkpointed.blocks:
         block.forward = _checkpointed(block.forward)  # type: ignore[method-assign]
