@@ -176,8 +176,11 @@ class Decider:
             value: Value | SavedView | None = known() if known is not None else None
             if type(value) is Value:
                 if value.tensor is not None:
-                    kept = value.tensor if value.before is None or (fresh and _is_alike(value.tensor, tensor)) else None
-                    if kept is not None and value.version == tensor._version:
+                    if fresh and value.is_copied and type(tensor) in PLAIN_TYPES:  # here is the tensor itself
+                        value.before = None
+                        value.keep(tensor)
+                        self._book.anchors.append(ref(value))
+                    if value.version == tensor._version and (fresh or value.before is None):
                         self._share(value)
                         return value
                 elif fresh and value.function is not None and not value.blocked:
@@ -311,7 +314,7 @@ class Decider:
             else:
                 cap = UNBOUNDED if self._book.max_products else DEEPEST
                 recorded, fleeting = learned.nbytes, learned.fleeting
-                source = keep_source(tensor, node) if learned.is_narrow else None
+                source = keep_source(tensor, node, self._book.fence) if learned.is_narrow else None
         value = self.recipe(tensor, node, metadata, cap, recorded, waiting)
         del source  # the recipe holds it
         if fleeting:
@@ -381,6 +384,8 @@ class Decider:
                 value.keep(tensor)
             if self._recorder is None:
                 (source or value).forget_recipe()
+            elif source is not None:
+                self._book.waiting.append(weakref.ref(source))  # it forgets it when the step was recorded
             return "" if source is not None else f"it lies more than {limit} after the last kept tensor"
         if not value.blocked or self._products.catch(value):
             return ""
@@ -505,10 +510,6 @@ class Decider:
         value.tensor, value.part = None, origin.part
         enter(node, nr, value)
         join(node, nr, value)
-
-
-def _is_alike(a: Tensor, b: Tensor) -> bool:
-    return a.dtype == b.dtype and a.stride() == b.stride()
 
 
 def _is_strided(tensor: Tensor) -> bool:

@@ -19,13 +19,18 @@ import torch
 from torch import Tensor
 
 from leangrad import _torch
-from leangrad.ledger.origins.rules.products import FOLLOWS
+from leangrad.ledger.origins.functions import FUNCTIONS
+from leangrad.ledger.origins.rules import PRODUCTS, RULES
+from leangrad.ledger.origins.rules.products import FOLLOWING, FOLLOWS
 from leangrad.ledger.values.cast import NODE
-from leangrad.ledger.values.node_metadata import LIVE, VALUES, Node
+from leangrad.ledger.values.node_metadata import LIVE, OPAQUE, VALUES, Node
 from leangrad.ledger.values.pending_inputs import released
 from leangrad.ledger.values.value import Value
 
 RECENT = 4  # how many are held: query, key, value and one more
+_HALVES = (torch.bfloat16, torch.float16)
+# Of each dtype, those in half its bits or fewer that come back from it as they were.
+NARROWER = {torch.float32: _HALVES, torch.float64: (*_HALVES, torch.float32)}
 
 
 def narrow_bytes(value: Value, tensor: Tensor) -> int:
@@ -62,16 +67,24 @@ def keep_narrow(value: Value, tensor: Tensor, cap: int) -> Value | None:
     return own
 
 
-def keep_source(tensor: Tensor, node: Node) -> Value | None:
-    """The plan keeps what ``tensor``, the output of ``node``, was cast from: its value, if it is not kept already."""
+def keep_source(tensor: Tensor, node: Node, fence: int) -> Value | None:
+    """The plan keeps what ``tensor``, the output of ``node``, was cast from: its value, if it is not kept already.
+
+    This step may differ from the recorded one. What was changed unseen since it was made is not what other recipes read
+    (``fence``), and of a view or an op without a rule nobody knows the strides: see ``keep_narrow``.
+    """
     narrow = _narrow_dtype(tensor)
-    if narrow is None:
+    if narrow is None or OPAQUE in node.metadata:
         return None
     below, nr = node.next_functions[0]
+    kind = type(below).__name__
+    is_known = kind not in FOLLOWING and (kind in RULES or kind in PRODUCTS or type(below) in FUNCTIONS)
+    if not is_known or below._sequence_nr() < fence or OPAQUE in below.metadata:
+        return None
     known = below.metadata.get(VALUES[nr])
     value = known() if known is not None else None
     if value is None:
-        value = Value(type(below).__name__)
+        value = Value(kind)
         below.metadata[VALUES[nr]] = ref(value)
     elif type(value) is not Value or value.tensor is not None:
         return None
@@ -92,12 +105,10 @@ def _is_known(source: Value) -> bool:
 def _narrow_dtype(tensor: Tensor) -> torch.dtype | None:
     """What ``tensor`` was cast from, if it has at least twice the bits of that and lost none."""
     node: Any = tensor.grad_fn
-    if type(node).__name__ != NODE or node.next_functions[0][0] is None:
+    if tensor.dtype not in NARROWER or type(node).__name__ != NODE or node.next_functions[0][0] is None:
         return None
     narrow: torch.dtype = _torch.output_facts(*node.next_functions[0]).dtype
-    if not narrow.is_floating_point or 2 * narrow.itemsize > tensor.itemsize:
-        return None
-    return narrow if torch.promote_types(narrow, tensor.dtype) == tensor.dtype else None
+    return narrow if narrow in NARROWER[tensor.dtype] else None
 
 
 class ProductsRegion(Protocol):

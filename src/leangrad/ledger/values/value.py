@@ -108,6 +108,11 @@ class Value(PackedTensor):
         if self.waiters is not None:
             notify(self)
 
+    @property
+    def is_copied(self) -> bool:
+        """Whether it holds a copy of ours, and not the user's tensor: see [Note: kept in fewer bits]."""
+        return self.tensor is not None and self.before is self.tensor
+
     def unblocked(self) -> None:
         """Nothing is missing any more: this value needs no tensor of its own, unless its chain is too long."""
         depth, root = self.depth, self.root

@@ -174,9 +174,9 @@ _attention(_draws, "dropout_p", f"?{DRAW}")
 
 _VIEWS = "View UnsafeView ReshapeAlias Alias Expand T Transpose Permute Unsqueeze Squeeze Select Slice Diagonal Unfold"
 _PARTS = "Split SplitWithSizes UnsafeSplit UnsafeSplitWithSizes Unbind"
-_FOLLOWS = {f"{name}Backward{n}" for name in f"{_VIEWS} {_PARTS} ToCopy".split() for n in range(3)}
-# Their outputs have strides that follow from those of their input.
-FOLLOWS = {r.function for node in _FOLLOWS for r in RULES.get(node, ())} | {see}
+# The outputs of these nodes have strides that follow from those of their input.
+FOLLOWING = frozenset(f"{name}Backward{n}" for name in f"{_VIEWS} {_PARTS} ToCopy".split() for n in range(3))
+FOLLOWS = {r.function for node in FOLLOWING for r in RULES.get(node, ())} | {see}
 
 
 def has_exact_strides(value: Value) -> bool:
