@@ -259,10 +259,10 @@ def fake_time(
 
     begin = tuner.begin
 
-    def timed(**how: Any) -> None:
+    def timed(*of: Any, **how: Any) -> None:
         if tuner.peaks.is_recorded:
             now[0] += of_step() + noise()
-        begin(**how)
+        begin(*of, **how)
 
     monkeypatch.setattr(timing.Stopwatch, "now", tell)
     monkeypatch.setattr(tuner, "begin", timed)

@@ -179,7 +179,7 @@ class Ledger:
     def _learn_by(self, tuner: Tuner, module: nn.Module | None) -> Recorder | None:
         """The same on the tuner's course, which begins anew where an interrupt has broken it off."""
         try:
-            tuner.begin(on_gpu=_is_on_gpu(module))
+            tuner.begin(module, on_gpu=_is_on_gpu(module))
             return self._learn(module)
         except BudgetError:
             raise

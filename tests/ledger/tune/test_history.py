@@ -290,10 +290,10 @@ def test_a_tensor_of_the_size_of_a_mark_is_no_second_beginning() -> None:
 def test_who_listens_already(recorder: Recorder, by_whom: str) -> None:
     """Another model does so for a step: what was measured before it still counts. A user may do so for good."""
     peaks, below = Peaks(), 10**7  # the allocator's peak is far above it
-    peaks.begin(on_gpu=True)
+    peaks.begin(None, on_gpu=True)
     peaks.listen()
     assert peaks.sees(below)
-    peaks.begin(on_gpu=True)  # that step has ended
+    peaks.begin(None, on_gpu=True)  # that step has ended
     other = History.begin(0) if by_whom == "another model" else None
     recorder.is_on = True
     peaks.listen()

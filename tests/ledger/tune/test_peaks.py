@@ -258,27 +258,33 @@ def test_what_others_take_between_two_steps_is_none_of_theirs(
     assert tuner.peaks.after < STANDING // 2
 
 
-def test_what_the_optimizer_takes_is(net: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its step is the first after backward; what a second one takes, of another model say, is not."""
-    model, step = budgeted(net, 2 * STANDING, adam=True)
-    assert step.optimizer is not None
-    counters = [Counters(STANDING, STANDING)]
-    FakeAllocator(monkeypatch, counters[0])
-    monkeypatch.setattr(peaks_module, "_counters", lambda: counters[0])
-    more = STANDING + 2 * 10**8
-
-    def during(*_: Any) -> None:
-        counters[0] = counters[0]._replace(highest=more)
-
-    hook = step.optimizer.register_step_post_hook(during)  # which runs before those of all optimizers
-    step()
-    hook.remove()
-    other = torch.optim.SGD([nn.Parameter(torch.ones(1))])
-    other.register_step_post_hook(lambda *_: counters.__setitem__(0, Counters(STANDING, 2 * more)))
-    other.step()
+def test_what_its_optimizers_take_is(net: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first that makes a step after backward, and another with parameters of the model; what others take is not."""
+    model, step = budgeted(net, 3 * STANDING, adam=True)
+    allocated = [Counters(STANDING, STANDING)]
+    FakeAllocator(monkeypatch, allocated[0])
+    monkeypatch.setattr(peaks_module, "_counters", lambda: allocated[0])
     tuner: Any = leangrad.ledger_of(model)._tuner
-    step()
-    assert tuner.peaks.after == more
+    mine, second = step.optimizer, torch.optim.SGD([list(model.parameters())[-1]], lr=0.0)
+    others = torch.optim.SGD([nn.Parameter(torch.ones(1))])
+    assert mine is not None
+    for n, optimizer in enumerate((mine, second, others), 1):
+        takes = STANDING + n * 10**8
+        optimizer.register_step_post_hook(lambda *_, takes=takes: allocated.__setitem__(0, Counters(STANDING, takes)))
+
+    def after(*later: torch.optim.Optimizer) -> int:
+        tuner.peaks.after, allocated[0] = 0, Counters(STANDING, STANDING)
+        step()
+        for optimizer in later:
+            optimizer.step()
+        before = tuner.peaks._after_optimizer
+        step()
+        return before or 0
+
+    assert after() == STANDING + 10**8
+    assert after(others) == STANDING + 10**8
+    assert after(second, others) == STANDING + 2 * 10**8
+    assert tuner.peaks.after == STANDING + 2 * 10**8
 
 
 @pytest.mark.parametrize(("above", "raises"), [(0.004, False), (0.02, True)])

@@ -5,9 +5,10 @@ is known if it is the highest so far; what it took beyond what was foreseen is a
 are read too when forward ends and when backward comes to the model. What a step takes until then, the casts that
 autocast keeps, the last layers of forward, and after it a loss outside of the model, stands beside what is kept and not
 beside what backward makes again. (A value that is being made in forward stands there whether it is kept or not.) They
-are read again when backward has ended, and when an optimizer has made its step after that: what comes later, until the
-next step begins, is a validation or another model at work, and none of this step's. What the optimizer takes is the
-same for all plans; the first step makes its state besides. Steps by which plans are compared are listened to as well,
+are read again when backward has ended, and when the optimizers have made their steps after that: the first one, and
+what else has parameters of this model. What comes later, until the next step begins, is a validation or another model
+at work, and none of this step's. What optimizers take is the same for all plans; the first step makes their state
+besides. Steps by which plans are compared are listened to as well,
 which tells of those below the highest so far too: [Note: below the allocator's peak]. On a CPU nobody counts but
 `leangrad.measure`: where that runs a step, its figure is taken, at any time; before that the plan is what is foreseen,
 with a margin.
@@ -18,13 +19,13 @@ from __future__ import annotations
 import os
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from leangrad import _torch
 from leangrad.ledger.learn.timing import Stopwatch
@@ -48,7 +49,7 @@ class Moment(NamedTuple):
     counters: _torch.Counters | None  # of a GPU
     meter: Meter | None  # of a CPU
     highest: int | None = None  # the allocator's peak when the backward pass before it ended, where that was read
-    stepped: int | None = None  # the same when an optimizer had made its step after that
+    stepped: int | None = None  # the same when the last of its optimizers had made its step after that
     end: _torch.Counters | None = None  # when the forward pass before it ended
     turn: _torch.Counters | None = None  # when that backward pass came to the model
     parts: Parts | None = None  # the peaks of the step before it, where it was listened to
@@ -75,7 +76,8 @@ class Peaks:
         self._is_reset = False  # the user resets the allocator's peak between steps
         self._sees_backward = False  # its end
         self._after_backward: int | None = None  # the allocator's peak, of this step
-        self._after_optimizer: int | None = None  # the same when an optimizer has made its step
+        self._after_optimizer: int | None = None  # the same when the last of its optimizers has made its step
+        self._module: Callable[[], nn.Module | None] = _no_module
         self._at_end: _torch.Counters | None = None  # when forward ended
         self._at_turn: _torch.Counters | None = None  # when backward came to the model
         self._history: History | None = None  # of a step that is listened to
@@ -101,9 +103,10 @@ class Peaks:
 
     # -------------------------------------------------------------------------------------------------------- readings
 
-    def begin(self, *, on_gpu: bool) -> None:
-        """A step begins."""
+    def begin(self, module: nn.Module | None, *, on_gpu: bool) -> None:
+        """A step of ``module`` begins."""
         self.on_gpu = on_gpu
+        self._module = _no_module if module is None else weakref.ref(module)
         now = self._now()
         if now.counters is not None and (now.highest or 0) > now.counters.highest:
             self._is_reset = True
@@ -186,10 +189,17 @@ class Peaks:
         if self._history is not None and self._outputs == 1 and not self._may_follow:  # nor for another output
             self._stop_listening(self._at_end, self._at_turn, is_whole=True)
 
-    def read_after_optimizer(self) -> None:
-        """An optimizer has made its step."""
+    def read_after_optimizer(self, optimizer: Optimizer) -> None:
+        """``optimizer`` has made its step, the first after backward or another one."""
         counters = _counters()
-        self._after_optimizer = None if counters is None else counters.highest
+        if counters is not None and (self._after_optimizer is None or self._trains(optimizer)):
+            self._after_optimizer = counters.highest
+
+    def _trains(self, optimizer: Optimizer) -> bool:
+        """Whether parameters of this model are the optimizer's."""
+        module = self._module()
+        ours = set() if module is None else {id(parameter) for parameter in module.parameters()}
+        return any(id(parameter) in ours for group in optimizer.param_groups for parameter in group["params"])
 
     def _mark(self, moment: int) -> None:
         if self._history is not None:
@@ -315,21 +325,24 @@ class Peaks:
         return max(forward, 0 if self.beside_kept is None else outcome.kept_bytes + self.beside_kept)
 
 
-_waiting: weakref.WeakSet[Peaks] = weakref.WeakSet()  # whose backward has ended, and no optimizer made a step since
+_waiting: weakref.WeakSet[Peaks] = weakref.WeakSet()  # whose backward has ended, and no other step begun since
 _hook: Any = None
 
 
 def _wait_for_optimizer(peaks: Peaks) -> None:
-    """Tell these when an optimizer has made its next step."""
+    """Tell these when an optimizer has made a step."""
     global _hook
     _waiting.add(peaks)
     _hook = _hook or register_optimizer_step_post_hook(_after_optimizer)
 
 
-def _after_optimizer(*_: Any) -> None:
+def _after_optimizer(optimizer: Optimizer, *_: Any) -> None:
     for peaks in list(_waiting):
-        peaks.read_after_optimizer()
-    _waiting.clear()
+        peaks.read_after_optimizer(optimizer)
+
+
+def _no_module() -> None:
+    """Of a region that is no module's."""
 
 
 def first_graded(output: object) -> Tensor | None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from torch import nn
+
 from leangrad.errors import BudgetError
 from leangrad.ledger.learn.recorded_step import RecordedStep
 from leangrad.ledger.tune.course import Course
@@ -37,11 +39,11 @@ class Tuner:
         """Whether the budget could not be met."""
         return self._error is not None
 
-    def begin(self, *, on_gpu: bool) -> None:
-        """A step begins."""
+    def begin(self, module: nn.Module | None, *, on_gpu: bool) -> None:
+        """A step of ``module`` begins."""
         if self._error is not None:
             raise self._error
-        self.peaks.begin(on_gpu=on_gpu)
+        self.peaks.begin(module, on_gpu=on_gpu)
 
     def sees_output(self, output: object) -> None:
         """Forward handed this out."""
