@@ -274,3 +274,15 @@ def test_forward_holds_what_it_makes_whether_it_is_kept_or_not() -> None:
     assert replay.play(frozenset({0, 1})).forward_bytes == 130 + 500
     assert replay.play(frozenset({0, 2})).forward_bytes == 100 + 500 + 20  # it stands while the next one is made
     assert replay.play(frozenset({0, 2})).kept_bytes == 600
+
+
+def test_what_was_not_foreseen_is_the_scratch_of_the_ops_that_ran_then() -> None:
+    """Two maps, read last to first: a workspace in the last op of backward, and one where the first map is made."""
+    values = (Value(100), Value(100, (0,)), Value(0, (1,), is_backward=True), Value(0, (0,), is_backward=True))
+    replay, kept = Replay(Graph(values)), frozenset({0, 1})
+    assert (replay.play(kept).peak_bytes, replay.play(kept).forward_bytes) == (200, 200)
+    raised = replay.raised(kept, [(0, 900), (1, 200)], [(0, 200), (1, 500)])
+    assert [value.scratch for value in raised.graph.values] == [700, 0, 0, 400]
+    assert (raised.play(kept).peak_bytes, raised.play(kept).forward_bytes) == (500, 800)
+    assert raised.play(frozenset({0})).peak_bytes == 500  # another cut has the same
+    assert replay.raised(kept, [(0, 50)], [(0, 0)]).graph == replay.graph

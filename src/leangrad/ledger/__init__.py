@@ -43,6 +43,7 @@ The ledger itself
 values: what backward may ask for
     values                          the folder of what a saved-tensor hook may return
     value, Value                    a tensor that backward may ask for: kept, rebuilt by its recipe, or absent
+    Watch                           protocol: what times the ops of rebuilds
     saved, PackedTensor             base class: what stands for a saved tensor and gives it back in backward
     Bare                            a kept tensor with the version that it must still have, and nothing else
     saved_view, SavedView           a saved view: strides over a base, which is kept or rebuilt once for all its views
@@ -122,7 +123,9 @@ learn: what a recorded step shows
     Ends, Border                    what a recorded step tells of that; after which module it is
     Exit, Change                    parts of what it tells: a module has run; memory has changed in place
     EndingRegion                    protocol: what an early end asks of its region
-    timing, Timing, Cost            what each rebuild of a step takes, on the host and on the device
+    timing, Timing, Cost            what each op of a rebuild takes, on the host and on the device
+    SavedMarks                      marks, in what counts memory, when tensors are saved and read
+    Unpacks                         protocol: what stands for the unpack hook in one step
     Stopwatch                       moments on the clock of a device
 
 tune: towards what the user asked for

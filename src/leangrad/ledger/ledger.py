@@ -20,7 +20,7 @@ from leangrad.ledger.gc_pause import GcPause
 from leangrad.ledger.learn.entries import Entry, Totals
 from leangrad.ledger.learn.recorded_step import RecordedStep
 from leangrad.ledger.learn.recorder import Recorder
-from leangrad.ledger.learn.timing import Timing
+from leangrad.ledger.learn.timing import Unpacks
 from leangrad.ledger.learn.trace import Trace
 from leangrad.ledger.observe.active_region import region_is_open
 from leangrad.ledger.observe.processes.gathers import Gathers
@@ -77,7 +77,7 @@ class Ledger:
         self.gathers = Gathers()  # the modules whose parameters are sharded
         self.remark: Callable[[Sequence[Entry]], str] = lambda _: ""  # what else the summary says, of a recorded step
         self.goal = goal
-        self.timing: Timing | None = None  # times the rebuilds of the step that runs
+        self.timing: Unpacks | None = None  # times the rebuilds of the step that runs, or marks them
         self._tuner = Tuner(goal) if goal is not None else None
         self._host = HostLimit(spare if goal is None else 0.0)
         self._is_plain = False  # all is kept, so no region is opened
@@ -261,7 +261,8 @@ class Ledger:
         if way.kept is not None and way.kept != self._kept_items and self._recorder is not None:
             step = self._recorder.step
             assert step is not None
-            self._adopt(step, self._replay, way.kept)
+            course = None if self._tuner is None else self._tuner.course
+            self._adopt(step, self._replay if course is None else course.replay, way.kept)
         return True
 
     @property

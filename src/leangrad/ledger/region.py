@@ -14,7 +14,7 @@ from leangrad import _torch
 from leangrad.ledger.decision import Decider, Decision, SavedKind
 from leangrad.ledger.learn.early_end import EarlyEnd
 from leangrad.ledger.learn.recorder import Recorder
-from leangrad.ledger.learn.timing import Timing
+from leangrad.ledger.learn.timing import Unpacks
 from leangrad.ledger.learn.trace import Trace, TraceMode, TraceRecorder
 from leangrad.ledger.observe.active_region import enter, opened
 from leangrad.ledger.observe.checkpoint import Placeholder, Recomputation, SegmentLedger, is_settled
@@ -41,7 +41,7 @@ class LedgerState(Protocol):
     saved_kinds: Sequence[SavedKind]  # of each saved tensor of the recorded step
     trace: Trace | None
     gathers: Gathers
-    timing: Timing | None  # times the rebuilds of this step
+    timing: Unpacks | None  # times the rebuilds of this step, or marks them
 
     @property
     def cap(self) -> int:
@@ -223,7 +223,7 @@ class Region:
         """The same in a step whose rebuilds are timed: they are known by the number of the saved tensor."""
         number = self.packs
         packed = self.pack_along(tensor) if self._follows else self.pack(tensor)
-        self._timing.numbers[id(packed)] = number
+        self._timing.note(packed, number)
         return packed
 
     def resolve(self, slots: Sequence[PendingSave], claimed: Mapping[int, ShapeOnlyReader]) -> None:

@@ -29,7 +29,7 @@ class Relaxation:
     """All that may be kept beside ``kept``, in the order in which it is worth it."""
 
     def __init__(self, replay: Replay, kept: frozenset[int]) -> None:
-        self._replay, self.kept = replay, kept
+        self._replay, self.kept, self.graph = replay, kept, replay.graph
         self._values = replay.graph.values
         self._played: dict[frozenset[int], Outcome] = {}
 

@@ -9,13 +9,21 @@ link of a chain would be rebuilt from the first. For as long it has its recipe, 
 [Note: made again] A link that is one cheap pass over the link before it, in the same memory (a batch norm with its
 addition and activation as one layer), may be let go instead and made again: then a chain of any length takes one map.
 It is held where that does not raise the peak, and where all else would rebuild too much.
+
+[Note: what was not foreseen] An op may take more than anybody knew: a convolution its workspace, the first layers maps
+that nobody saves, most of all where forward begins, and backward ends, and little else is held. Where a step was
+measured from one saved tensor to the next, what it took beyond what was foreseen is the scratch of the ops that ran
+then, under any cut; it is none of those at the peak.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import replace
 from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple
 
 from leangrad.policy.graph import Graph
 from leangrad.policy.peak import EQUAL, Outcome
@@ -23,6 +31,18 @@ from leangrad.policy.peak import EQUAL, Outcome
 __all__ = ["Replay"]
 
 AGAIN = 2  # times the bytes of rebuilding each link once: so much may be rebuilt, where links are made again
+
+
+Measured = tuple[int, int]  # a place, and bytes
+
+
+class _Run(NamedTuple):
+    """How a step plays out, from value to value."""
+
+    standing: int  # what stands when backward begins
+    work: float
+    forward: list[int]  # what is held while each value of forward is being made
+    backward: list[int]  # and while each op of backward runs
 
 
 class Replay:
@@ -33,6 +53,7 @@ class Replay:
         self.graph = graph
         values = graph.values
         self.costs = [value.nbytes for value in values] if costs is None else costs
+        self._made = [n for n, value in enumerate(values) if not value.is_backward]
         self._ops = [n for n, value in enumerate(values) if value.is_backward]
         self._reads = [[i for i in values[n].inputs if not values[i].is_backward] for n in self._ops]
         self._readers = [sum(values[r].is_backward for r in readers) for readers in graph.readers]
@@ -71,15 +92,42 @@ class Replay:
                 waiting += [some[: len(some) // 2], some[len(some) // 2 :]]
         return held
 
+    def raised(self, kept: frozenset[int], made: Sequence[Measured], read: Sequence[Measured]) -> Replay:
+        """The same with more scratch, where a step that kept ``kept`` took more: see [Note: what was not foreseen].
+
+        made: values of forward, in order, and the most that was held from each of them on until the next.
+        read: the same of ops of backward, by their place among all of these.
+        """
+        run, values = self._run(kept, self.held(kept)), list(self.graph.values)
+
+        def add(places: Sequence[int], levels: Sequence[int], measured: Sequence[Measured], beyond: int) -> None:
+            for (first, most), (next_one, _) in pairwise([*measured, (len(places), 0)]):
+                end = max(next_one, first + 1)
+                more = most - max(levels[first : end + beyond], default=most)
+                if more > 0:
+                    for n in places[first:end]:
+                        values[n] = replace(values[n], scratch=values[n].scratch + more)
+
+        add(self._made, run.forward, made, 1)  # a value is saved when it was made, so the next one is counted too
+        add(self._ops, run.backward, read, 0)
+        return Replay(Graph(tuple(values)), self.costs)
+
     def _play(self, kept: AbstractSet[int], held: AbstractSet[int]) -> Outcome:
         """Of what may be made again, only what is ``held`` waits for its readers."""
+        run = self._run(kept, held)
+        peak, at = max(run.backward, default=0), 0
+        if peak > run.standing:
+            at = self._ops[run.backward.index(peak)]
+        return Outcome(max(peak, run.standing), at, run.standing, run.work, max(run.forward, default=0))
+
+    def _run(self, kept: AbstractSet[int], held: AbstractSet[int]) -> _Run:
         values, costs = self.graph.values, self.costs
         change = [0] * (len(self._reads) + 1)
-        standing = forward = 0
+        standing, forward = 0, list[int]()
         last_uses = self._last_uses(kept)
         for n, value in enumerate(values):
             if not value.is_backward:
-                forward = max(forward, standing + value.nbytes)
+                forward.append(standing + value.nbytes + value.scratch)
             if n in last_uses:
                 standing += value.nbytes
                 change[last_uses[n] + 1] -= value.nbytes
@@ -105,13 +153,11 @@ class Replay:
                 if left[n] <= 0 and n in there:
                     there.discard(n)
                     change[tick + 1] -= values[n].nbytes
-        live = peak = standing
-        at = 0
+        live, backward = standing, list[int]()
         for n, added in zip(self._ops, change, strict=False):
             live += added
-            if live + values[n].scratch > peak:
-                peak, at = live + values[n].scratch, n
-        return Outcome(peak, at, standing, work, forward)
+            backward.append(live + values[n].scratch)
+        return _Run(standing, work, forward, backward)
 
     def _last_uses(self, kept: AbstractSet[int]) -> dict[int, int]:
         """Of what stands when backward begins: when it is last read, itself or by a recipe that is still there."""

@@ -33,7 +33,7 @@ class Recorder:
         self.starts = 0
         self.marks: list[str] = []
         monkeypatch.setattr(_torch, "start_history", self._start)
-        monkeypatch.setattr(_torch, "mark_history", lambda size: self.marks.append(MARKS[size]))
+        monkeypatch.setattr(_torch, "mark_history", self._mark)
         monkeypatch.setattr(_torch, "stop_history", self._stop)
 
     def _start(self) -> bool:
@@ -42,6 +42,10 @@ class Recorder:
         self.is_on, self.marks = True, []
         self.starts += 1
         return True
+
+    def _mark(self, size: int) -> None:
+        if size in MARKS:  # and is none of a saved tensor's
+            self.marks.append(MARKS[size])
 
     def _stop(self) -> list[tuple[bool, int]]:
         self.is_on = False
@@ -247,7 +251,7 @@ def test_a_history_that_the_user_begins_meanwhile_is_his(allocator: Torch) -> No
     allocator.record()
     for moment in (END, TURN, AFTER):
         history.mark(moment)
-    assert history.stop(Counters(100, 100), Counters(100, 100)) == Parts(100, 100, 100)
+    assert history.stop(Counters(100, 100), Counters(100, 100)) == Parts(100, 100, 100, (100,), (100,))
     assert allocator.is_on
     assert allocator.events
     assert History.begin(0) is None
@@ -283,7 +287,7 @@ def test_a_tensor_of_the_size_of_a_mark_is_no_second_beginning() -> None:
     marks = [(True, END), (False, END), (True, TURN), (False, TURN), (True, AFTER), (False, AFTER)]
     begins = [(True, START), (False, START)]
     found = add_up([*begins, (True, 50), (False, 50), (True, START), (True, 10), *marks])
-    assert found == (Parts(50, 10, 10), (10, 10))
+    assert found == (Parts(50, 10, 10, (50,), (10,)), (10, 10))
 
 
 @pytest.mark.parametrize("by_whom", ["another model", "the user"])

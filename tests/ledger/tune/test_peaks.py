@@ -18,8 +18,8 @@ from leangrad.errors import BudgetError
 from leangrad.ledger.tune import peaks as peaks_module
 from leangrad.ledger.tune import to_budget
 from leangrad.ledger.tune.goal import PRODUCTS, Way
-from leangrad.ledger.tune.history import AFTER, END, START, TURN, History, Parts, add_up
-from leangrad.ledger.tune.meter import Meter
+from leangrad.ledger.tune.history import AFTER, END, READ, SAVE, START, TURN, History, Parts, add_up
+from leangrad.ledger.tune.meter import Meter, _most_between
 from leangrad.measure.listeners import Course
 from leangrad.policy.choice import lowest_peak
 from tests.support import assert_same_bits
@@ -374,11 +374,66 @@ def test_the_peaks_between_the_marks() -> None:
         START, -START, 10, 30, -10, END, -END, 5, -5, TURN, -TURN, 50, -30, TURN, -TURN, 1, -50, AFTER, -AFTER
     )
     after = marked(10**6, -(10**6))
-    assert add_up(before + step + after) == (Parts(40, 35, 80), (30, 30))
-    assert add_up(before + step + marked(70, -70, AFTER, -AFTER)) == (Parts(40, 35, 80), (30, 30))
-    assert add_up(before + step + marked(90, -90, AFTER, -AFTER)) == (Parts(40, 35, 91), (30, 30))
+    parts = Parts(40, 35, 80, (40,), (80,))
+    assert add_up(before + step + after) == (parts, (30, 30))
+    assert add_up(before + step + marked(70, -70, AFTER, -AFTER)) == (parts, (30, 30))
+    assert add_up(before + step + marked(90, -90, AFTER, -AFTER)) == (parts._replace(later=91), (30, 30))
     assert add_up(step[:-2]) is None
     assert add_up([]) is None
+
+
+def test_the_peaks_from_one_saved_tensor_to_the_next() -> None:
+    sizes = (
+        *(START, -START, 50, -40, SAVE, -SAVE, 5, 20, -20, SAVE, -SAVE, 3, END, -END, SAVE, -SAVE, 99, -99),
+        *(TURN, -TURN, 1, -1, READ, -READ, 30, -28, READ, -READ, -5, 4, AFTER, -AFTER, READ, -READ, 70),
+    )
+    found = add_up([(n > 0, abs(n)) for n in sizes])
+    assert found is not None
+    assert found[0].saves == (50, 35, 18)  # what comes after forward is none of it
+    assert found[0].reads == (19, 48, 20)
+
+
+def test_the_same_by_the_times_of_a_profile() -> None:
+    """Of which each tells what is held from then on."""
+    course = [(1, 50), (3, 10), (12, 15), (14, 35), (16, 15), (22, 18)]
+    assert [*_most_between([0, 10, 20, 30], course)] == [50, 35, 18]
+    assert [*_most_between([0, 2, 2, 13, 13, 99], course)] == [50, 50, 50, 15, 35]
+    assert [*_most_between([5, 9], [])] == [0]
+
+
+@pytest.mark.parametrize("in_forward", [False, True])
+def test_a_workspace_where_little_is_held_does_not_count_elsewhere(net: nn.Module, in_forward: bool) -> None:
+    """That of a convolution in the first layers, say: a budget that it fits leaves room for what is gone by then."""
+    workspace = 12 << 20
+
+    def take(*_: Any) -> None:
+        torch.empty(workspace, dtype=torch.uint8)
+
+    def wait(out: Tensor) -> None:
+        out.register_hook(take)
+
+    def attach(model: nn.Module) -> nn.Module:
+        first: Any = model[0]  # type: ignore[index]
+        first.register_forward_hook(take if in_forward else lambda module, args, out: wait(out))
+        return model
+
+    def rebuilding(model: nn.Module) -> float:
+        course = leangrad.ledger_of(model)._tuner.course  # type: ignore[union-attr]
+        kept: Any = leangrad.ledger_of(model)._kept_items
+        return course.play(kept).work / course.play(course.smallest).work  # type: ignore[union-attr]
+
+    attach(net)
+    floor = leangrad.lean(copy.deepcopy(net), min_bytes=0)
+    budget = int(1.02 * max(peaks(Step(floor), 3)))
+    assert budget > workspace
+    model, step = budgeted(net, budget)
+    found = peaks(step, 28)
+    assert max(found[-4:]) <= budget
+    assert leangrad.ledger_of(model)._is_plain or rebuilding(model) < 0.2
+    plain = copy.deepcopy(net)
+    Step(plain)()
+    for a, b in zip(plain.parameters(), model.parameters(), strict=True):
+        assert_same_bits(a.grad, b.grad)
 
 
 @pytest.mark.gpu

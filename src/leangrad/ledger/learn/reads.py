@@ -40,6 +40,7 @@ class Reads:
         self._to_come: dict[int, list[Reader]] = {}  # of each item: those that will read it, in order
         self._scratch: dict[Convolution, int] = {}  # what they take, in bytes
         self._segments: list[tuple[int, Segment]] = []  # which read is a segment that was run again
+        self._saved: dict[tuple[int, int], list[int]] = {}  # by item and node: the numbers of the saved tensors
 
     def expect(self, step: RecordedStep, saved_by: Sequence[int]) -> None:
         """Forward has ended. Of each item: who will read it, and whose scratch that will take.
@@ -53,6 +54,7 @@ class Reads:
             if tensor.item >= 0:
                 reader = Reader(node, 2 * self._items[tensor.item].nbytes, convolution=convolutions.get(place))
                 self._to_come.setdefault(tensor.item, []).append(reader)
+                self._saved.setdefault((tensor.item, node), []).append(place)
 
     def add(self, item: int, node: int) -> None:
         """Backward reads ``item``; ``node``: the number of the node that does, where no reader was expected."""
@@ -84,6 +86,7 @@ class Reads:
         segments = dict(self._segments)
         others = sorted(alive.keys() - {r.node for r in self._readers})
         ops: list[policy.Value] = []
+        read_at: dict[int, int] = {}
         for at, (read, reader) in enumerate(zip(self._reads, self._readers, strict=True)):
             nbytes = alive.get(reader.node, reader.guess) + reader.scratch
             if reader.convolution is not None:
@@ -95,7 +98,11 @@ class Reads:
                 between = max(between, alive[others.pop()])
             if between > nbytes:  # nodes that read nothing, and so use none of the items
                 ops.append(policy.Value(0, is_backward=True, scratch=between))
+            for item in read:
+                for place in self._saved.get((item, reader.node), ()):
+                    read_at.setdefault(place, len(ops))
             ops.append(policy.Value(0, read, is_backward=True, scratch=nbytes))
+        step.read_at = read_at
         return policy.Graph((*self._held_items(step), *ops))
 
     def _held_items(self, step: RecordedStep) -> list[policy.Value]:

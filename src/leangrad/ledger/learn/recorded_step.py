@@ -45,6 +45,7 @@ class RecordedStep:
     undecided: Mapping[int, int] = field(default_factory=dict)  # of entries that no decision made: their items
     spared: frozenset[int] = frozenset()  # the items that are kept to spare the host
     ends: Ends | None = None  # where the override may end before the step does; None: nowhere
+    read_at: Mapping[int, int] = field(default_factory=dict)  # of saved tensors: the place of their reader in backward
 
     def entries_under(self, kept: frozenset[int] | None) -> list[Entry]:
         """The entries as later steps make them, in which the items ``kept`` are kept."""

@@ -7,12 +7,12 @@ the median of how much longer each was than the plain one before it: the shortes
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from leangrad.ledger.learn.recorded_step import RecordedStep
-from leangrad.ledger.learn.timing import Cost, Stopwatch, Timing
+from leangrad.ledger.learn.timing import Cost, SavedMarks, Stopwatch, Timing
 from leangrad.ledger.tune.goal import Goal, Way
 from leangrad.ledger.tune.peaks import Peaks
 from leangrad.policy.choice import lowest_peak
@@ -49,6 +49,8 @@ class Course:
         if any(value.products for value in replay.graph.values):
             plans.append(_without_products(replay))
         self.smallest, *self.others = plans
+        self._recorded = Relaxation(replay, self.smallest)  # as it was foreseen before any step was measured
+        self._marks: SavedMarks | None = None  # of the step that runs, if it is listened to
         self.use(replay)
         self.note_peak(step.kept_items(), is_recorded=True)
 
@@ -88,17 +90,45 @@ class Course:
         """Whether a step may take so much."""
         return True
 
-    def note_peak(self, kept: frozenset[int], *, is_recorded: bool = False) -> None:
-        """Compare what the last step took, in which ``kept`` was kept, with what was foreseen."""
-        stood = self.peaks.compare(self.play(kept))
+    def note_peak(self, kept: frozenset[int], *, is_recorded: bool = False, is_early: bool = False) -> None:
+        """Compare what the last step took, in which ``kept`` was kept, with what was foreseen.
+
+        is_early: kernels were still being proven, so that the next step will tell more.
+        """
+        peaks = self.peaks
+        stood = peaks.compare(self._recorded.play(kept))
+        extra, in_forward = peaks.extra, peaks.in_forward
+        self._raise_scratch(kept, is_early)
+        peaks.compare(self.play(kept))
+        # Where less was taken than is foreseen with what other plans were found to take, nothing is learned from that.
+        if extra is not None and peaks.extra is not None:
+            peaks.extra = max(peaks.extra, min(0, extra))
+        if in_forward is not None and peaks.in_forward is not None:
+            peaks.in_forward = max(peaks.in_forward, min(0, in_forward))
         if self.peaks.peak is not None and kept == self.smallest and not is_recorded:
             self.smallest_took = self.peaks.peak - stood
 
-    def seen(self, kept: frozenset[int]) -> Iterator[Way]:
+    def _raise_scratch(self, kept: frozenset[int], is_early: bool) -> None:
+        """Learn where the last step took more than was foreseen: see [Note: what was not foreseen]."""
+        marks, self._marks, peaks = self._marks, None, self.peaks
+        if marks is None or (len(marks.saves) + 1, len(marks.reads) + 1) != (len(peaks.saves), len(peaks.reads)):
+            return
+        made_at = {number: saved.item for number, saved in enumerate(self.step.saved)}
+        made = _in_order(marks.saves, made_at, peaks.saves)
+        read = _in_order(marks.reads, self.step.read_at, peaks.reads)
+        base = Replay(self._recorded.graph, self.replay.costs) if is_early else self.replay
+        self.use(base.raised(kept, made, read))
+
+    def seen(self, kept: frozenset[int], *, is_early: bool = False) -> Iterator[Way]:
         """A step that keeps so much, and what it takes is compared with what was foreseen."""
+        yield self.listened(Way(kept))
+        self.note_peak(kept, is_early=is_early)
+
+    def listened(self, way: Way) -> Way:
+        """The same way for the step that begins, of which is asked what it takes, and where."""
         self.peaks.listen()
-        yield Way(kept)
-        self.note_peak(kept)
+        self._marks = None if way.kept is None else self.peaks.marks()
+        return way._replace(timing=self._marks)
 
     # ----------------------------------------------------------------------------------------------------------- times
 
@@ -157,6 +187,21 @@ class Course:
             kind = (ops.get(n), items[n].nbytes, items[n].products, len(items[n].inputs), items[n].may_end_chain)
             alike.setdefault(kind, []).append(n)
         return {n: sum(costs[i] for i in some) / len(some) for some in alike.values() for n in some}
+
+
+def _in_order(numbers: Sequence[int], places: Mapping[int, int], held: Sequence[int]) -> list[tuple[int, int]]:
+    """The places of saved tensors, in order, and the most that was held from each on until the next.
+
+    held: the first of it was before all of them. What comes again, or nobody knows where, belongs to the one before it.
+    """
+    found = [(0, held[0])]
+    for number, most in zip(numbers, held[1:], strict=True):
+        place, (last, before) = places.get(number, -1), found[-1]
+        if place > last:
+            found.append((place, most))
+        else:
+            found[-1] = last, max(before, most)
+    return found
 
 
 def _without_products(replay: Replay) -> frozenset[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from leangrad.ledger.learn.timing import Timing
+from leangrad.ledger.learn.timing import Unpacks
 
 __all__ = ["PRODUCTS", "Goal", "Way"]
 
@@ -22,5 +22,5 @@ class Way(NamedTuple):
     """How one step runs."""
 
     kept: frozenset[int] | None = None  # the items that are kept; None: all that plain keeps, with no region at all
-    timing: Timing | None = None  # times every rebuild
+    timing: Unpacks | None = None  # times every rebuild, or marks it
     products: int | None = None  # the step is recorded anew, with recipes that run through so many products in a row

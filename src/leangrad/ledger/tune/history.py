@@ -3,7 +3,8 @@
 [Note: below the allocator's peak] The peak that the allocator counts belongs to the user, and is never reset. A step
 that stays below an earlier one, of a validation say, or of the step that was recorded, leaves no trace in it. So the
 allocator is asked to note every allocation of one step, and the peaks of forward, of what lies between it and backward,
-and of backward are added up from that. A block of a size that nobody else asks for marks each of these moments. Who
+and of backward are added up from that, and those from one saved tensor to the next. A block of a size that nobody else
+asks for marks each of these moments. Who
 records a history of his own is not disturbed, nor one who begins it in such a step: then the counters have to do.
 Whatever becomes of the step, or of its model, the history ends with it: there is one for the whole process.
 """
@@ -19,7 +20,8 @@ from leangrad import _torch
 
 __all__ = ["History", "Parts"]
 
-START, END, TURN, AFTER = MARKS = 4099, 4111, 4127, 4129  # bytes: primes, and more than small tensors have
+# Bytes: primes, and more than small tensors have.
+START, END, TURN, AFTER, SAVE, READ = MARKS = 4099, 4111, 4127, 4129, 4133, 4139
 
 
 class Parts(NamedTuple):
@@ -28,6 +30,13 @@ class Parts(NamedTuple):
     forward: int
     start: int  # from the end of forward until backward came to the model
     later: int  # from then on until backward ended
+    saves: tuple[int, ...] = ()  # of forward: until the first tensor was saved, from that to the next, and so on
+    reads: tuple[int, ...] = ()  # of backward: the same of those that it asked for
+
+    @property
+    def highest(self) -> int:
+        """Of the whole step."""
+        return max(self.forward, self.start, self.later)
 
 
 class History:
@@ -72,7 +81,8 @@ class History:
         more = max(
             0, *(now.allocated - self._standing - level for now, level in zip((at_end, at_turn), levels, strict=True))
         )
-        return Parts(*(one + more for one in parts))
+        forward, start, later, *others = parts
+        return Parts(forward + more, start + more, later + more, *(tuple(n + more for n in some) for some in others))
 
 
 def add_up(events: Iterable[tuple[bool, int]]) -> tuple[Parts, tuple[int, int]] | None:
@@ -84,16 +94,28 @@ def add_up(events: Iterable[tuple[bool, int]]) -> tuple[Parts, tuple[int, int]] 
     level = highest = 0
     peaks: dict[int, int] = {}
     levels: dict[int, int] = {}
+    saves, reads = [0], list[int]()
+    between: list[int] = saves  # those of the phase that runs
     for is_allocated, size in dropwhile(lambda event: event != (True, START), events):
         if size not in MARKS:
             level += size if is_allocated else -size
             highest = max(highest, level)
+            if between:
+                between[-1] = max(between[-1], level)
+        elif size in (SAVE, READ):
+            if is_allocated and between is (saves if size == SAVE else reads):
+                between.append(level)
         elif is_allocated and size != START and not (size == TURN and TURN in peaks):
             if size != AFTER and AFTER in peaks:  # another pass over the model
                 continue
             peaks[size] = max(highest, peaks.get(size, 0))
             levels[size] = level
             highest = level
+            between = []
+            if size == TURN:
+                between = reads
+                reads.append(level)
     if not {END, TURN, AFTER} <= peaks.keys():
         return None
-    return Parts(peaks[END], peaks[TURN], peaks[AFTER]), (levels[END], levels[TURN])
+    parts = Parts(peaks[END], peaks[TURN], peaks[AFTER], tuple(saves), tuple(reads))
+    return parts, (levels[END], levels[TURN])

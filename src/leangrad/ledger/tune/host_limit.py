@@ -144,7 +144,8 @@ class HostLimit:
         history, self._history = self._history, None
         if history is not None:
             History.mark(AFTER)
-            self._took = max(history.stop(self._at_output, self._at_turn) or (0,))
+            parts = history.stop(self._at_output, self._at_turn)
+            self._took = 0 if parts is None else parts.highest
         elif began is not None and not _torch.is_capturing():
             self._waits.append(_waited(began))
 

@@ -8,6 +8,8 @@ elsewhere there is none.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 from leangrad import _torch
 from leangrad.measure.listeners import Course, listen
@@ -24,6 +26,10 @@ class Meter:
         self.start_bytes: int | None = None  # from then on until backward came to the model
         self.later_bytes: int | None = None  # from then on until it ended
         self.after_bytes: int | None = None  # and after that, in the optimizer's step
+        self.save_bytes: tuple[int, ...] = ()  # of forward, until the first tensor was saved, then from one to the next
+        self.read_bytes: tuple[int, ...] = ()  # of backward, the same of those that it asked for
+        self._saves: list[int] = []  # when they were
+        self._reads: list[int] = []
         self._handed_out: int | None = None  # when forward had ended
         self._turn: int | None = None  # when backward came to the model
         self._end: int | None = None  # when it ended
@@ -41,6 +47,14 @@ class Meter:
             self._turn = time.time_ns()
         _torch.after_backward(self._ends)
 
+    def saves(self) -> None:
+        """A tensor was saved."""
+        self._saves.append(time.time_ns())
+
+    def reads(self) -> None:
+        """Backward asks for a saved tensor."""
+        self._reads.append(time.time_ns())
+
     def _ends(self) -> None:
         self._end = time.time_ns()
 
@@ -52,3 +66,20 @@ class Meter:
             self.start_bytes = max((held for when, held in course if handed_out <= when < turn), default=0)
             self.later_bytes = max((held for when, held in course if turn <= when < end), default=0)
             self.after_bytes = max((held for when, held in course if end <= when), default=0)
+            self.save_bytes = tuple(_most_between([0, *self._saves, handed_out], course))
+            self.read_bytes = tuple(_most_between([turn, *self._reads, end], course))
+
+
+def _most_between(moments: Sequence[int], course: Course) -> Iterator[int]:
+    """What was held at most from each of these moments until the next one."""
+    at = held = 0
+    for begin, end in pairwise(moments):
+        while at < len(course) and course[at][0] < begin:
+            held = course[at][1]
+            at += 1
+        most = held
+        while at < len(course) and course[at][0] < end:
+            held = course[at][1]
+            most = max(most, held)
+            at += 1
+        yield most

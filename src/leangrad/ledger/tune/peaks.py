@@ -20,6 +20,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -28,8 +29,8 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from leangrad import _torch
-from leangrad.ledger.learn.timing import Stopwatch
-from leangrad.ledger.tune.history import AFTER, END, TURN, History, Parts
+from leangrad.ledger.learn.timing import SavedMarks, Stopwatch
+from leangrad.ledger.tune.history import AFTER, END, READ, SAVE, TURN, History, Parts
 from leangrad.ledger.tune.meter import Meter
 from leangrad.policy.peak import Outcome
 from leangrad.sizes import size_text
@@ -67,6 +68,8 @@ class Peaks:
     - `after`: the peak of what comes after backward, with all that stands; 0: not known.
     - `outside`: of what the region handed out. A loss that is computed outside keeps about as many bytes.
     - `is_settled`: no step is timed any more.
+    - `saves`, `reads`: of the last step, what was held at most from one saved tensor, or one that backward asked for,
+      until the next.
     """
 
     def __init__(self) -> None:
@@ -95,6 +98,8 @@ class Peaks:
         self.is_settled = False
         self.is_recorded = False  # a step was, from which a course began
         self.peak: int | None = None
+        self.saves: tuple[int, ...] = ()
+        self.reads: tuple[int, ...] = ()
         self.took = self.after = 0
         self.extra: int | None = None
         self.extra_before: int | None = None
@@ -142,6 +147,13 @@ class Peaks:
             self._history = History.begin(counters.allocated)
             self._can_listen = self._history is not None or (is_another_open and self._can_listen)
             self._outputs = 0
+
+    def marks(self) -> SavedMarks | None:
+        """What marks the saved tensors of the step that has just begun, if it is listened to."""
+        meter = self.moments[-1].meter if self.moments else None
+        if meter is not None and meter.listens:
+            return SavedMarks(meter.saves, meter.reads)
+        return None if self._history is None else SavedMarks(partial(History.mark, SAVE), partial(History.mark, READ))
 
     def _stop_listening(
         self, at_end: _torch.Counters | None, at_turn: _torch.Counters | None, *, is_whole: bool
@@ -237,7 +249,7 @@ class Peaks:
 
     def compare(self, outcome: Outcome) -> int:
         """Compare what the last step took with what was foreseen of it; returns what stood before it."""
-        self.peak = None
+        self.peak, self.saves, self.reads = None, (), ()
         last = [(a, b) for a, b in pairwise(self.moments[-3:]) if not a.is_end][-1:]
         if not last:
             return 0
@@ -290,12 +302,13 @@ class Peaks:
             or meter.after_bytes is None
         ):
             return
-        self._read_parts(Parts(meter.forward_bytes, meter.start_bytes, meter.later_bytes), outcome)
+        between = meter.save_bytes, meter.read_bytes
+        self._read_parts(Parts(meter.forward_bytes, meter.start_bytes, meter.later_bytes, *between), outcome)
         if self.is_recorded:  # else it is the recorded step, in which the optimizer may make its state
             self.after = meter.after_bytes
 
     def _read_parts(self, parts: Parts, outcome: Outcome) -> None:
-        self.took = max(parts)
+        self.took, self.saves, self.reads = parts.highest, parts.saves, parts.reads
         self.in_forward = parts.forward - outcome.forward_bytes
         self.beside_kept = parts.start - outcome.kept_bytes
         self.extra = max(parts.later - outcome.peak_bytes, min(0, self.took - outcome.peak_bytes))

@@ -31,7 +31,7 @@ __all__ = ["Recordings", "TowardsBudget"]
 RECORDINGS = 3  # with products, without, and with them again
 TURNS = 3  # of plans for one budget that are timed
 SURE = 0.97  # times as long as the other: such a plan is the faster one
-SHARES = (0.6, 0.9, 1.0)  # of the room between the least and the budget, that is taken in one step after another
+SHARES = (0.4, 0.8, 1.0)  # of the room between the least and the budget, that is taken in one step after another
 CORRECTIONS = 3
 ROUNDING = 0.005  # of what a step takes on a GPU, where the allocator rounds blocks up: two of one plan differ by that
 LISTENS = 3  # steps of a plan that are listened to, until one tells what it takes
@@ -65,7 +65,7 @@ class TowardsBudget(Course):
             yield Way(products=0)
         for _ in range(WARM):
             yield from self._check(limit)
-            yield from self.seen(self.smallest)
+            yield from self.seen(self.smallest, is_early=True)
             if peaks.peak is not None and peaks.took > recorded:  # nobody foresaw that
                 peaks.extra = extra
                 self.take_for_smallest(self.step.kept_items())
@@ -100,10 +100,8 @@ class TowardsBudget(Course):
             self._say(limit, best)
             if best != heard:
                 heard, listens = best, LISTENS
-            if listens:
-                listens -= 1
-                peaks.listen()
-            yield self.way(best)
+            yield self.listened(self.way(best)) if listens > 0 else self.way(best)
+            listens -= 1
             extra, in_forward, beside_kept = peaks.extra, peaks.in_forward, peaks.beside_kept
             self.note_peak(best)
             if peaks.peak is not None:  # one step of each plan is enough

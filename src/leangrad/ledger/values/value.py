@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -360,7 +361,10 @@ class Value(PackedTensor):
         if function is None:
             raise LeangradError(f"the input of a recipe was never kept: {self.op}; this is a bug in leangrad")
         if function in replayers:
+            watched = watch is not None and watch.begin(self)
             fused = replayers[function](self, made, task)
+            if watched and watch is not None:
+                watch.end(has_run=fused is not None)
             if fused is not None:
                 return fused
         if self.is_product:
@@ -380,6 +384,7 @@ class Value(PackedTensor):
                     args[i], free = a._rebuild(made, task)
                 if free and i < 2:
                     owned = i
+        watched = watch is not None and watch.begin(self)
         if self.part >= 0:
             parts = function(*args, **self.kwargs)
             tensor = parts[self.part]
@@ -394,6 +399,8 @@ class Value(PackedTensor):
         layout = self.layout
         if layout is not None and (tensor.shape, tensor.stride()) != layout:
             tensor = self._laid_out(tensor, layout)
+        if watched and watch is not None:
+            watch.end(has_run=True)
         # A view, or an input handed back (``x.to`` of its own dtype), is somebody else's memory too.
         if tensor._is_view():
             return tensor, False
@@ -437,6 +444,30 @@ class Value(PackedTensor):
     def is_laid_out(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` lies in memory as this value did."""
         return self.layout is None or (tensor.shape == self.layout[0] and tensor.stride() == self.layout[1])
+
+
+class Watch(Protocol):
+    """What times the ops of rebuilds."""
+
+    def begin(self, value: Value) -> bool:
+        """An op is about to run, which makes ``value``; False: nobody wants to know when it ends."""
+
+    def end(self, *, has_run: bool) -> None:
+        """It has run, or was left to others."""
+
+
+watch: Watch | None = None
+
+
+@contextmanager
+def watched_by(one: Watch) -> Iterator[None]:
+    """Let ``one`` time the ops of rebuilds meanwhile."""
+    global watch
+    watch, before = one, watch
+    try:
+        yield
+    finally:
+        watch = before
 
 
 # By function: what may replay a recipe of it together with others, as one kernel. ``fused.py`` enters itself here.
