@@ -5,7 +5,6 @@ Or marked, in what counts the memory of the step: see [Note: what was not forese
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
@@ -120,7 +119,6 @@ class Timing:
         self._numbers: dict[int, int] = {}  # by the id of what was packed
         self._made: dict[int, int] = {}  # by the id of its value
         self._reads: list[_Read] = []
-        self._thread = 0  # that unpacks now
         self._ops: list[_Op] = []  # of the rebuild that runs
         self._open: list[_Op] = []  # those that have not ended
         self._spent = 0.0  # on taking the time
@@ -136,7 +134,7 @@ class Timing:
         number = self._numbers.get(id(packed), -1)
         if type(packed) is PendingSave and (value := value_of(packed.packed)) is not None:
             self._made.setdefault(id(value), number)
-        self._thread, self._ops, self._open, self._spent = threading.get_ident(), [], [], 0.0
+        self._ops, self._open, self._spent = [], [], 0.0
         with watched_by(self):
             began = time.perf_counter()
             tensor = unpack(packed)
@@ -144,17 +142,14 @@ class Timing:
         self._reads.append(_Read(number, host - self._spent, self._ops))
         return tensor
 
-    def begin(self, value: Value) -> bool:
-        """An op of a rebuild is about to run, which makes ``value``; False: it is none of this step's."""
-        if threading.get_ident() != self._thread:
-            return False
+    def begin(self, value: Value) -> None:
+        """An op of a rebuild is about to run, which makes ``value``."""
         entered = time.perf_counter()
         op = _Op(self._made.get(id(value), -1))
         self._open.append(op)
         op.begin = self._stopwatch.now()
         op.host = time.perf_counter()
         self._spent += op.host - entered
-        return True
 
     def end(self, *, has_run: bool) -> None:
         """It has run, or was left to others."""

@@ -13,6 +13,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from threading import get_ident
 from typing import Any, Protocol
 
 import torch
@@ -360,10 +361,12 @@ class Value(PackedTensor):
         function = self.function
         if function is None:
             raise LeangradError(f"the input of a recipe was never kept: {self.op}; this is a bug in leangrad")
+        watch = watches.get(get_ident()) if watches else None
         if function in replayers:
-            watched = watch is not None and watch.begin(self)
+            if watch is not None:
+                watch.begin(self)
             fused = replayers[function](self, made, task)
-            if watched and watch is not None:
+            if watch is not None:
                 watch.end(has_run=fused is not None)
             if fused is not None:
                 return fused
@@ -384,7 +387,8 @@ class Value(PackedTensor):
                     args[i], free = a._rebuild(made, task)
                 if free and i < 2:
                     owned = i
-        watched = watch is not None and watch.begin(self)
+        if watch is not None:
+            watch.begin(self)
         if self.part >= 0:
             parts = function(*args, **self.kwargs)
             tensor = parts[self.part]
@@ -399,7 +403,7 @@ class Value(PackedTensor):
         layout = self.layout
         if layout is not None and (tensor.shape, tensor.stride()) != layout:
             tensor = self._laid_out(tensor, layout)
-        if watched and watch is not None:
+        if watch is not None:
             watch.end(has_run=True)
         # A view, or an input handed back (``x.to`` of its own dtype), is somebody else's memory too.
         if tensor._is_view():
@@ -449,25 +453,25 @@ class Value(PackedTensor):
 class Watch(Protocol):
     """What times the ops of rebuilds."""
 
-    def begin(self, value: Value) -> bool:
-        """An op is about to run, which makes ``value``; False: nobody wants to know when it ends."""
+    def begin(self, value: Value) -> None:
+        """An op is about to run, which makes ``value``."""
 
     def end(self, *, has_run: bool) -> None:
         """It has run, or was left to others."""
 
 
-watch: Watch | None = None
+watches: dict[int, Watch] = {}  # by thread
 
 
 @contextmanager
-def watched_by(one: Watch) -> Iterator[None]:
-    """Let ``one`` time the ops of rebuilds meanwhile."""
-    global watch
-    watch, before = one, watch
+def watched_by(watch: Watch) -> Iterator[None]:
+    """Let ``watch`` time the ops of rebuilds in this thread meanwhile."""
+    thread = get_ident()
+    watches[thread] = watch
     try:
         yield
     finally:
-        watch = before
+        watches.pop(thread, None)
 
 
 # By function: what may replay a recipe of it together with others, as one kernel. ``fused.py`` enters itself here.
