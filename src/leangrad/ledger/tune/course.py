@@ -128,7 +128,7 @@ class Course:
         """The same way for the step that begins, of which is asked what it takes, and where."""
         self.peaks.listen()
         self._marks = None if way.kept is None else self.peaks.marks()
-        return way._replace(timing=self._marks)
+        return Way(way.kept, self._marks)
 
     # ----------------------------------------------------------------------------------------------------------- times
 
