@@ -146,7 +146,8 @@ def test_where_the_host_is_the_limit_less_is_rebuilt(machine: Machine, x: Tensor
     assert machine.listened == 2  # a step before, and one after
     assert not machine.is_listening
     assert len(rebuilt(model)) < 0.6 * len(rebuilt(least))
-    assert peak(model, x) <= 1.02 * peak(least, x)
+    foreseen = [leangrad.ledger_of(one).peak_bytes() for one in (model, least)]  # nobody hears what a step takes here
+    assert foreseen[0] <= 1.02 * foreseen[1]
     summary = leangrad.ledger_of(model).summary()
     assert "the GPU waits for the host: " in summary.splitlines()[-1]
     assert "the GPU waits for the host, and rebuilding it would save little" in summary
