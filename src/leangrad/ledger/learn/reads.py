@@ -80,6 +80,8 @@ class Reads:
     def graph(self, step: RecordedStep, nodes: gradients.Graph, *, leaves_stay: bool) -> policy.Graph:
         """The step as the policy sees it: its tensors, and the ops of backward that read them.
 
+        Which op reads which saved tensor is noted in ``step.read_at``.
+
         nodes: those of the step; leaves_stay: the gradients of parameters are new ones, and stay.
         """
         alive = self._alive(nodes, leaves_stay)

@@ -100,13 +100,13 @@ class Course:
         extra, in_forward = peaks.extra, peaks.in_forward
         self._raise_scratch(kept, is_early)
         peaks.compare(self.play(kept))
-        # Where less was taken than is foreseen with what other plans were found to take, nothing is learned from that.
+        # Scratch that other plans have taught may be too much for this one: no reason to foresee less of a third.
         if extra is not None and peaks.extra is not None:
             peaks.extra = max(peaks.extra, min(0, extra))
         if in_forward is not None and peaks.in_forward is not None:
             peaks.in_forward = max(peaks.in_forward, min(0, in_forward))
-        if self.peaks.peak is not None and kept == self.smallest and not is_recorded:
-            self.smallest_took = self.peaks.peak - stood
+        if peaks.peak is not None and kept == self.smallest and not is_recorded:
+            self.smallest_took = peaks.peak - stood
 
     def _raise_scratch(self, kept: frozenset[int], is_early: bool) -> None:
         """Learn where the last step took more than was foreseen: see [Note: what was not foreseen]."""

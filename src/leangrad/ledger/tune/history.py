@@ -4,9 +4,9 @@
 that stays below an earlier one, of a validation say, or of the step that was recorded, leaves no trace in it. So the
 allocator is asked to note every allocation of one step, and the peaks of forward, of what lies between it and backward,
 and of backward are added up from that, and those from one saved tensor to the next. A block of a size that nobody else
-asks for marks each of these moments. Who
-records a history of his own is not disturbed, nor one who begins it in such a step: then the counters have to do.
-Whatever becomes of the step, or of its model, the history ends with it: there is one for the whole process.
+asks for marks each of these moments. Who records a history of his own is not disturbed, nor one who begins it in such a
+step: then the counters have to do. Whatever becomes of the step, or of its model, the history ends with it: there is
+one for the whole process.
 """
 
 from __future__ import annotations

@@ -8,10 +8,9 @@ beside what backward makes again. (A value that is being made in forward stands 
 are read again when backward has ended, and when the optimizers have made their steps after that: the first one, and
 what else has parameters of this model. What comes later, until the next step begins, is a validation or another model
 at work, and none of this step's. What optimizers take is the same for all plans; the first step makes their state
-besides. Steps by which plans are compared are listened to as well,
-which tells of those below the highest so far too: [Note: below the allocator's peak]. On a CPU nobody counts but
-`leangrad.measure`: where that runs a step, its figure is taken, at any time; before that the plan is what is foreseen,
-with a margin.
+besides. Steps by which plans are compared are listened to as well, which tells of those below the highest so far too:
+[Note: below the allocator's peak]. On a CPU nobody counts but `leangrad.measure`: where that runs a step, its figure is
+taken, at any time; before that the plan is what is foreseen, with a margin.
 """
 
 from __future__ import annotations
