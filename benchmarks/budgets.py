@@ -176,7 +176,7 @@ def _on_gpu(
         "highest": highest,
         "ms": min(turns),
         **({"device_ms": min(kernels(step) for _ in range(2))} if of_kernels else {}),
-        "status": "" if ledger is None else ledger._host.status if ledger._tuner is None else ledger._tuner.status,
+        "status": "" if ledger is None else ledger.goal_status,
     }
 
 

@@ -64,6 +64,7 @@ class Row:
       element of plain's; 0 if all bits are the same. Gradients below a millionth of the largest do not count.
     - `bitwise`: whether all bits are plain's; None where plain's own steps differ.
     - `budget`: what it was allowed.
+    - `plan`: what lean foresees of the plan that it has come to, if it has one.
     - `process_seconds`: the processor's time that all this took, and that of compilers that it has started.
     - `largest_batch`: in the memory that the job named.
     - `rows`: of the batch.
@@ -84,6 +85,7 @@ class Row:
     gradient_error: float | None = None
     bitwise: bool | None = None
     budget: int | None = None
+    plan: str = ""
     rows: int | None = None
     largest_batch: int | None = None
     process_seconds: float | None = None

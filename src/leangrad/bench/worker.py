@@ -116,6 +116,7 @@ class _Measuring:
                 kept_bytes=training.reading.kept_bytes,
                 first_seconds=first_seconds,
                 budget=training.way.budget,
+                plan=training.plan,
                 rows=_rows_of(self.batch),
                 standing_bytes=bytes_on(self.device, self.subject.model, self.batch)
                 if self.device.type == "cuda"

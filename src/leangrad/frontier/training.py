@@ -71,6 +71,12 @@ class Training:
             self._subject = replace(self._setup.subject, model=model)
         return self._subject
 
+    @property
+    def plan(self) -> str:
+        """What a lean model foresees of the plan that it has come to; nothing for one that has none."""
+        model = self.subject.model
+        return ledger_of(model).goal_status if is_lean(model) else ""
+
     def step(self, at_backward: Callable[[], object] = lambda: None) -> Tensor:
         """Forward, backward and the optimizer; the gradients stay. Returns the loss."""
         arguments, _ = self.subject.fresh_arguments()

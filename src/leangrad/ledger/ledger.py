@@ -411,15 +411,19 @@ class Ledger:
         plain, lean = bytes_for_backward(self.entries(planned=True), self.small_bytes())
         return plain, plain if self._is_plain else lean
 
+    @property
+    def goal_status(self) -> str:
+        """What is foreseen of the plan that a budget, a slowdown or the host's limit has led to; nothing: no such plan."""
+        return self._host.status if self._tuner is None else self._tuner.status
+
     def summary(self) -> str:
         """What is kept, rebuilt and shared, by the module that made it, the op, and the module that reads it; and why.
 
         Of the step that was recorded last, with the choices of the steps that follow it.
         """
         text = summarize(self.entries(planned=True), small_bytes=self.small_bytes(), status=self.trace_status)
-        status = self._host.status if self._tuner is None else self._tuner.status
-        if status:
-            text = f"{text}\n{status}"
+        if self.goal_status:
+            text = f"{text}\n{self.goal_status}"
         if remark := self.remark(self.entries(planned=True)):
             text = f"{text}\n{remark}"
         fused = _fused()
