@@ -44,6 +44,7 @@ values: what backward may ask for
     values                          the folder of what a saved-tensor hook may return
     value, Value                    a tensor that backward may ask for: kept, rebuilt by its recipe, or absent
     Watch                           protocol: what times the ops of rebuilds
+    Comparisons                     how often a fused kernel was compared with a replay op by op
     saved, PackedTensor             base class: what stands for a saved tensor and gives it back in backward
     Bare                            a kept tensor with the version that it must still have, and nothing else
     saved_view, SavedView           a saved view: strides over a base, which is kept or rebuilt once for all its views

@@ -301,7 +301,7 @@ class Decider:
 
     def _choose(self, tensor: Tensor, node: Any, metadata: dict[Any, Any], waiting: Value | None = None) -> Value:
         """Keep ``tensor`` or store a recipe; ``waiting``: its value, if a recipe downstream has asked for it before."""
-        cap, recorded, fleeting, source = self._book.cap, 0, False, None
+        cap, recorded, fleeting, is_narrow, source = self._book.cap, 0, False, False, None
         if self._book.decisions is not None:
             learned = self.learned
             if learned is None or type(node).__name__ != learned.op:
@@ -313,9 +313,11 @@ class Decider:
                 return value
             else:
                 cap = UNBOUNDED if self._book.max_products else DEEPEST
-                recorded, fleeting = learned.nbytes, learned.fleeting
-                source = keep_source(tensor, node, self._book.fence) if learned.is_narrow else None
+                recorded, fleeting, is_narrow = learned.nbytes, learned.fleeting, learned.is_narrow
+                source = keep_source(tensor, node, self._book.fence) if is_narrow else None
         value = self.recipe(tensor, node, metadata, cap, recorded, waiting)
+        if is_narrow and source is None and (own := keep_narrow(value, tensor, cap)) is not None:
+            own.forget_recipe()
         del source  # the recipe holds it
         if fleeting:
             value.fleeting = True

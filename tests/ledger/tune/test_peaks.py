@@ -20,6 +20,7 @@ from leangrad.ledger.tune import to_budget
 from leangrad.ledger.tune.goal import PRODUCTS, Way
 from leangrad.ledger.tune.history import AFTER, END, READ, SAVE, START, TURN, History, Parts, add_up
 from leangrad.ledger.tune.meter import Meter, _most_between
+from leangrad.ledger.values.value import Comparisons
 from leangrad.measure.listeners import Course
 from leangrad.policy.choice import lowest_peak
 from tests.support import assert_same_bits
@@ -434,6 +435,26 @@ def test_a_workspace_where_little_is_held_does_not_count_elsewhere(net: nn.Modul
     Step(plain)()
     for a, b in zip(plain.parameters(), model.parameters(), strict=True):
         assert_same_bits(a.grad, b.grad)
+
+
+def test_a_step_in_which_kernels_are_compared_is_no_reason_to_refuse(net: nn.Module) -> None:
+    """It takes more than the steps after it: the budget is met by these."""
+    budget = least(net)
+    model, step = budgeted(net, budget)
+    compared = 10**7
+
+    def compare(_: Tensor) -> None:
+        if compared_in > 0:
+            torch.empty(compared, dtype=torch.uint8)
+            Comparisons.count += 1
+
+    first: Any = model[0]  # type: ignore[index]
+    first.register_forward_hook(lambda module, args, out: out.register_hook(compare) and None)
+    found = []
+    for compared_in in range(6, -25, -1):  # steps that are left with comparisons
+        found += peaks(step, 1)
+    assert max(found) > compared > 1.2 * budget
+    assert max(found[10:]) <= budget
 
 
 @pytest.mark.gpu

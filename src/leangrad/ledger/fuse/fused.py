@@ -39,7 +39,7 @@ from leangrad.ledger.fuse.matcher import kind_of
 from leangrad.ledger.fuse.pattern import AGAIN, Pattern, UnlikeError
 from leangrad.ledger.origins.rules import RULES
 from leangrad.ledger.values.rebuilt_cache import remember
-from leangrad.ledger.values.value import Value, replayers
+from leangrad.ledger.values.value import Comparisons, Value, replayers
 
 MIN_BYTES = 32 * 1024  # below this a launch costs more than the passes over memory that it saves
 MAX_PLANS = 4096
@@ -192,6 +192,7 @@ def _prove(chain: Chain, leaves: list[Tensor], kind: Key, key: Key) -> tuple[Ten
     if _torch.transforms_active() or (leaves[0].is_cuda and torch.cuda.is_current_stream_capturing()):
         return None  # no numbers can be drawn under vmap, and nothing be compared while a graph is captured
     with _lock:
+        Comparisons.count += 1
         try:
             plans = [_plans[key]] if key in _plans else _candidates(chain, leaves)
         except InexactError as error:

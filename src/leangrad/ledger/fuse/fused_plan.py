@@ -142,7 +142,8 @@ class Plan:
             for k, (mine, f) in enumerate(zip(pieces, flat, strict=True)):
                 if k not in whole and not same_bits(mine, f[start : start + n]):
                     return False
-        return all(same_bits(mine, flat[k]) for k, mine in whole.items())
+        parts = range(0, self.n, PIECE)
+        return all(same_bits(mine[a : a + PIECE], flat[k][a : a + PIECE]) for k, mine in whole.items() for a in parts)
 
 
 def _picker(places: list[int]) -> Callable[[Sequence[Tensor]], Sequence[Tensor]]:

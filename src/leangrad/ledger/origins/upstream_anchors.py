@@ -47,7 +47,7 @@ def keep_narrow(value: Value, tensor: Tensor, cap: int) -> Value | None:
     A view that was cast may have had other strides than ours, and an op without a rule may have given anything. So what
     was cast there is an anchor for ``value`` alone.
     """
-    if value.op != NODE or len(value.inputs) != 1 or value.inputs[0].tensor is not None:
+    if value.op != NODE or len(value.inputs) != 1 or value.inputs[0].tensor is not None or value.tensor is not None:
         return None
     source, narrow = value.inputs[0], _narrow_dtype(tensor)
     if narrow is None:
@@ -59,11 +59,15 @@ def keep_narrow(value: Value, tensor: Tensor, cap: int) -> Value | None:
         value.settle_lineage()
         return source
     own = Value(source.op)
+    own.max_products = source.max_products
+    if source.function is not None:  # for the plan, which need not keep it
+        own.set_recipe(source.function, source.args, source.kwargs)
     _keep(own, tensor, narrow)
     source.parents -= 1
     source.unread()
     assert value.function is not None
     value.set_recipe(value.function, tuple(own if a is source else a for a in value.args), value.kwargs)
+    value.narrow_bytes = own.nbytes
     return own
 
 
@@ -71,7 +75,8 @@ def keep_source(tensor: Tensor, node: Node, fence: int) -> Value | None:
     """The plan keeps what ``tensor``, the output of ``node``, was cast from: its value, if it is not kept already.
 
     This step may differ from the recorded one. What was changed unseen since it was made is not what other recipes read
-    (``fence``), and of a view or an op without a rule nobody knows the strides: see ``keep_narrow``.
+    (``fence``), and of a view or an op without a rule nobody knows the strides: there ``keep_narrow`` serves, when the
+    recipe is known.
     """
     narrow = _narrow_dtype(tensor)
     if narrow is None or OPAQUE in node.metadata:

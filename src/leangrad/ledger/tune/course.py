@@ -105,7 +105,7 @@ class Course:
             peaks.extra = max(peaks.extra, min(0, extra))
         if in_forward is not None and peaks.in_forward is not None:
             peaks.in_forward = max(peaks.in_forward, min(0, in_forward))
-        if peaks.peak is not None and kept == self.smallest and not is_recorded:
+        if peaks.peak is not None and kept == self.smallest and not is_recorded and not peaks.has_compared:
             self.smallest_took = peaks.peak - stood
 
     def _raise_scratch(self, kept: frozenset[int], is_early: bool) -> None:

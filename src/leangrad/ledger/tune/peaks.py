@@ -9,8 +9,9 @@ are read again when backward has ended, and when the optimizers have made their 
 what else has parameters of this model. What comes later, until the next step begins, is a validation or another model
 at work, and none of this step's. What optimizers take is the same for all plans; the first step makes their state
 besides. Steps by which plans are compared are listened to as well, which tells of those below the highest so far too:
-[Note: below the allocator's peak]. On a CPU nobody counts but `leangrad.measure`: where that runs a step, its figure is
-taken, at any time; before that the plan is what is foreseen, with a margin.
+[Note: below the allocator's peak]. A step in which kernels were compared takes more than those after it, and nothing is
+learned of it. On a CPU nobody counts but `leangrad.measure`: where that runs a step, its figure is taken, at any time;
+before that the plan is what is foreseen, with a margin.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from leangrad import _torch
 from leangrad.ledger.learn.timing import SavedMarks, Stopwatch
 from leangrad.ledger.tune.history import AFTER, END, READ, SAVE, TURN, History, Parts
 from leangrad.ledger.tune.meter import Meter
+from leangrad.ledger.values.value import Comparisons
 from leangrad.policy.peak import Outcome
 from leangrad.sizes import size_text
 from leangrad.trees import tensors_in
@@ -53,6 +55,7 @@ class Moment(NamedTuple):
     end: _torch.Counters | None = None  # when the forward pass before it ended
     turn: _torch.Counters | None = None  # when that backward pass came to the model
     parts: Parts | None = None  # the peaks of the step before it, where it was listened to
+    comparisons: int = 0  # of kernels, so far
     is_end: bool = False  # and no beginning: the next step is of another course
 
 
@@ -65,6 +68,7 @@ class Peaks:
       step was recorded anew; `in_forward`: until forward ended.
     - `beside_kept`: what it took beside what it kept, from then on until backward began.
     - `after`: the peak of what comes after backward, with all that stands; 0: not known.
+    - `has_compared`: kernels were compared in the last step, which therefore took more than later ones will.
     - `outside`: of what the region handed out. A loss that is computed outside keeps about as many bytes.
     - `is_settled`: no step is timed any more.
     - `saves`, `reads`: of the last step, what was held at most from one saved tensor, or one that backward asked for,
@@ -100,6 +104,7 @@ class Peaks:
         self.saves: tuple[int, ...] = ()
         self.reads: tuple[int, ...] = ()
         self.took = self.after = 0
+        self.has_compared = False
         self.extra: int | None = None
         self.extra_before: int | None = None
         self.in_forward: int | None = None
@@ -136,7 +141,7 @@ class Peaks:
         if self._history is not None:
             self._stop_listening(end, turn, is_whole=highest is not None)
         parts, self._parts = self._parts, None
-        return Moment(time, counters, meter, highest, stepped, end, turn, parts, is_end)
+        return Moment(time, counters, meter, highest, stepped, end, turn, parts, Comparisons.count, is_end)
 
     def listen(self) -> None:
         """A step has just begun, and what it takes is asked for."""
@@ -248,11 +253,13 @@ class Peaks:
 
     def compare(self, outcome: Outcome) -> int:
         """Compare what the last step took with what was foreseen of it; returns what stood before it."""
-        self.peak, self.saves, self.reads = None, (), ()
+        self.peak, self.saves, self.reads, self.has_compared = None, (), (), False
         last = [(a, b) for a, b in pairwise(self.moments[-3:]) if not a.is_end][-1:]
         if not last:
             return 0
         before, now = last[0]
+        self.has_compared = before.comparisons != now.comparisons
+        known = self.extra, self.in_forward, self.beside_kept
         if before.counters is not None and now.counters is not None:
             self._warn_of_retries(before.counters, now.counters)
             self._read_counters(before.counters, now, now.counters, outcome)
@@ -261,6 +268,9 @@ class Peaks:
                 self.peak = max(self.peak or 0, before.counters.allocated + self.took)
         elif before.meter is not None and before.meter.peak_bytes is not None:
             self._read_meter(before.meter, before.meter.peak_bytes, outcome)
+        if self.has_compared:
+            self.saves = self.reads = ()
+            self.extra, self.in_forward, self.beside_kept = known
         return 0 if before.counters is None else before.counters.allocated
 
     def _read_counters(self, before: _torch.Counters, now: Moment, at_next: _torch.Counters, outcome: Outcome) -> None:

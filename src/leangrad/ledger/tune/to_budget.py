@@ -35,6 +35,7 @@ SHARES = (0.4, 0.8, 1.0)  # of the room between the least and the budget, that i
 CORRECTIONS = 3
 ROUNDING = 0.005  # of what a step takes on a GPU, where the allocator rounds blocks up: two of one plan differ by that
 LISTENS = 3  # steps of a plan that are listened to, until one tells what it takes
+PATIENCE = 8  # steps in which kernels are compared, which take more than those after them
 
 
 @dataclass
@@ -63,10 +64,12 @@ class TowardsBudget(Course):
         if self.others and self._recordings.count == 1 and self._floor_fits(limit):
             self._recordings.with_products = peaks.foreseen(self.play(self.smallest))
             yield Way(products=0)
-        for _ in range(WARM):
+        for n in range(WARM + PATIENCE):
+            if n >= WARM and not peaks.has_compared:
+                break
             yield from self._check(limit)
             yield from self.seen(self.smallest, is_early=True)
-            if peaks.peak is not None and peaks.took > recorded:  # nobody foresaw that
+            if peaks.peak is not None and peaks.took > recorded and not peaks.has_compared:  # nobody foresaw that
                 peaks.extra = extra
                 self.take_for_smallest(self.step.kept_items())
         if peaks.highest() > limit and peaks.extra is None:  # what was measured of another recording has to do
@@ -90,7 +93,7 @@ class TowardsBudget(Course):
         """Run a plan from now on; where what it takes is not what was foreseen, another."""
         peaks = self.peaks
         fitting, corrections, was_above = self.smallest, 0, False
-        heard, listens = best, LISTENS
+        heard, listens, patience = best, LISTENS, PATIENCE
         while True:
             # Before an error is raised for what was measured of another plan, the smallest one runs, if that is seen.
             if best == self.smallest and (self._knows_smallest(limit) or peaks.extra is None or not peaks.sees(limit)):
@@ -99,13 +102,14 @@ class TowardsBudget(Course):
                 best = self.smallest
             self._say(limit, best)
             if best != heard:
-                heard, listens = best, LISTENS
+                heard, listens, patience = best, LISTENS, PATIENCE
             yield self.listened(self.way(best)) if listens > 0 else self.way(best)
-            listens -= 1
             extra, in_forward, beside_kept = peaks.extra, peaks.in_forward, peaks.beside_kept
             self.note_peak(best)
-            if peaks.peak is not None:  # one step of each plan is enough
-                listens = 0
+            if peaks.has_compared and patience > 0:  # the next step tells more
+                patience -= 1
+                continue
+            listens = 0 if peaks.peak is not None else listens - 1  # one step of each plan is enough
             if peaks.peak is None or peaks.extra is None:
                 continue
             if was_above and extra is not None:  # what was once not foreseen is not forgotten

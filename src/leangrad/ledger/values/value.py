@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from threading import get_ident
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -477,6 +477,12 @@ def watched_by(watch: Watch) -> Iterator[None]:
 # By function: what may replay a recipe of it together with others, as one kernel. ``fused.py`` enters itself here.
 Replayer = Callable[[Value, dict[int, Tensor], int], tuple[Tensor, bool] | None]
 replayers: dict[Any, Replayer] = {}
+
+
+class Comparisons:
+    """How often a fused kernel was compared with a replay op by op. A step in which that happens takes more memory."""
+
+    count: ClassVar[int] = 0
 
 
 def _take_each(values: tuple[Any, ...], made: dict[int, Tensor], task: int) -> list[Any]:
