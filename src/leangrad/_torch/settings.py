@@ -7,44 +7,59 @@ for its workspace is computed by another algorithm, with no word about it.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 _b: Any = torch.backends
+_PRECISION = "fp32_precision"
 _NAMES = {
     "cuda.matmul": (
-        "fp32_precision",
+        _PRECISION,
         "allow_fp16_reduced_precision_reduction",
         "allow_bf16_reduced_precision_reduction",
         "allow_fp16_accumulation",
     ),
-    "cudnn.conv": ("fp32_precision",),
+    "cudnn.conv": (_PRECISION,),
     "cudnn": ("enabled", "benchmark", "deterministic"),
-    "mkldnn.matmul": ("fp32_precision",),
-    "mkldnn.conv": ("fp32_precision",),
+    "mkldnn.matmul": (_PRECISION,),
+    "mkldnn.conv": (_PRECISION,),
     "mkldnn": ("enabled", "deterministic"),
 }
 
 
-def _readable() -> tuple[tuple[Any, str, str], ...]:
-    """Of each setting that this release of torch has: where it is, its name there, its whole name."""
-    found = []
+def _readable() -> tuple[tuple[Callable[[], Any], str], ...]:
+    """Of each setting that this release of torch has: what reads it, and its name."""
+    found: list[tuple[Callable[[], Any], str]] = [
+        (torch._C._get_deterministic_algorithms, "torch.use_deterministic_algorithms")
+    ]
     for path, names in _NAMES.items():
         home = _b
         for part in path.split("."):
             home = getattr(home, part, None)
-        found += [(home, name, f"torch.backends.{path}.{name}") for name in names if hasattr(home, name)]
+        for name in names:
+            if hasattr(home, name):
+                found.append((_reader(home, name), f"torch.backends.{path}.{name}"))
     return tuple(found)
 
 
-_SETTINGS = _readable()
-_LAST = "torch.use_deterministic_algorithms"
+def _reader(home: Any, name: str) -> Callable[[], Any]:
+    """What reads a setting. They are read for every product, and torch's own attributes take ten times as long."""
+    if name == _PRECISION and hasattr(torch._C, "_get_fp32_precision_getter"):
+        kind = ("cuda", "matmul") if home is _b.cuda.matmul else (home.backend, home.op)
+        return functools.partial(torch._C._get_fp32_precision_getter, *kind)
+    own = vars(type(home)).get(name)
+    direct = getattr(torch._C, f"_get_cublas_{name}", None) if home is _b.cuda.matmul else getattr(own, "getter", None)
+    return direct or functools.partial(getattr, home, name)
+
+
+_READERS, _WORDS = zip(*_readable(), strict=True)
 
 
 def product_settings() -> tuple[Any, ...]:
     """The settings as they are now."""
-    return (*[getattr(home, name) for home, name, _ in _SETTINGS], torch.are_deterministic_algorithms_enabled())
+    return tuple([read() for read in _READERS])
 
 
 _failed = 0  # allocations on GPUs, since `_observes` was asked
@@ -81,5 +96,4 @@ def changed_settings(before: tuple[Any, ...]) -> str:
     now = product_settings()
     if now == before:
         return ""
-    names = (*[name for _, _, name in _SETTINGS], _LAST)
-    return "; ".join(f"{n} was {a}, is {b}" for n, a, b in zip(names, before, now, strict=True) if a != b)
+    return "; ".join(f"{n} was {a}, is {b}" for n, a, b in zip(_WORDS, before, now, strict=True) if a != b)

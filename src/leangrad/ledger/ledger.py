@@ -413,7 +413,7 @@ class Ledger:
 
     @property
     def goal_status(self) -> str:
-        """What is foreseen of the plan that a budget, a slowdown or the host's limit has led to; nothing: no such plan."""
+        """What is foreseen of the plan that a budget, a slowdown or the host's limit has led to; nothing: no plan."""
         return self._host.status if self._tuner is None else self._tuner.status
 
     def summary(self) -> str:
