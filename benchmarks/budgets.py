@@ -41,7 +41,7 @@ SHARES = (1.0, 0.75, 0.5, 0.25)
 SLOWDOWN = 1.1
 SPARE = 0.02
 # Steps before a way is measured.
-SETTLED = {"budget": 26, "slowdown": 150, "spare": 32, "plain": 4, "lean": 6, "checkpoint": 4}
+SETTLED = {"budget": 34, "slowdown": 150, "spare": 32, "plain": 4, "lean": 6, "checkpoint": 4}
 SETTLED |= {"selective": 3, "save_on_cpu": 2}
 ROUNDS = 9
 
