@@ -5,7 +5,8 @@
 One row a model and goal: a budget halfway between plain's peak and that of `lean`, and `slowdown=1.1`. `ratio` is the
 CPU time of a step over plain's, `watched_ratio` that of the same plan with the override on to the end of forward and
 with a value for each small tensor that a recipe of the floor would read, as before; `forward_` the same of forward
-alone. `calls` is how many calls of torch the recorded forward makes (those of `leangrad.measure` among them where that
+alone. With a budget, `spread_ratio` and `spread_peak` are those of a plan that is made without regard to where its
+override ends: no plan is tried that keeps all of the last layers. `calls` is how many calls of torch the recorded forward makes (those of `leangrad.measure` among them where that
 runs it), `watched_calls` how many of them the override sees. All ways run in turns in one process, and the median of
 the ratios counts. The clock, that of the tuner too, is `time.thread_time`: other processes do not count.
 """
@@ -21,6 +22,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -30,11 +32,15 @@ from benchmarks.environment import write_rows
 from leangrad.ledger import Ledger
 from leangrad.ledger.learn.timing import Stopwatch
 from leangrad.ledger.learn.trace import Trace
+from leangrad.ledger.tune import to_budget
 from tests.support import same_bits
 
-MODELS = ("resnet50", "efficientnet_b0", "mobilenetv3_large_100", "regnety_016", "swin_tiny_patch4_window7_224")
+MODELS = (
+    "resnet50", "efficientnet_b0", "mobilenetv3_large_100", "regnety_016", "swin_tiny_patch4_window7_224",
+    "densenet121", "nf_resnet50",
+)  # fmt: skip
 SIZE, BATCH, MIN_BYTES = 32, 2, 1024
-SETTLED = {"budget": 28, "slowdown": 80}
+SETTLED = {"budget": 40, "slowdown": 80}
 MEASURED = 10  # steps whose peaks correct the plan for a budget
 ROUNDS = 15
 
@@ -71,15 +77,25 @@ def measure(name: str) -> Iterator[dict[str, Any]]:
         step(floor, x)
     most, least = peak(plain, x), peak(floor, x)
     for goal, value in (("budget", (most + least) // 2), ("slowdown", 1.1)):
-        lean = leangrad.lean(copy.deepcopy(model), min_bytes=MIN_BYTES, **{goal: value})  # type: ignore[arg-type]
-        if goal == "budget":  # on a CPU a peak is known only where it is measured
-            for _ in range(MEASURED):
-                peak(lean, x)
-        for _ in range(SETTLED[goal]):
-            step(lean, x)
+        lean = _settled(model, x, goal, value)
         row = {"case": name, "goal": goal, "at": value, **_compare(plain, lean, x)}
-        peaks = {"plain_peak": most, "floor_peak": least, "peak": peak(lean, x)}
-        yield row | peaks
+        row |= {"plain_peak": most, "floor_peak": least, "peak": peak(lean, x)}
+        if goal == "budget":
+            with patch.object(to_budget, "SOONER", 0.0):
+                spread = _settled(model, x, goal, value)
+            row |= {"spread_ratio": _compare(plain, spread, x)["ratio"], "spread_peak": peak(spread, x)}
+        yield row
+
+
+def _settled(model: nn.Module, x: Tensor, goal: str, value: float) -> nn.Module:
+    """A lean copy of the model with this goal, when its plan stands."""
+    lean = leangrad.lean(copy.deepcopy(model), min_bytes=MIN_BYTES, **{goal: value})  # type: ignore[arg-type]
+    if goal == "budget":  # on a CPU a peak is known only where it is measured
+        for _ in range(MEASURED):
+            peak(lean, x)
+    for _ in range(SETTLED[goal]):
+        step(lean, x)
+    return lean
 
 
 def _compare(plain: nn.Module, lean: nn.Module, x: Tensor) -> dict[str, Any]:

@@ -118,3 +118,21 @@ def test_what_is_dear_and_large_and_read_at_the_peak_is_kept() -> None:
     least = relaxation.play(relaxation.kept)
     assert relaxation.order[-1] == last  # it is the cheapest for each of its bytes
     assert relaxation.within(lambda outcome: outcome.peak_bytes <= least.peak_bytes) == {0, last}
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_as_many_of_the_last_as_fit(seed: int) -> None:
+    graph, costs = random_step(seed)
+    replay = Replay(graph, costs)
+    relaxation = Relaxation(replay, lowest_peak(graph, replay.play), lambda kept: 50 * (-1 in kept))
+    last = sorted(relaxation.order)
+    least, most = (relaxation.play(relaxation.kept.union(some)).peak_bytes for some in ((), last))
+    for limit in {least, (least + most) // 2, most}:
+        found = relaxation.with_last(lambda outcome, limit=limit: outcome.peak_bytes <= limit)
+        first = len(last) - len(found.kept - relaxation.kept)
+        assert found.kept == relaxation.kept.union(last[first:])
+        assert found.play(found.kept).peak_bytes <= limit
+        within = found.within(lambda outcome, limit=limit: outcome.peak_bytes <= limit)
+        assert found.kept <= within
+    marked = frozenset({-1, *relaxation.kept})  # no value of the graph
+    assert relaxation.play(marked).peak_bytes == least + 50

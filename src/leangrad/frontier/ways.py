@@ -13,7 +13,7 @@ __all__ = ["Way", "budget_way", "checkpoint_way", "lean_way", "no_checkpoint", "
 
 _PLAIN_STEPS = 3  # caches fill; cuDNN and the like choose their kernels
 _LEAN_STEPS = 5  # the first is recorded, a second one shows the peak, and the fused replays are built
-_BUDGET_STEPS = 26  # a plan stands after about two dozen steps
+_BUDGET_STEPS = 34  # a plan stands after about three dozen steps
 
 
 @dataclass(frozen=True)

@@ -28,15 +28,22 @@ Fits = Callable[[Outcome], bool]
 class Relaxation:
     """All that may be kept beside ``kept``, in the order in which it is worth it."""
 
-    def __init__(self, replay: Replay, kept: frozenset[int]) -> None:
-        self._replay, self.kept, self.graph = replay, kept, replay.graph
+    def __init__(
+        self, replay: Replay, kept: frozenset[int], beside: Callable[[frozenset[int]], int] | None = None
+    ) -> None:
+        """``beside``: the bytes that a plan keeps of which the graph does not know."""
+        self._replay, self.kept, self.graph, self._beside = replay, kept, replay.graph, beside
         self._values = replay.graph.values
         self._played: dict[frozenset[int], Outcome] = {}
 
     def play(self, kept: frozenset[int]) -> Outcome:
         """How the step plays out with ``kept``."""
         if kept not in self._played:
-            self._played[kept] = self._replay.play(kept)
+            outcome = self._replay.play(kept)
+            if self._beside is not None and (more := self._beside(kept)):
+                held = outcome.peak_bytes + more, outcome.kept_bytes + more, outcome.forward_bytes + more
+                outcome = Outcome(held[0], outcome.peak_at, held[1], outcome.work, held[2])
+            self._played[kept] = outcome
         return self._played[kept]
 
     @cached_property
@@ -57,6 +64,15 @@ class Relaxation:
                 if i in made and all(r == n for r in graph.readers[i] if r in made or self._values[r].is_backward):
                     gains[n] += gains[i]
         return {n: gain for n, gain in gains.items() if self._values[n].nbytes > 0 and self._values[n].can_be_kept}
+
+    def with_last(self, fits: Fits) -> Relaxation:
+        """The same beside all that the last layers make, of as many layers as fit."""
+        last = sorted(self.order)
+        few, many = -1, len(last)  # of these the first that are not kept: too few, and enough
+        while many - few > 1:
+            middle = (few + many) // 2
+            few, many = (few, middle) if fits(self.play(self.kept.union(last[middle:]))) else (middle, many)
+        return Relaxation(self._replay, self.kept.union(last[many:]), self._beside)
 
     def within(self, fits: Fits) -> frozenset[int]:
         """The least work that fits. Where not even ``kept`` does, it is that."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+SHAPE_ONLY = "shape only"  # an outcome
+
 # Reasons, as the summary shows them.
 SHARED = "kept or rebuilt once for all that read it"
 EXTRA = "larger tensors are rebuilt from it"
@@ -39,7 +41,7 @@ class Totals:
     @classmethod
     def of(cls, entries: Iterable[Entry]) -> Totals:
         """Sum the entries of a step by what became of each tensor."""
-        found = dict.fromkeys(("kept", "rebuilt", "shared", "shape only"), 0)
+        found = dict.fromkeys(("kept", "rebuilt", "shared", SHAPE_ONLY), 0)
         for entry in entries:
             found[entry.outcome] += entry.nbytes
         return cls(*found.values())

@@ -8,12 +8,15 @@ from typing import Any, NamedTuple
 
 from leangrad.ledger.decision import Decision, SavedKind
 from leangrad.ledger.learn.early_end import Ends
-from leangrad.ledger.learn.entries import EXTRA, HAS_ROOM, LOWER_PEAK, SPARED, TOO_MUCH_WORK, Entry
+from leangrad.ledger.learn.entries import EXTRA, HAS_ROOM, LOWER_PEAK, SHAPE_ONLY, SPARED, TOO_MUCH_WORK, Entry
 from leangrad.ledger.learn.trace import ANY_SIZE, Call, RecordedCall, Trace
 from leangrad.policy import graph as policy
 
 NARROW = "sum in fewer bits"  # what the summary calls one: see [Note: kept in fewer bits]
 KEPT, REBUILT, SHAPE = -1, -2, -3  # what became of a saved tensor that is no item
+# In a plan, beside the items that it keeps: after the last tensor that is rebuilt, those are kept too of which a shape
+# would serve. Then nothing is left to decide from there on, and the override ends: [Note: the override ends early].
+LAST_SHAPES = -4
 
 
 class SavedTensor(NamedTuple):
@@ -25,6 +28,7 @@ class SavedTensor(NamedTuple):
     has_node: bool
     small_bytes: int  # its bytes, if it was kept unseen for having so few; else -1
     read_by: frozenset[int] | None = None  # if it is no item: those whose recipes read it; None: others may
+    shape_bytes: int = 0  # its bytes, if a shape serves in its stead
 
 
 @dataclass
@@ -57,6 +61,12 @@ class RecordedStep:
                 entries[n] = replace(entry, outcome="kept" if stays else "rebuilt", why=why)
         for n, item in self.undecided.items():
             if kept is not None and item in kept:
+                entries[n] = replace(entries[n], outcome="kept", why=HAS_ROOM)
+        if kept is not None and LAST_SHAPES in kept:
+            shapes = [n for n, entry in enumerate(entries) if entry.outcome == SHAPE_ONLY]
+            places = [n for n, saved in enumerate(self.saved) if saved.item == SHAPE]
+            last = self._last_rebuilt(kept)
+            for n in [n for n, place in zip(shapes, places, strict=False) if place > last]:
                 entries[n] = replace(entries[n], outcome="kept", why=HAS_ROOM)
         if any(entry.outcome == "rebuilt" for entry in entries):
             staying = self._staying(kept)
@@ -110,10 +120,23 @@ class RecordedStep:
                 read.update(self.items[n].inputs)
                 stack.extend(i for i in self.items[n].inputs if i not in staying and not self.items[i].is_fixed)
         stays = [s.item < 0 or s.item in staying for s in self.saved]  # a plan may rebuild what the recorded step kept
+        last = self._last_rebuilt(kept) if LAST_SHAPES in kept else len(self.saved)
         return [
-            is_kept and (s.is_bare or (s.item in staying and not self._is_read(s, read, seen)))
-            for s, is_kept in zip(self.saved, stays, strict=True)
+            (is_kept and (s.is_bare or (s.item in staying and not self._is_read(s, read, seen))))
+            or (s.item == SHAPE and n > last)
+            for n, (s, is_kept) in enumerate(zip(self.saved, stays, strict=True))
         ]
+
+    def _last_rebuilt(self, kept: frozenset[int]) -> int:
+        """The number of the last saved tensor that is rebuilt; -1: none is."""
+        staying = self._staying(kept) | {SHAPE}
+        return max((n for n, saved in enumerate(self.saved) if saved.item not in staying), default=-1)
+
+    def shape_bytes(self, kept: frozenset[int]) -> int:
+        """Of the tensors of which a shape serves, those that are ``kept`` all the same."""
+        if LAST_SHAPES not in kept:
+            return 0
+        return sum(saved.shape_bytes for saved in self.saved[self._last_rebuilt(kept) + 1 :])
 
     @staticmethod
     def _is_read(saved: SavedTensor, read: set[int], replayed: set[int]) -> bool:
@@ -126,7 +149,7 @@ class RecordedStep:
     def unkept_bytes(self) -> int:
         """What plain keeps and no plan does: numbers that are drawn again, and tensors of which a shape serves."""
         drawn = (s.made_by[1] for s in self.saved if s.item == REBUILT and s.made_by is not None)
-        return sum(drawn) + sum(entry.nbytes for entry in self.entries if entry.outcome == "shape only")
+        return sum(drawn) + sum(entry.nbytes for entry in self.entries if entry.outcome == SHAPE_ONLY)
 
     def kept_items(self) -> frozenset[int]:
         """What the recorded step has kept."""
@@ -178,6 +201,11 @@ class RecordedStep:
         last_use = max(uses, default=-1)
         border = None if self.ends is None else self.ends.border(numbers[last_use] if uses else -1)
         return Trace(calls[: last_use + 1], saves, unseen, passes, is_whole=False, border=border)
+
+    def calls_until(self, kept: frozenset[int]) -> int:
+        """How many calls a step makes until the last that has to do with a recipe."""
+        trace = self.trace(kept, is_tuned=True)
+        return len(self.calls) if trace is None else len(trace.calls)
 
     def _may_grow(self, call: RecordedCall) -> int:
         """How many elements the output of ``call`` may have before something of it is large enough to be looked into.

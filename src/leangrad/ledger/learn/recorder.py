@@ -10,7 +10,7 @@ from torch.compiler import is_dynamo_compiling
 
 from leangrad import _torch
 from leangrad.ledger.learn.early_end import Change, Ends, Exit
-from leangrad.ledger.learn.entries import EXTRA, HAS_ROOM, LOWER_PEAK, SHARED, Entry
+from leangrad.ledger.learn.entries import EXTRA, HAS_ROOM, LOWER_PEAK, SHAPE_ONLY, SHARED, Entry
 from leangrad.ledger.learn.items import Items, value_of
 from leangrad.ledger.learn.reads import Reader, Reads, Segment
 from leangrad.ledger.learn.recorded_step import RecordedStep, SavedTensor
@@ -156,7 +156,7 @@ class Recorder:
 
     def shape_only(self, op: str, nbytes: int, number: int) -> None:
         """Backward reads only the shape of a tensor, made by the node of this ``number``, so it is not kept."""
-        self.entries.append(Entry(self.module(), op, "shape only", nbytes, "", self._maker(number)))
+        self.entries.append(Entry(self.module(), op, SHAPE_ONLY, nbytes, "", self._maker(number)))
 
     def stop(self) -> None:
         """The region ends: number the values, and turn what was decided into plain data."""
@@ -203,6 +203,7 @@ class Recorder:
                     has_node=type(packed) is SavedView or (type(packed) is Value and packed.op != "input"),
                     small_bytes=self._bytes_if_small(packed),
                     read_by=read_by.get(id(value)) if value is not None else None,
+                    shape_bytes=packed.nbytes if type(packed) is ShapeOnly else 0,
                 )
             )
         return RecordedStep(

@@ -11,7 +11,7 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from leangrad.ledger.learn.recorded_step import RecordedStep
+from leangrad.ledger.learn.recorded_step import LAST_SHAPES, RecordedStep
 from leangrad.ledger.learn.timing import Cost, SavedMarks, Stopwatch, Timing
 from leangrad.ledger.tune.goal import Goal, Way
 from leangrad.ledger.tune.peaks import Peaks
@@ -49,7 +49,7 @@ class Course:
         if any(value.products for value in replay.graph.values):
             plans.append(_without_products(replay))
         self.smallest, *self.others = plans
-        self._recorded = Relaxation(replay, self.smallest)  # as it was foreseen before any step was measured
+        self._recorded = self.relaxed(replay, self.smallest)  # as it was foreseen before any step was measured
         self._marks: SavedMarks | None = None  # of the step that runs, if it is listened to
         self.use(replay)
         self.note_peak(step.kept_items(), is_recorded=True)
@@ -63,8 +63,12 @@ class Course:
     def use(self, replay: Replay) -> None:
         """Relax the plans by the costs of ``replay``."""
         self.replay = replay
-        self.relaxation = Relaxation(replay, self.smallest)
-        self.beside = [Relaxation(replay, kept) for kept in self.others]
+        self.relaxation = self.relaxed(replay, self.smallest)
+        self.beside = [self.relaxed(replay, kept) for kept in self.others]
+
+    def relaxed(self, replay: Replay, kept: frozenset[int]) -> Relaxation:
+        """The plans that keep more than ``kept``."""
+        return Relaxation(replay, kept, self.step.shape_bytes)
 
     def take_for_smallest(self, kept: frozenset[int]) -> None:
         """Another plan is found to take the least memory."""
@@ -111,6 +115,8 @@ class Course:
     def _raise_scratch(self, kept: frozenset[int], is_early: bool) -> None:
         """Learn where the last step took more than was foreseen: see [Note: what was not foreseen]."""
         marks, self._marks, peaks = self._marks, None, self.peaks
+        if LAST_SHAPES in kept:  # where they are held it does not know
+            return
         if marks is None or (len(marks.saves) + 1, len(marks.reads) + 1) != (len(peaks.saves), len(peaks.reads)):
             return
         made_at = {number: saved.item for number, saved in enumerate(self.step.saved)}

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from leangrad.errors import BudgetError
+from leangrad.ledger.learn.recorded_step import LAST_SHAPES
 from leangrad.ledger.tune.course import WARM, Course
 from leangrad.ledger.tune.goal import PRODUCTS, Way
 from leangrad.ledger.tune.peaks import MARGIN
@@ -30,6 +31,7 @@ __all__ = ["Recordings", "TowardsBudget"]
 
 RECORDINGS = 3  # with products, without, and with them again
 TURNS = 3  # of plans for one budget that are timed
+SOONER = 0.9  # of the calls of a step: so many may be left for a plan to be tried that ends its override early
 SURE = 0.97  # times as long as the other: such a plan is the faster one
 SHARES = (0.4, 0.8, 1.0)  # of the room between the least and the budget, that is taken in one step after another
 CORRECTIONS = 3
@@ -55,6 +57,7 @@ class TowardsBudget(Course):
         self._recordings = recordings
         self._may_take_recorded = True
         self._has_warned = False  # of a step that took a hair more than the budget
+        self.ends_early = False  # plans keep all of the last layers, so that the override may end before these
         super().__init__(*args)
 
     def ways(self) -> Iterator[Way]:
@@ -83,11 +86,29 @@ class TowardsBudget(Course):
                 yield from self.seen(kept)
                 if peaks.peak is None or peaks.peak <= limit:
                     best = kept
-        if best != self.smallest:  # what is foreseen of the time may be wrong: more memory is never to take longer
-            more, least = yield from self.shortest(best, self.smallest, runs=TURNS)
-            best = self.smallest if least < SURE * more else best
+        if best != self.smallest:
+            best = yield from self._fastest(limit, best)
         peaks.is_settled = True
         yield from self._correct(limit, best)
+
+    def _fastest(self, limit: int, best: frozenset[int]) -> Generator[Way, None, frozenset[int]]:
+        """Of three plans that fit, the one whose steps are the shortest: what is foreseen of the time may be wrong.
+
+        More memory is never to take longer than the smallest plan; and where the host is the limit, what the override
+        costs may be more than what is rebuilt: [Note: the override ends early].
+        """
+        plans = [best, self.smallest]
+        self.ends_early = True
+        early = self._within(limit, SHARES[-2])  # what such a plan takes beyond what is foreseen nobody knows yet
+        if self.step.calls_until(early) < SOONER * self.step.calls_until(best):
+            yield from self.seen(early)
+            if self.peaks.peak is None or self.peaks.peak <= limit:
+                plans.append(early)
+        times = yield from self.shortest(*plans, runs=TURNS)
+        shortest = min(range(len(plans)), key=times.__getitem__)
+        found = plans[shortest] if times[shortest] < SURE * times[0] else best
+        self.ends_early = found == early != best
+        return found
 
     def _correct(self, limit: int, best: frozenset[int]) -> Iterator[Way]:
         """Run a plan from now on; where what it takes is not what was foreseen, another."""
@@ -138,7 +159,10 @@ class TowardsBudget(Course):
         def fits(outcome: Outcome) -> bool:
             return self.peaks.foreseen(outcome) + margin * outcome.peak_bytes <= target
 
-        found = [one.within(fits) for one in (self.relaxation, *self.beside)]
+        relaxations = [self.relaxation, *self.beside]
+        if self.ends_early:
+            relaxations = [self.relaxed(self.replay, one.kept | {LAST_SHAPES}).with_last(fits) for one in relaxations]
+        found = [one.within(fits) for one in relaxations]
         found = [kept for kept in found if fits(self.play(kept))] or found[:1]
         return min(found, key=lambda kept: self.play(kept).work)
 
