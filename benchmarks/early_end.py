@@ -6,9 +6,10 @@ One row a model and goal: a budget halfway between plain's peak and that of `lea
 CPU time of a step over plain's, `watched_ratio` that of the same plan with the override on to the end of forward and
 with a value for each small tensor that a recipe of the floor would read, as before; `forward_` the same of forward
 alone. With a budget, `spread_ratio` and `spread_peak` are those of a plan that is made without regard to where its
-override ends: no plan is tried that keeps all of the last layers. `calls` is how many calls of torch the recorded forward makes (those of `leangrad.measure` among them where that
-runs it), `watched_calls` how many of them the override sees. All ways run in turns in one process, and the median of
-the ratios counts. The clock, that of the tuner too, is `time.thread_time`: other processes do not count.
+override ends: no plan is tried that keeps all of the last layers. `calls` is how many calls of torch the recorded
+forward makes (those of `leangrad.measure` among them where that runs it), `watched_calls` how many of them the override
+sees. All ways run in turns in one process, and the median of the ratios counts. The clock, that of the tuner too, is
+`time.thread_time`: other processes do not count.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ def row_in(name: str, **keys: Any) -> dict[str, Any] | None:
 # ------------------------------------------------------------------------------------------------------------- one H200
 
 
-LATE = "budgets_late_h200"  # on a slow host: of its rows the time of the kernels is told
+BUDGETS = "budgets_h200"
 Cell = tuple[float, float] | None  # GiB above state, and time over plain's; None: there is no row
 
 
@@ -68,15 +68,15 @@ def h200_cell(way: str, case: str) -> Cell:
     assert plain is not None
     above = plain["plain"]["peak_gib"]
 
-    def of_budgets(file: str, time: str = "ms", **keys: Any) -> Cell:
+    def of_budgets(file: str, **keys: Any) -> Cell:
         """Peaks there are of all that is allocated: what plain takes there beyond its peak above state, all do."""
         base, row = row_in(file, case=case, way="plain"), row_in(file, case=case, **keys)
         if base is None or row is None or "peak" not in row:
             return None
-        return above - (base["peak"] - row["peak"]) / GIB, row[time] / base[time]
+        return above - (base["peak"] - row["peak"]) / GIB, row["ms"] / base["ms"]
 
     def of_compiled(name: str) -> Cell:
-        row, base = row_in("compiled_h200", case=case, way=name), row_in("budgets_h200", case=case, way="plain")
+        row, base = row_in("compiled_h200", case=case, way=name), row_in(BUDGETS, case=case, way="plain")
         return None if row is None or base is None or "ms" not in row else (row["peak_gib"], row["ms"] / base["ms"])
 
     def of_loss(name: str) -> Cell:
@@ -89,14 +89,14 @@ def h200_cell(way: str, case: str) -> Cell:
         return None if row is None else (row["lean_peak_gib"], row["time_ratio"])
 
     sources: dict[str, Callable[[], Cell]] = {
-        "plain": lambda: of_budgets("budgets_h200", way="plain"),
-        "checkpoint": lambda: of_budgets("budgets_h200", way="checkpoint"),
+        "plain": lambda: of_budgets(BUDGETS, way="plain"),
+        "checkpoint": lambda: of_budgets(BUDGETS, way="checkpoint"),
         "selective": lambda: of_budgets("budgets_peers_h200", way="selective"),
         "save_on_cpu": lambda: of_budgets("budgets_peers_h200", way="save_on_cpu"),
         "compile": lambda: of_compiled("compile"),
         "compile_budget": lambda: of_compiled("budget"),
-        "lean": lambda: of_budgets("budgets_h200", way="lean"),
-        "lean_budget": lambda: of_budgets(LATE, "device_ms", way="budget", at="checkpoint's peak"),
+        "lean": lambda: of_budgets(BUDGETS, way="lean"),
+        "lean_budget": lambda: of_budgets(BUDGETS, way="budget", at="checkpoint's peak"),
         "no_logits": lambda: of_loss("lean, exact=False"),
         "compile_leangrad": lambda: of_compiled("leangrad"),
         "convert_abn": of_abn,
@@ -107,7 +107,7 @@ def h200_cell(way: str, case: str) -> Cell:
 
 def refusal(way: str, case: str) -> str:
     """In the place of figures: lean has refused its budget; or there is no row."""
-    row = row_in(LATE, case=case, way="budget", at="checkpoint's peak") if way == "lean_budget" else None
+    row = row_in(BUDGETS, case=case, way="budget", at="checkpoint's peak") if way == "lean_budget" else None
     return "refused" if row is not None and "error" in row else "–"
 
 
@@ -121,7 +121,7 @@ def h200_table() -> str:
                 f"{cell[0]:.2f} · {cell[1]:.2f}" if cell else refusal(way, case)
                 for cell, case in zip(cells, TABLE, strict=True)
             ]
-            lines.append([TITLES[way] + (", kernels alone" if way == "lean_budget" else ""), *shown])
+            lines.append([TITLES[way], *shown])
     return markdown(lines)
 
 

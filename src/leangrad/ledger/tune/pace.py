@@ -9,9 +9,10 @@ the one that saves the most.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 
+from leangrad.ledger.learn.recorded_step import LAST_SHAPES
 from leangrad.policy.cut import remade
 from leangrad.policy.relax import Relaxation
 from leangrad.policy.replay import Replay
@@ -29,9 +30,15 @@ WORTH = 0.04  # of the memory that can be saved: for less no other plan is tried
 class Pace:
     """What was tried for one bound, and what to try next."""
 
-    def __init__(self, replay: Replay, smallest: frozenset[int], allowed: float) -> None:
-        """``allowed``: what may be lost, as a share of plain's time."""
-        self._replay, self.smallest, self._allowed = replay, smallest, allowed
+    def __init__(
+        self,
+        replay: Replay,
+        smallest: frozenset[int],
+        allowed: float,
+        shape_bytes: Callable[[frozenset[int]], int] | None = None,
+    ) -> None:
+        """``allowed``: what may be lost, as a share of plain's time. ``shape_bytes``: of a plan with LAST_SHAPES."""
+        self._replay, self.smallest, self._allowed, self._shape_bytes = replay, smallest, allowed, shape_bytes
         self.lost: dict[frozenset[int], float] = {}  # of what was tried, the plan with the least memory first
 
     def note(self, kept: frozenset[int], lost: float) -> None:
@@ -85,11 +92,13 @@ class Pace:
     @cached_property
     def _relaxations(self) -> Sequence[Relaxation]:
         """One for each of REACHES: all that is made later is kept."""
-        whole = Relaxation(self._replay, self.smallest)
-        places = sorted(whole.order)
-        return [whole] + [
-            Relaxation(self._replay, self.smallest.union(places[int(reach * len(places)) :])) for reach in REACHES[1:]
-        ]
+        whole = Relaxation(self._replay, self.smallest, self._shape_bytes)
+        places, base = (
+            sorted(whole.order),
+            self.smallest if self._shape_bytes is None else self.smallest | {LAST_SHAPES},
+        )
+        later = [base.union(places[int(reach * len(places)) :]) for reach in REACHES[1:]]
+        return [whole, *(Relaxation(self._replay, kept, self._shape_bytes) for kept in later)]
 
     def _candidates(self, lost: float) -> list[frozenset[int]]:
         """Of each reach, the lowest peak that should lose no more than that."""

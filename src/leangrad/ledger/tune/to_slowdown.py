@@ -30,7 +30,7 @@ class TowardsSlowdown(Course):
             (lean,) = yield from self.shortest(self.smallest)
             plain = lean - self.play(self.smallest).work
             ratio = lean / plain
-        pace = Pace(self.replay, self.smallest, self.goal.slowdown - 1)
+        pace = Pace(self.replay, self.smallest, self.goal.slowdown - 1, self.step.shape_bytes)
         pace.note(self.smallest, ratio - 1)
         while (kept := pace.next()) is not None:
             if is_measured:
