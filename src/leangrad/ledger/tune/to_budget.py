@@ -100,7 +100,7 @@ class TowardsBudget(Course):
         plans = [best, self.smallest]
         self.ends_early = True
         early = self._within(limit, SHARES[-2])  # what such a plan takes beyond what is foreseen nobody knows yet
-        if self.step.calls_until(early) < SOONER * self.step.calls_until(best):
+        if self.step.ends is not None and self.step.calls_until(early) < SOONER * self.step.calls_until(best):
             yield from self.seen(early)
             if self.peaks.peak is None or self.peaks.peak <= limit:
                 plans.append(early)
