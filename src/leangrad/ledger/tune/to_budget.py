@@ -3,9 +3,10 @@
 [Note: the course] The recorded step and the next few keep the least. Two of them are timed, rebuild by rebuild. Then
 the plan is relaxed: more is kept, the dearest to rebuild first, up to the budget. What was foreseen is compared with
 what was measured, and the plan is corrected, three times at most; the way to the budget is taken in parts, so that none
-of these steps should be above it. Then the plan stays, until a step differs from the recorded one: then all begins
-anew. One step may be above it knowingly: before `BudgetError` says that nothing fits, a plan is tried of which too much
-is foreseen, if the machine has room for that.
+of these steps should be above it. Of this plan, the smallest one and one that keeps all of the last layers the fastest
+is taken. Then the plan stays, until a step differs from the recorded one: then all begins anew. One step may be above
+it knowingly: before `BudgetError` says that nothing fits, a plan is tried of which too much is foreseen, if the machine
+has room for that. Steps in which fused kernels are compared take more than those after them: a few more are waited for.
 """
 
 from __future__ import annotations
