@@ -249,6 +249,7 @@ def test_a_budget_that_cannot_be_met_is_the_smallest() -> None:
     assert least.peak_bytes is not None
     assert least.note.startswith("1 B cannot be met; the smallest")
     assert ("is above its budget" in least.note) == (least.peak_bytes > least.budget)
+    assert least.plan.startswith("budget ")
     assert least.bitwise
     assert 1 < least.budget < measured("plain").peak_bytes  # type: ignore[operator]
     assert measured("lean_budget").note == "no budget was given, and no other way has shown one"

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import leangrad
+from leangrad import _torch
 from leangrad.errors import ChangedError
 from leangrad.ledger import Ledger
 from leangrad.ledger.origins import rule_builder
@@ -572,3 +573,34 @@ def test_a_copy_has_the_same_setting() -> None:
     assert copy.deepcopy(with_products(3)).products == 3
     assert with_products(3).segment(0).products == 3
     assert leangrad.saving().products == 0
+
+
+SETTINGS = {  # each with values of which one is another than now
+    "cuda.matmul.fp32_precision": ("ieee", "tf32"),
+    "cuda.matmul.allow_fp16_reduced_precision_reduction": (True, False),
+    "cuda.matmul.allow_bf16_reduced_precision_reduction": (True, False),
+    "cuda.matmul.allow_fp16_accumulation": (True, False),
+    "cudnn.conv.fp32_precision": ("ieee", "tf32"),
+    "cudnn.enabled": (True, False),
+    "cudnn.benchmark": (True, False),
+    "cudnn.deterministic": (True, False),
+    "mkldnn.matmul.fp32_precision": ("ieee", "bf16"),
+    "mkldnn.conv.fp32_precision": ("ieee", "bf16"),
+    "mkldnn.deterministic": (True, False),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_every_setting_that_changes_is_seen(name: str) -> None:
+    """They are read by shorter ways than torch's attributes."""
+    home: Any = torch.backends
+    *path, last = name.split(".")
+    for part in path:
+        home = getattr(home, part)
+    was, before = getattr(home, last), _torch.product_settings()
+    try:
+        setattr(home, last, next(value for value in SETTINGS[name] if value != was))
+        assert f"torch.backends.{name} was" in _torch.changed_settings(before)
+    finally:
+        setattr(home, last, was)
+    assert _torch.changed_settings(before) == ""

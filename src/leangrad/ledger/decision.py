@@ -316,7 +316,7 @@ class Decider:
                 recorded, fleeting, is_narrow = learned.nbytes, learned.fleeting, learned.is_narrow
                 source = keep_source(tensor, node, self._book.fence) if is_narrow else None
         value = self.recipe(tensor, node, metadata, cap, recorded, waiting)
-        if is_narrow and source is None and (own := keep_narrow(value, tensor, cap)) is not None:
+        if is_narrow and source is None and (own := keep_narrow(value, tensor, cap)) is not None:  # of a view
             own.forget_recipe()
         del source  # the recipe holds it
         if fleeting:

@@ -11,6 +11,7 @@ where they are the peak anyway, to keep them costs nothing.)
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cached_property
 
 from leangrad.policy.cut import remade
@@ -41,8 +42,12 @@ class Relaxation:
         if kept not in self._played:
             outcome = self._replay.play(kept)
             if self._beside is not None and (more := self._beside(kept)):
-                held = outcome.peak_bytes + more, outcome.kept_bytes + more, outcome.forward_bytes + more
-                outcome = Outcome(held[0], outcome.peak_at, held[1], outcome.work, held[2])
+                outcome = replace(
+                    outcome,
+                    peak_bytes=outcome.peak_bytes + more,
+                    kept_bytes=outcome.kept_bytes + more,
+                    forward_bytes=outcome.forward_bytes + more,
+                )
             self._played[kept] = outcome
         return self._played[kept]
 
@@ -66,13 +71,16 @@ class Relaxation:
         return {n: gain for n, gain in gains.items() if self._values[n].nbytes > 0 and self._values[n].can_be_kept}
 
     def with_last(self, fits: Fits) -> Relaxation:
-        """The same beside all that the last layers make, of as many layers as fit."""
-        last = sorted(self.order)
-        few, many = -1, len(last)  # of these the first that are not kept: too few, and enough
-        while many - few > 1:
-            middle = (few + many) // 2
-            few, many = (few, middle) if fits(self.play(self.kept.union(last[middle:]))) else (middle, many)
-        return Relaxation(self._replay, self.kept.union(last[many:]), self._beside)
+        """All that may be kept beside ``kept`` and all values from one of forward on: the first one that fits."""
+        values = sorted(self.order)
+        too_early, first = -1, len(values)  # what is made from there on does not fit, and fits
+        while first - too_early > 1:
+            middle = (too_early + first) // 2
+            if fits(self.play(self.kept.union(values[middle:]))):
+                first = middle
+            else:
+                too_early = middle
+        return Relaxation(self._replay, self.kept.union(values[first:]), self._beside)
 
     def within(self, fits: Fits) -> frozenset[int]:
         """The least work that fits. Where not even ``kept`` does, it is that."""

@@ -32,7 +32,7 @@ __all__ = ["Recordings", "TowardsBudget"]
 
 RECORDINGS = 3  # with products, without, and with them again
 TURNS = 3  # of plans for one budget that are timed
-SOONER = 0.9  # of the calls of a step: so many may be left for a plan to be tried that ends its override early
+SOONER = 0.9  # of the calls that the override sees under the other plan: more, and its early end is worth no try
 SURE = 0.97  # times as long as the other: such a plan is the faster one
 SHARES = (0.4, 0.8, 1.0)  # of the room between the least and the budget, that is taken in one step after another
 CORRECTIONS = 3
