@@ -1,4 +1,4 @@
-"""What a benchmark row must say of where it was measured."""
+"""Writes files of benchmark rows, with the hardware, the versions and the commit that they were measured with."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
-WARM_UP = 28  # steps: lean records its first, caches fill, and on a GPU it finds out whether the host is the limit
+WARM_UP = 28  # steps: lean records the first, caches fill, and on a GPU lean measures whether the host is the limit
 
 
 def environment(device: str) -> dict[str, Any]:
-    """Hardware, versions and commit of this run."""
-    from leangrad.bench.machine import describe_machine  # here, since `versions` runs older trees, which lack it
+    """Return hardware, versions and commit of this run; ``device``: "cpu", a CUDA device or "simulated"."""
+    from leangrad.bench.machine import describe_machine  # imported here: `versions` also runs older trees, without it
 
     found = {**describe_machine("cpu" if device == "simulated" else device), "commit": commit()}
-    if device == "simulated":  # by whatever machine: no kernel has run
+    if device == "simulated":  # no kernel has run, so the machine does not matter
         found["hardware"] = device
     return found
 
 
 def write_rows(name: str, device: str, rows: list[dict[str, Any]]) -> Path:
-    """Write the rows of one run to ``benchmarks/results/<name>.json``."""
+    """Write the rows of one run to ``benchmarks/results/<name>.json``, and return that path."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps({**environment(device), "rows": rows}, indent=1) + "\n")
@@ -31,7 +31,7 @@ def write_rows(name: str, device: str, rows: list[dict[str, Any]]) -> Path:
 
 
 def commit() -> str:
-    """The commit of this tree; a copy without its history is told by LEANGRAD_COMMIT."""
+    """Return the commit of this tree, from git; LEANGRAD_COMMIT overrides it, for a copy without the git history."""
     if told := os.environ.get("LEANGRAD_COMMIT"):
         return told
     try:

@@ -1,4 +1,4 @@
-"""The floor of cases of the zoo: `leangrad.floor`, from the command line.
+"""Print the floor of models of the zoo: `leangrad.floor` from the command line.
 
 python -m benchmarks.floor --case gpt [--autocast bfloat16]
 """
@@ -14,7 +14,7 @@ from tests.zoo import case
 
 
 def main() -> None:
-    """Print the floor of cases of the zoo."""
+    """Print the floor of models of the zoo."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.floor", description=main.__doc__)
     parser.add_argument("--case", nargs="+", required=True, metavar="NAME", help="cases of tests/zoo")
     parser.add_argument("--autocast", choices=("bfloat16", "float16"), help="dtype of autocast; none by default")

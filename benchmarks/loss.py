@@ -4,18 +4,19 @@
     python -m benchmarks.loss --device cuda --models [--write loss_models_h200]
     python -m benchmarks.loss --device cuda --head --hidden 2048 --vocab 128256 --tokens 8192 [--write loss_head_h200]
 
-A row is one way at one number of tokens: milliseconds of a step (the median over rounds, all ways in turns; of the
-process, on one thread of a CPU), their ratio to plain's, and `peak_bytes`, the highest memory above the arguments and
-the gradients that are returned. `loss_error`,
-`input_error` and `weight_error` are distances to float64 relative to its norm; the loss is multiplied by 1/3, as by
-the accumulation of three micro-batches. A way that is not installed, or fails, has a row that says so.
+A row is one way at one number of tokens. `ms` is the time of a step: the median over the rounds, in which all ways are
+timed one after another; CPU time on a CPU with one thread, else wall-clock time. `time_ratio` is its ratio to plain.
+`peak_bytes` is the peak memory without the arguments and the returned gradients. `loss_error`, `input_error` and
+`weight_error` are the distances to the float64 results, relative to their norm; the loss is multiplied by 1/3, as in
+the accumulation of three micro-batches. If a way is not installed or fails, its row says so.
 
-With `--models` a row is one of our two language models in training, way by way: plain, lean, lean with lazy logits,
-Liger's kernels with its loss, `torch.compile`, and that with our backend, without and with its fused loss. `ms` is the
-step as training runs it, `device_ms` that of its kernels, `peak_gib` the peak above what stands before the step.
+With `--models` a row is one way to train one of two language models: plain, lean, lean with lazy logits
+(`exact=False`), `torch.compile`, the same with leangrad's backend without and with its fused loss, and Liger's kernels
+with Liger's loss. `ms` is the time of a step as training runs it, `device_ms` that of its kernels, `peak_gib` the peak
+above the memory allocated before the step.
 
-With `--head` a row is one shape: `three_ms` of the three products alone, `compile_ms` of plain under `torch.compile`,
-and `leangrad_ms` of ours, in eager mode, all on the GPU's clock.
+With `--head` a row is one shape: `three_ms` is the time of the three matmuls alone, `compile_ms` that of plain under
+`torch.compile`, and `leangrad_ms` that of leangrad in eager mode, all measured with CUDA events.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def plain(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
 
 
 def torch_chunked() -> Loss:
-    """Of torch 2.13 and newer."""
+    """Return the chunked loss of torch 2.13 and newer."""
     function, options = getattr(F, "linear_cross_entropy"), getattr(torch.nn, "LinearCrossEntropyOptions")()  # noqa: B009
     return lambda x, weight, target: function(x, weight, target, options=options)
 
@@ -59,7 +60,7 @@ def liger() -> Loss:
 
 
 def liger_float32() -> Loss:
-    """With the gradient of the weight summed in float32, which it offers and does not do by itself."""
+    """Return Liger's loss with the weight gradient accumulated in float32, which is not its default."""
     function = importlib.import_module("liger_kernel.transformers.functional").liger_fused_linear_cross_entropy
     return lambda x, weight, target: function(x, weight, target, accum_dtype=torch.float32)
 
@@ -69,7 +70,7 @@ def cce(impl: str) -> Callable[[], Loss]:
         package = importlib.import_module("cut_cross_entropy")
         said: dict[str, Any] = {"impl": impl}
         if impl == "cce_exact" and not hasattr(package.LinearCrossEntropyImpl, "CCE_EXACT"):
-            said = {"impl": "cce", "filter_eps": None}  # what the name stands for, before there was one
+            said = {"impl": "cce", "filter_eps": None}  # the same settings, in versions without the name "cce_exact"
         return lambda x, weight, target: package.linear_cross_entropy(x, weight, target, **said)
 
     return load
@@ -94,7 +95,7 @@ def step(loss: Loss, x: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor,
 
 
 def truth(x: Tensor, weight: Tensor, target: Tensor, rows: int = 1024) -> tuple[Tensor, Tensor, Tensor]:
-    """Plain in float64, some tokens at a time."""
+    """Return loss, input gradient and weight gradient of plain in float64, computed ``rows`` tokens at a time."""
     inputs, W = x.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
     total = torch.zeros((), dtype=torch.float64, device=x.device)
     for some, targets in zip(inputs.split(rows), target.split(rows), strict=True):
@@ -107,7 +108,7 @@ def truth(x: Tensor, weight: Tensor, target: Tensor, rows: int = 1024) -> tuple[
 
 
 def distance(found: Tensor, exact: Tensor) -> float:
-    """By rows, so that no float64 copy of `found` stands in memory."""
+    """Return the relative distance of ``found`` from ``exact``, by rows, without a whole float64 copy of ``found``."""
     if exact.dim() == 0:
         return float((found.double() - exact).abs() / exact.abs())
     pairs = zip(found.split(4096), exact.split(4096), strict=True)
@@ -138,7 +139,7 @@ def peak_bytes(run: Callable[[], object], device: str, returned: int) -> int:
 
 
 def measure(shape: tuple[int, int, int], dtype: torch.dtype, device: str, rounds: int) -> list[dict[str, Any]]:
-    """A row for each way."""
+    """Return a row for each way at one shape (tokens, hidden, vocabulary)."""
     torch.manual_seed(0)
     tokens, hidden, vocabulary = shape
     x = torch.randn(tokens, hidden, device=device).to(dtype).requires_grad_()
@@ -159,7 +160,7 @@ def measure(shape: tuple[int, int, int], dtype: torch.dtype, device: str, rounds
         rows.append(row)
         try:
             loss = load()
-            found = step(loss, x, weight, target)  # compiles what there is to compile
+            found = step(loss, x, weight, target)  # also compiles kernels
         except (ImportError, AttributeError, RuntimeError, TypeError, ValueError, AssertionError) as error:
             row["failed"] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
             continue
@@ -183,7 +184,7 @@ def measure(shape: tuple[int, int, int], dtype: torch.dtype, device: str, rounds
 
 
 def measure_head(tokens: int, hidden: int, vocabulary: int) -> dict[str, Any]:
-    """The three products of a head, all of it compiled, and ours: milliseconds on the GPU, in bfloat16."""
+    """Return milliseconds on the GPU, in bfloat16: the three matmuls of a head, plain compiled, and leangrad's loss."""
     torch.manual_seed(0)
     x = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     weight = (torch.randn(vocabulary, hidden, device="cuda") / hidden**0.5).bfloat16().requires_grad_()
@@ -225,7 +226,7 @@ def _on_device(run: Callable[[], object], rounds: int = 5) -> float:
 
 
 def measure_model(name: str) -> Iterator[dict[str, Any]]:
-    """All ways of one model, one after another."""
+    """Yield a row for each way to train one model."""
     from benchmarks import models
 
     case = next(case for case in models.CASES if case.name == name)
@@ -255,7 +256,7 @@ MODEL_WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "compile": lambda model: _compiled(model, "inductor"),
     "compile leangrad, fused_loss=False": lambda model: _compiled(model, compile_lean, **LOGITS),
     "compile leangrad": lambda model: _compiled(model, compile_lean),
-    "liger": _with_liger,  # the last: it changes functions of transformers for the whole process
+    "liger": _with_liger,  # last, because it changes functions of transformers for the whole process
 }
 
 
@@ -264,14 +265,14 @@ def _of_model(case: Any, make_ready: Callable[[nn.Module], nn.Module]) -> dict[s
 
 
 def prepare(case: Any, make_ready: Callable[[nn.Module], nn.Module]) -> Callable[[], dict[str, Any]]:
-    """Take the first step of a model, which compiles what there is to compile; what measures it then."""
+    """Run the first forward and backward of a model, which compiles it; return a function that measures the model."""
     from benchmarks.models import _in_a_row, _memory, _step_of, kernels
 
     torch.manual_seed(0)
     with torch.device("cuda"):
         model = case.make().train()
     if case.name == "gpt2_medium":
-        model.loss_type = "ForCausalLM"  # else a warning of it breaks the compiled graph
+        model.loss_type = "ForCausalLM"  # without it the model issues a warning, which breaks the compiled graph
     ready, batch = make_ready(model), case.batch(case.size)
 
     def forward() -> Tensor:

@@ -3,10 +3,11 @@
     python -m benchmarks.packed                  # wide MLP and a small Llama, on the CPU
     python -m benchmarks.packed --device cuda    # the same MLP larger, and the Llama of 1B shape, in bfloat16
 
-One process serves all forms of a case: their steps are timed in turns, and a ratio is the median of the ratios of
-neighbours. A phase is timed from an idle device to an idle device, so what the host needs counts in full. Peaks are
-above parameters and optimizer state, gradients included. Temporaries are what the backward of a later micro-batch
-allocates in blocks of a matrix's size. Rows go to `benchmarks/results/packed_cpu.json` and `packed_h200.json`.
+One process runs all forms of a case: their steps are timed in alternation, and a ratio to plain is the median over the
+rounds of the ratios within a round. A phase is timed from an idle device to an idle device, so it includes all of the
+host's time. Peaks include gradients, but not parameters and optimizer state. `temporary_bytes` are the bytes that
+backward of a micro-batch other than the first allocates in blocks of the size of a weight matrix. Rows are written to
+`benchmarks/results/packed_cpu.json` and `packed_h200.json`.
 """
 
 import argparse
@@ -27,10 +28,10 @@ from leangrad.measure import measure
 from leangrad.packed import pack_gradients
 
 MICRO_BATCHES = 4
-ODD = 23  # rows of a batch that no matrix of a model is as large as
-CLIPS = 5
+ODD = 23  # rows of a small batch whose activations do not have the size of any weight matrix
+CLIPS = 5  # how many times as often clip and step are timed
 
-#: The loss of one micro-batch, or of one of odd size.
+#: Returns the loss of a model on one micro-batch; with `odd`, on a batch of `ODD` rows.
 Loss = Callable[..., Tensor]
 
 
@@ -59,7 +60,7 @@ CASES = {
 
 
 def build(case: Case, device: str) -> tuple[nn.Module, Loss]:
-    """A model, and the loss of one micro-batch on it."""
+    """Return the model of a case, and its loss function."""
     torch.manual_seed(0)
     dtype = getattr(torch, case.dtype)
     if case.kind == "mlp":
@@ -98,7 +99,7 @@ def build(case: Case, device: str) -> tuple[nn.Module, Loss]:
 
 
 class Form:
-    """One way to train the model: with the gradients that autograd makes, clipped by torch's own function."""
+    """Plain training: autograd's own gradients, clipped by torch's function; base class of the other forms."""
 
     def __init__(self, model: nn.Module, loss: Loss) -> None:
         self.model, self.loss = model, loss
@@ -136,7 +137,7 @@ class Packed(Form):
 
 
 class PackedFloat32(Form):
-    """Packed gradients that are accumulated in float32, and rounded for the optimizer."""
+    """Packed gradients that are accumulated in float32, and cast to the parameters' dtype for the optimizer."""
 
     def __init__(self, model: nn.Module, loss: Loss) -> None:
         super().__init__(model, loss)
@@ -147,7 +148,7 @@ class PackedFloat32(Form):
 
 
 class PlainFloat32(Form):
-    """The same without leangrad: each gradient is added to a float32 sum as it arrives, and released."""
+    """Accumulation in float32 without leangrad: a hook adds each gradient to a float32 sum and releases it."""
 
     def __init__(self, model: nn.Module, loss: Loss) -> None:
         super().__init__(model, loss)
@@ -177,7 +178,7 @@ class PlainFloat32(Form):
         self.sums.clear()
 
 
-#: The forms by what a row calls them. Those of float32 make sense for narrower parameters only.
+#: The forms by their names in a row. Those in float32 are run only for parameters in a smaller dtype.
 FORMS: dict[str, type[Form]] = {
     "plain": Form,
     "packed": Packed,
@@ -197,9 +198,9 @@ def seconds_of(call: Callable[[], object], device: str) -> float:
 
 
 def time_in_turns(forms: dict[str, Form], device: str, repeats: int) -> dict[str, dict[str, list[float]]]:
-    """Seconds of each phase of each form, one entry a round; the forms take turns within a round.
+    """Return the seconds of each phase of each form, one entry for each round; each round runs all forms.
 
-    Clip and step take a fraction of the time and vary more: they are timed five times as often, on small batches.
+    Clip and step take a fraction of the time and vary more, so they are timed five times as often, after small batches.
     """
     seconds: dict[str, dict[str, list[float]]] = {name: {"accumulate": [], "clip and step": []} for name in forms}
     for _ in range(repeats):
@@ -216,7 +217,7 @@ def time_in_turns(forms: dict[str, Form], device: str, repeats: int) -> dict[str
 
 
 def peak_of(step: Callable[[], object], device: str) -> int:
-    """The most bytes that a step holds above what stood before it."""
+    """Return the peak of a step in bytes, above what was allocated before it."""
     if device != "cuda":
         return measure(step, timed_runs=0).peak_bytes
     torch.cuda.synchronize()
@@ -227,9 +228,9 @@ def peak_of(step: Callable[[], object], device: str) -> int:
 
 
 def temporaries(form: Form) -> int:
-    """Bytes that the backward of a later micro-batch allocates in blocks of exactly a matrix's size.
+    """Return the bytes that backward of a second micro-batch allocates in blocks of exactly a weight matrix's size.
 
-    With a batch of odd size, so that no activation is as large as a matrix of the model.
+    The batch has `ODD` rows, so that no activation is as large as a matrix of the model.
     """
     sizes = {p.numel() * p.element_size() for p in form.model.parameters() if p.dim() == 2}
     form.loss(form.model, True).backward()
@@ -239,12 +240,12 @@ def temporaries(form: Form) -> int:
 
 
 def run(case: Case, device: str, repeats: int) -> dict[str, Any]:
-    """The row of one case: every form's peak, temporaries and seconds, and ratios to plain."""
+    """Return the row of one case: every form's peak, temporaries and seconds, and its ratios to plain."""
     model, loss = build(case, device)
     kinds = FORMS if case.dtype != "float32" else {name: FORMS[name] for name in ("plain", "packed")}
     forms = {name: kind(copy.deepcopy(model), loss) for name, kind in kinds.items()}
     del model
-    for form in forms.values():  # optimizer state, and whatever the first steps allocate for good
+    for form in forms.values():  # allocate the optimizer's state, and all else that the first steps allocate for good
         form.step()
         form.step()
     seconds = time_in_turns(forms, device, repeats)
@@ -262,7 +263,7 @@ def run(case: Case, device: str, repeats: int) -> dict[str, Any]:
 
 
 def table(row: dict[str, Any], device: str) -> str:
-    """The row as text."""
+    """Return the row as a text table."""
     where = environment(device)
     lines = [f"{row['case']['name']} on {where['hardware']}, {MICRO_BATCHES} micro-batches, torch {where['torch']}"]
     lines.append(

@@ -8,19 +8,19 @@ The training loop stays as it is. What else there is:
 
     lean(model, budget="20GB")              keep as much as fits; slowdown=1.1: rebuild as much as the time allows
     lean(model, exact=False)                train a language model without its logits
-    plain(model), is_lean(model)            undo it, ask for it
-    saving()                                the same for a region of code: with saving(): loss = ...
+    plain(model), is_lean(model)            undo lean; whether a model is lean
+    saving()                                lean for a region of code: with saving(): loss = ...
     ledger_of(model).summary()              what was kept, what is rebuilt, and why
-    verify(model, batch)                    is it the same, bit for bit, on my model?
-    measure(step)                           how much memory does a step take, and what holds it?
+    verify(model, batch)                    compare lean and plain training of this model, bit for bit
+    measure(step)                           how much memory a step uses, and what holds it
     profile("report.html")                  the same for a whole training loop, as a page: with profile(...): train()
-    floor(model, batch)                     how little could it be?
+    floor(model, batch)                     the fewest bytes that could be kept for backward
     frontier(model, batch)                  time against memory, for every way to train this model
     pack_gradients(model)                   all gradients in one flat buffer
     linear_cross_entropy(hidden, w, y)      the loss of a language model without its logits
     errors                                  what leangrad raises about itself
 
-    torch.compile(model, backend="leangrad")              for compiled models, in the stead of lean
+    torch.compile(model, backend="leangrad")              for compiled models, instead of lean
     leangrad.nn.convert_abn(model)                        for CNNs with batch norm
     leangrad.integrations.transformers.LeanCallback       for Hugging Face's Trainer
     leangrad.integrations.lightning.Lean                  for Lightning's Trainer
@@ -34,9 +34,9 @@ with lines to copy are in docs/.
 # the function, and `from leangrad.measure import Measurement` still finds the module, by its path. That is why none of
 # the six may be imported lazily: the first import by path would then put the module in the function's place.
 #
-# `nn` and the other folders of `_ON_DEMAND` share their name with no function. They are imported when they are first
-# asked for, because `import leangrad` would take twice as long with them. `nn` is not in `__all__`: a star import would
-# put it in the place of `torch.nn`.
+# `nn` and the other modules of `_ON_DEMAND` share their name with no function. They are imported on first access,
+# because `import leangrad` would take twice as long with them. `nn` is not in `__all__`: a star import would replace
+# the caller's `torch.nn` by it.
 
 import importlib
 from types import ModuleType
@@ -82,7 +82,7 @@ _ON_DEMAND = frozenset(("functional", "integrations", "nn", "norm_cache", "tape"
 
 def __getattr__(name: str) -> ModuleType:
     if name in _ON_DEMAND:
-        return importlib.import_module(f"leangrad.{name}")  # which also makes it an attribute: asked for once
+        return importlib.import_module(f"leangrad.{name}")  # which also sets the attribute: called once
     raise AttributeError(f"module 'leangrad' has no attribute {name!r}")
 
 

@@ -4,7 +4,7 @@ __all__ = ["BudgetError", "ChangedError", "ConsumedError", "LeangradError", "Sta
 
 
 class LeangradError(RuntimeError):
-    """The base of every error that leangrad raises about itself.
+    """The base class of leangrad's own errors.
 
     >>> issubclass(LeangradError, RuntimeError)
     True
@@ -12,7 +12,7 @@ class LeangradError(RuntimeError):
 
 
 class ConsumedError(LeangradError):
-    """A buffer that backward had already moved out was asked for a second time.
+    """A buffer that backward had already moved out was requested a second time.
 
     >>> import torch
     >>> from leangrad.tape import Tape
@@ -42,7 +42,7 @@ class ChangedError(LeangradError):
 
 
 class StaleError(LeangradError):
-    """A buffer that was borrowed from a workspace was touched after it was given back.
+    """A buffer that was borrowed from a workspace was used after it was given back.
 
     >>> from leangrad.workspace import Workspace
     >>> borrowed = Workspace().borrow("row", (5,))
@@ -54,7 +54,7 @@ class StaleError(LeangradError):
 
 
 class BudgetError(LeangradError):
-    """A step does not fit into the budget that was given; ``smallest`` is the least that it takes.
+    """A step does not fit into the given budget; ``smallest`` is the least memory that it uses, in bytes.
 
     >>> BudgetError("a budget of 1 GB cannot be met", smallest=2 * 10**9).smallest
     2000000000

@@ -1,24 +1,25 @@
 """`cached_norm`: the norm of a parameter, computed again only after the parameter has changed.
 
-[Note: what counts as a change] A cached norm is used again only if all of this is as it was:
+[Note: what counts as a change] A cached norm is used again only if all of this is unchanged:
 
-    version     every in-place op of torch moves it, through views and `detach` too, with and without grad mode
+    version     every in-place op of torch increments it, through views and `detach` too, with and without grad mode
     memory      `p.data = ...`, `.to()` and `set_` give a parameter another storage, or another shape on the same one
-    optimizers  a fused optimizer writes without moving the version (measured on CPU, torch 2.13), so each `step()` of
-                an optimizer makes the norms of its parameters old; a global hook of `torch.optim` says so
-    stream      on CUDA a norm is used on the stream that computed it
-    result      nobody has changed the cached tensor itself
+    optimizers  a fused optimizer writes without incrementing the version (measured on CPU, torch 2.13), so a global
+                hook of `torch.optim` removes the norms of an optimizer's parameters after each of its steps
+    stream      on CUDA a norm is used only on the stream that computed it
+    result      the cached tensor itself has not been changed
 
-A norm is cached at all only if the parameter alone sees its memory at that moment: another tensor there, such as the
-flat buffer it was cut from, may have a version counter of its own. What is made from the parameter later is a view,
-which shares its counter, or `p.data`, which does not.
+A norm is cached only if no other tensor uses the parameter's memory at that moment: another tensor, such as the flat
+buffer that the parameter was cut from, may have a version counter of its own. A tensor that is made from the parameter
+later is a view, which shares its counter, or `p.data`, which does not.
 
-What no counter shows is not seen: a write through `p.data`, NumPy or a kernel of one's own on the raw memory, a
-collective on `p.data`, FSDP's gathering, the replay of a CUDA graph. `forget_norm` is for those.
+A write that increments no counter is not detected: through `p.data`, NumPy or a custom kernel on the raw memory, a
+collective on `p.data`, FSDP's gathering, the replay of a CUDA graph. Call `forget_norm` after those.
 
-[Note: no lock] An entry is immutable, and is put into a dict whole. What it is judged by is read before the norm is
-computed, so that a change during the computation makes the entry old, not wrong. An optimizer's hook first renews the
-token and then removes entries; whoever stores one looks at the token afterwards, and removes it if it was renewed.
+[Note: no lock] An entry is immutable, and one assignment puts it into a dict. The state that an entry is compared by is
+read before the norm is computed, so a change during the computation makes the entry invalid, not wrong. The optimizer
+hook first renews the token and then removes entries; `cached_norm` compares the token after it has stored an entry, and
+removes the entry if the token was renewed.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ def cached_norm(parameter: Tensor) -> Tensor:
     """Return the 2-norm of a parameter, computed again only when the parameter has changed in place.
 
     Equals `torch.linalg.vector_norm(parameter.detach())`, in float32 for half precision. The result is a constant with
-    no dimensions, on the parameter's device: no gradient flows through it, nothing waits for the GPU, and the same
-    tensor is returned until the parameter changes. What counts as a change, and the few writes that no one can see,
-    are in [Note: what counts as a change]. Threads may call it at once. Keeps one number for each parameter, as
-    long as the parameter lives, and nothing for backward.
+    no dimensions, on the parameter's device: no gradient flows through it, computing it does not synchronize with the
+    GPU, and the same tensor is returned until the parameter changes. [Note: what counts as a change] lists the changes,
+    and the few writes that cannot be detected. Several threads may call it at once. Keeps one number for each
+    parameter, as long as the parameter lives, and nothing for backward.
 
     >>> weight = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
     >>> cached_norm(weight), cached_norm(weight) is cached_norm(weight)
@@ -76,10 +77,10 @@ def cached_norm(parameter: Tensor) -> Tensor:
 
 
 def forget_norm(parameter: Tensor) -> None:
-    """Let the next `cached_norm` of this parameter compute it again.
+    """Let the next `cached_norm` of this parameter compute the norm again.
 
-    Needed only after a write that no counter shows; see [Note: what counts as a change]. It also removes the weak
-    reference to the parameter, which `torch.utils.swap_tensors` would refuse.
+    Needed only after a write that increments no counter; see [Note: what counts as a change]. It also removes the weak
+    reference to the parameter, with which `torch.utils.swap_tensors` would refuse the parameter.
 
     >>> weight = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
     >>> norm = cached_norm(weight)
@@ -103,7 +104,7 @@ class _Entry(NamedTuple):
         return (
             parameter is not None
             and self.state == state
-            # By identity: an address may be used again by other memory, the object of a living storage may not.
+            # By identity: another storage may reuse the address, but not the object of a storage that is alive.
             and self.storage() is parameter.untyped_storage()
             and version(self.norm) == self.norm_version
         )
@@ -116,7 +117,7 @@ _hook_lock = threading.RLock()
 
 
 def _may_cache(parameter: Tensor) -> bool:
-    """Whether this is a plain tensor whose versions tell, in code that only runs."""
+    """Whether this is a plain tensor with a usable version counter, in code that is not traced or captured."""
     if is_traced() or transforms_active() or forward_mode_active():
         return False
     if type(parameter) not in (Tensor, torch.nn.Parameter) or parameter.layout is not torch.strided:
@@ -127,14 +128,14 @@ def _may_cache(parameter: Tensor) -> bool:
 
 
 def _state(parameter: Tensor) -> tuple[Any, ...]:
-    """What a change in place, of the data or of the whole tensor, makes different."""
+    """Return the state by which an entry is compared: an in-place change of data or tensor changes part of it."""
     stream = stream_of(parameter)
     place = (parameter.dtype, parameter.shape, parameter.stride(), parameter.storage_offset())
     return version(parameter), parameter.data_ptr(), stream, *place
 
 
 def _norm(parameter: Tensor) -> Tensor:
-    # A norm that was made in inference mode could not be used in a graph later.
+    # A norm that was computed in inference mode could not be used in a graph later.
     with torch.inference_mode(False), torch.no_grad():
         half = parameter.is_floating_point() and parameter.dtype.itemsize < 4
         norm: Tensor = torch.linalg.vector_norm(parameter.detach(), dtype=torch.float32 if half else None)
@@ -156,9 +157,9 @@ def _watch_optimizers() -> None:
 
 
 def _forget_stepped(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """After a step the norms of the optimizer's parameters are old; see [Note: no lock]."""
+    """Remove the norms of the optimizer's parameters after its step; see [Note: no lock]."""
     global _token
-    if torch.compiler.is_compiling():  # a compiled step moves the versions
+    if torch.compiler.is_compiling():  # a compiled step increments the versions
         return
     _token = object()
     for group in optimizer.param_groups:

@@ -1,8 +1,8 @@
-"""Our autograd Functions as calls that function modes see, as they see torch's own functions.
+"""Makes leangrad's autograd Functions visible to function modes as one call each, like torch's own functions.
 
-`Function.apply` passes every `TorchFunctionMode` by, while the ops inside its forward do not. A ledger needs it the
-other way round: what the call saves belongs to the call, and what happens inside, with gradients off and in scratch
-memory, is nobody else's business.
+A `TorchFunctionMode` does not see `Function.apply`, but sees the ops inside its forward. A ledger needs the opposite:
+the tensors that the call saves belong to the call, and the ops inside, which run with gradients off and in scratch
+memory, do not concern the ledger.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ __all__ = ["is_product", "overridable"]
 
 
 def overridable(apply: Callable[..., Any], *, product: bool = False) -> Callable[..., Any]:
-    """`apply` as one call, which the function modes that are on are asked for first.
+    """Return a function that calls `apply`, and that active function modes see as one call.
 
-    product: a matrix product, a scan or the like, which is never computed twice.
+    product: whether it is a matrix product, a scan or the like, which is never computed twice.
 
     >>> double = overridable(lambda x: 2 * x)
     >>> double(3)
@@ -26,7 +26,7 @@ def overridable(apply: Callable[..., Any], *, product: bool = False) -> Callable
     """
 
     def call(*args: Any) -> Any:
-        if has_torch_function_unary(None):  # a mode is on; it calls this very function again, itself set aside
+        if has_torch_function_unary(None):  # a mode is active; it calls `call` again, with itself disabled
             return handle_torch_function(call, (), *args)
         return apply(*args)
 
@@ -35,5 +35,5 @@ def overridable(apply: Callable[..., Any], *, product: bool = False) -> Callable
 
 
 def is_product(function: Any) -> bool:
-    """Whether `function` is a call of ours that is never computed twice."""
+    """Whether `function` was made by `overridable(..., product=True)`, so that it is never computed twice."""
     return getattr(function, "is_product", False) is True

@@ -18,7 +18,7 @@ _SHARE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*%\s*")
 
 
 def parse_size(size: object, name: str = "size") -> int:
-    """The bytes that ``size`` means; ``name``: what it is called in the error.
+    """Return the bytes that ``size`` means; ``name``: its name in error messages.
 
     >>> parse_size("20GB"), parse_size("1.5 GiB"), parse_size(4096)
     (20000000000, 1610612736, 4096)
@@ -39,7 +39,7 @@ def parse_size(size: object, name: str = "size") -> int:
 
 
 def parse_budget(budget: object) -> int | float:
-    """The bytes that ``budget`` means, or the share of the device's memory, a float, if it is ``"90%"``.
+    """Return the bytes that ``budget`` means; for a percentage such as ``"90%"``, the share of memory as a float.
 
     >>> parse_budget("24GB"), parse_budget("90%")
     (24000000000, 0.9)
@@ -54,7 +54,7 @@ def parse_budget(budget: object) -> int | float:
 
 
 def size_text(nbytes: float) -> str:
-    """Bytes as people read them.
+    """Return a number of bytes as text with a unit.
 
     >>> size_text(20_000_000_000), size_text(4_500_000), size_text(812)
     ('20.00 GB', '4.50 MB', '812 bytes')

@@ -1,11 +1,11 @@
-"""`LEANGRAD_DISABLE=1` in the environment: everything runs plain, to tell whether leangrad has a part in what you see.
+"""`LEANGRAD_DISABLE=1` in the environment runs everything plain, to find out whether leangrad causes a problem.
 
     LEANGRAD_DISABLE=1 python train.py
 
 What it changes: no region opens, so `lean` and `saving` do nothing; the modules of `leangrad.nn` run their plain form;
 `convert_abn` converts nothing; the layers of a packed model compute plain gradients, which are then copied to their
-place. `InPlaceABNSync` over several processes has no plain form and runs as ever. The variable is looked up at every
-call, so it may be set or taken back while the program runs. Empty and 0 mean off.
+place. `InPlaceABNSync` over several processes has no plain form and runs as usual. The variable is read at every call,
+so it may be set or unset while the program runs. Empty and 0 mean off.
 """
 
 import os
@@ -18,19 +18,19 @@ __all__ = ["NAME", "disabled", "is_plain_for_now", "plain_for_now"]
 
 NAME = "LEANGRAD_DISABLE"
 
-# The dict behind `os.environ`, if there is one as we know it: every layer asks, and a name that is not in `os.environ`
-# costs a raised KeyError.
+# The dict behind `os.environ`, if it has the known form, else `os.environ`: every layer reads the variable, and a
+# lookup in `os.environ` raises and catches a KeyError if the variable is not set.
 _values: Any = getattr(os.environ, "_data", None)
 _key: Any = os.environ.encodekey(NAME) if isinstance(_values, dict) else NAME
 _values = _values if isinstance(_values, dict) else os.environ
 _OFF = (None, "", "0", b"", b"0")
 
 _lock = threading.Lock()
-_plain_runs = 0  # how many `plain_for_now` are open
+_plain_runs = 0  # how many `plain_for_now` contexts are open
 
 
 def disabled() -> bool:
-    """Whether `LEANGRAD_DISABLE` is set to anything but 0 or nothing; or `plain_for_now` says the same.
+    """Whether `LEANGRAD_DISABLE` is set and neither empty nor 0, or a `plain_for_now` is open.
 
     >>> disabled()
     False
@@ -40,7 +40,7 @@ def disabled() -> bool:
 
 @contextmanager
 def plain_for_now() -> Iterator[None]:
-    """Run everything plain, as if `LEANGRAD_DISABLE` were set: in all threads, for a GPU has its own for backward.
+    """Run everything plain, in all threads (backward on a GPU has its own), as if `LEANGRAD_DISABLE` were set.
 
     >>> with plain_for_now():
     ...     disabled()
@@ -57,5 +57,5 @@ def plain_for_now() -> Iterator[None]:
 
 
 def is_plain_for_now() -> bool:
-    """Whether a `plain_for_now` is open: what runs in it is no step of training."""
+    """Whether a `plain_for_now` is open; what runs inside it is not a training step."""
     return _plain_runs > 0

@@ -1,4 +1,4 @@
-"""The tensors in what models take and hand out: nests of mappings, sequences and dataclasses."""
+"""The tensors in the inputs and outputs of models: nested mappings, sequences and dataclasses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["tensors_in"]
 
 
 def tensors_in(tree: Any) -> Iterator[Tensor]:
-    """The tensors of a nest of mappings, tuples, lists and dataclasses, in their order.
+    """Yield the tensors in nested mappings, tuples, lists and dataclasses, in order.
 
     >>> import torch
     >>> [tensor.numel() for tensor in tensors_in({"a": torch.ones(2), "b": [torch.ones(3), "no tensor"]})]

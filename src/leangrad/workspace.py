@@ -1,25 +1,26 @@
-"""Workspaces: scratch buffers that are lent, given back and lent again, never freed and allocated again.
+"""Workspaces: scratch buffers that are lent, given back and lent again instead of freed and allocated again.
 
     with workspace.default.borrow("scores", (n, m), like=x) as scores:
         torch.mm(x, y, out=scores.tensor)
 
-[Note: capacity] The memory of a buffer has a capacity for each dimension, the next power of two. What fits is lent out
-of that memory, contiguous, and allocates nothing. Where a dimension exceeds its capacity, that one grows and the others
-stay; where all fall to a quarter or less, all shrink. So shapes that come again, and do not differ by a factor of four
-in every dimension, allocate nothing the second time. Uses whose sizes lie further apart should have different names.
+[Note: capacity] The memory of a buffer has a capacity for each dimension, the next power of two. A request that fits is
+lent contiguously from that memory and allocates nothing. If a dimension exceeds its capacity, that capacity grows and
+the others stay; if all dimensions are a quarter of their capacity or less, all capacities shrink. So shapes that recur,
+and do not differ by a factor of four in every dimension, allocate nothing the second time. Uses whose sizes differ more
+should have different names.
 
-[Note: never overwritten] What is lent is a tensor of its own (`detach`) on the memory. Everything that can read it
-later, be it autograd that saved it, a view, a numpy array, the storage itself, raises a count on the memory above what
-it was when only the workspace had it. That row of counts (`leangrad._torch.reference_counts`) is noted when the memory
-is new; before the memory is lent again the row must be the same, or the memory is left to those who hold it and a
-fresh one is allocated. A row that cannot be read means the same. All that is lent from one memory shares one version
-counter, so that autograd's own check stands behind this one.
+[Note: never overwritten] A borrower gets a tensor object of its own (`detach`) on the memory. Everything that can read
+the memory later (a node of autograd that saved the tensor, a view, a numpy array, the storage itself) raises a
+reference count above its value at the time when only the workspace used the memory. These counts
+(`leangrad._torch.reference_counts`) are recorded when the memory is new. Before the memory is lent again they must be
+the same; if they differ or cannot be read, the memory is left to its holders and new memory is allocated. All tensors
+that are lent from one memory share one version counter, so autograd's own version check is a second safeguard.
 
-[Note: streams] A buffer belongs to the CUDA stream that was current when it was lent first, and is lent again only
-there: what the next borrower writes is queued behind what the last one did. A borrower who asks for `tensor` on another
-stream waits for the buffer's own stream, and before the buffer is lent again its own stream waits for that one. A
-tensor that is carried to another stream by hand is the carrier's to order, as always. A backward that runs on
-another thread has buffers of its own.
+[Note: streams] A buffer belongs to the CUDA stream that was current when it was first lent, and is lent again only
+there, so the writes of the next borrower are queued behind the work of the last one. If a borrower reads `tensor` on
+another stream, that stream waits for the buffer's own stream, and before the buffer is lent again its own stream waits
+for that one. A user who passes the tensor on to another stream must synchronize the streams, as always. A backward pass
+that runs on another thread has buffers of its own.
 """
 
 from __future__ import annotations
@@ -42,10 +43,10 @@ __all__ = ["Borrowed", "Workspace", "default"]
 
 
 class Borrowed:
-    """A buffer that is ours until `release`, until the end of a `with`, or until nobody has this object any more.
+    """A buffer that is lent until `release`, until the end of a `with`, or until this object is freed.
 
-    What is in it at first is anything, NaN included. A name that still has the tensor when the same buffer is wanted
-    again costs a fresh allocation (see [Note: never overwritten]), so write `borrowed.tensor` where it is used.
+    Its first contents are arbitrary, NaN included. If a variable still holds the tensor when the buffer is borrowed
+    again, new memory is allocated (see [Note: never overwritten]), so write `borrowed.tensor` where it is used.
     """
 
     __slots__ = ("__weakref__", "_buffer", "_tensor", "generation", "name")
@@ -57,7 +58,7 @@ class Borrowed:
 
     @property
     def tensor(self) -> Tensor:
-        """The tensor, of the shape that was asked for; StaleError once it was given back."""
+        """The tensor, in the requested shape; raises StaleError once the buffer was given back."""
         buffer, tensor = self._buffer, self._tensor
         if tensor is None or buffer.generation != self.generation:
             raise StaleError(
@@ -69,7 +70,7 @@ class Borrowed:
         return tensor
 
     def release(self) -> None:
-        """Give the buffer back. A second time does nothing."""
+        """Give the buffer back. A second call does nothing."""
         self._tensor = None
 
     def __enter__(self) -> Borrowed:
@@ -89,10 +90,10 @@ class Workspace:
     """Scratch buffers by name, separate for each number of dimensions, dtype, device, stream and thread.
 
     `borrow(name, shape)` equals `torch.empty(shape)` whose memory is used again once it was given back. One name may be
-    borrowed several times at once: nested borrowers never share memory. A workspace may be shared by threads, and
-    copied and pickled with a module; a copy is empty.
+    borrowed several times at once: nested borrowers never share memory. Threads may share a workspace. It may be copied
+    and pickled with a module; a copy is empty.
 
-    `allocations` counts the tensors that were allocated, `bytes` is what is held now, `high_water` the most there was.
+    `allocations` counts the tensors that were allocated, `bytes` is the memory held now, `high_water` its maximum.
 
     >>> workspace = Workspace()
     >>> with workspace.borrow("scores", (3, 100)) as scores:
@@ -107,7 +108,7 @@ class Workspace:
 
     def __init__(self) -> None:
         self._local = threading.local()
-        self._lock = threading.RLock()  # for the counters and the shelves; not taken where nothing is allocated
+        self._lock = threading.RLock()  # guards the counters and `_shelves`; not taken if nothing is allocated
         self._shelves: list[weakref.ref[_Shelf]] = []
         self._allocations = self._high_water = 0
 
@@ -120,12 +121,12 @@ class Workspace:
         device: torch.device | str | int | None = None,
         like: Tensor | None = None,
     ) -> Borrowed:
-        """Lend a contiguous buffer of this shape, with anything in it.
+        """Lend a contiguous buffer of this shape, with arbitrary contents.
 
-        dtype and device are those of `like` where none are given, and torch's defaults where that is missing too.
-        Keeps nothing for backward. Where memory cannot be used again safely (a compiler or tracer, a `torch.func`
-        transform, the capture of a CUDA graph, a kind of device whose order of work is not known here), the buffer is
-        new each time, and is not counted.
+        dtype and device default to those of `like`, and without `like` to torch's defaults. Keeps nothing for backward.
+        Where memory cannot be used again safely (under a compiler or tracer, in a `torch.func` transform, in the
+        capture of a CUDA graph, on a type of device whose order of execution is not known here), the buffer is new each
+        time, and is not counted.
 
         >>> Workspace().borrow("row", (5,), dtype=torch.float64).tensor.shape
         torch.Size([5])
@@ -155,16 +156,16 @@ class Workspace:
 
     @property
     def bytes(self) -> int:
-        """The bytes that are held now, lent or not, in all threads."""
+        """The bytes held now, lent or not, in all threads."""
         return sum(buffer.nbytes for buffer in self._buffers())
 
     @property
     def high_water(self) -> int:
-        """The most that `bytes` ever was."""
+        """The maximum of `bytes` so far."""
         return self._high_water
 
     def clear(self) -> None:
-        """Return all memory, of all threads; what is lent goes back when its borrower lets go of it.
+        """Free all memory, of all threads; memory that is lent is freed when its borrower drops it.
 
         >>> workspace = Workspace()
         >>> with workspace.borrow("row", (5,)):
@@ -180,7 +181,7 @@ class Workspace:
                     buffers.clear()
 
     def _shelf(self) -> _Shelf:
-        """The buffers of this thread. They end with the thread."""
+        """Return the buffers of this thread. They are freed with the thread."""
         shelf: _Shelf | None = getattr(self._local, "shelf", None)
         if shelf is None:
             shelf = self._local.shelf = _Shelf()
@@ -214,7 +215,7 @@ class _Shelf(dict[tuple[Any, ...], "list[_Buffer]"]):
 
 
 class _Buffer:
-    """Memory of one capacity, and who has it now."""
+    """Memory of one capacity, and its current borrower."""
 
     __slots__ = ("borrower", "capacity", "counts", "generation", "memory", "shaped", "stream", "visitors")
 
@@ -235,17 +236,17 @@ class _Buffer:
 
     @property
     def is_free(self) -> bool:
-        """Whether the last borrower has given it back, or is gone."""
+        """Whether the last borrower has given the buffer back, or was freed."""
         borrower = None if self.borrower is None else self.borrower()
         return borrower is None or borrower._tensor is None
 
     @property
     def is_held(self) -> bool:
-        """Whether somebody outside may still read the memory; see [Note: never overwritten]."""
+        """Whether a tensor or array outside the workspace may still read the memory; see [Note: never overwritten]."""
         return self.counts is None or self._count() != self.counts
 
     def fit(self, workspace: Workspace, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> _Buffer:
-        """Have memory for this shape that nobody else can see, and allocate it only where there is none."""
+        """Provide memory for this shape that nothing else can see, and allocate it only if there is none."""
         lent_before = self.shaped is not None and self.shaped.shape == shape
         # A shape that was lent just before leaves the capacity as it is.
         capacity = self.capacity if lent_before and self.capacity is not None else _capacity(self.capacity, shape)
@@ -258,7 +259,7 @@ class _Buffer:
         return self
 
     def lend(self, name: str) -> Borrowed:
-        """A tensor of its own on this memory, for the next generation."""
+        """Return the next generation of this buffer, with a tensor object of its own on the memory."""
         assert self.shaped is not None
         for stream in self.visitors:
             assert self.stream is not None
@@ -272,19 +273,19 @@ class _Buffer:
     def _allocate(
         self, workspace: Workspace, capacity: tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> None:
-        """Let go of the memory there was, then allocate another."""
+        """Free the old memory, then allocate new memory."""
         self.capacity = self.memory = self.shaped = self.counts = None
         self.visitors.clear()  # a stream that still reads there was recorded with the allocator
         with torch.inference_mode(False):  # an inference tensor could not be saved for a backward later
             self.memory = torch.empty(math.prod(capacity), dtype=dtype, device=device)
-            self.shaped = self.memory[:0]  # for the count: there is always one
+            self.shaped = self.memory[:0]  # for the counts, which always include such a view
         self.capacity = capacity
-        # A subclass (FakeTensor) or a split count of references (no GIL) tells nothing about who holds the memory.
+        # The counts of a subclass (FakeTensor), or split reference counts (no GIL), do not show who holds the memory.
         self.counts = self._count() if _COUNTS_TELL and type(self.memory) is Tensor else None
         workspace._count_allocation()
 
     def visit(self, tensor: Tensor) -> None:
-        """Order the work of a stream that is not the buffer's own; see [Note: streams]."""
+        """If the current stream is another than the buffer's own, let it wait for that one; see [Note: streams]."""
         assert self.stream is not None
         if raw_stream(tensor.device) == self.stream.cuda_stream:
             return
@@ -297,12 +298,12 @@ class _Buffer:
         return None if self.memory is None else reference_counts(self.memory)
 
 
-_NO_BUFFER = _Buffer(None)  # of what is not pooled: its generation stays 0
+_NO_BUFFER = _Buffer(None)  # of tensors that are not pooled; its generation stays 0
 _COUNTS_TELL = not sysconfig.get_config_var("Py_GIL_DISABLED")
 
 
 def _capacity(capacity: tuple[int, ...] | None, shape: torch.Size) -> tuple[int, ...]:
-    """The capacity that a buffer has after a request; see [Note: capacity]."""
+    """Return the capacity of a buffer after a request for ``shape``; see [Note: capacity]."""
     if min(shape, default=0) < 0:
         raise ValueError(f"shape: expected sizes of 0 or more, got {tuple(shape)}")
     wanted = tuple([_power_of_two(size) for size in shape])
@@ -320,12 +321,12 @@ def _contiguous_strides(shape: torch.Size) -> list[int]:
 
 
 def _power_of_two(size: int) -> int:
-    """The smallest power of two that is not below `size`, nor below 1."""
+    """Return the smallest power of two that is at least `size` and at least 1."""
     return 1 << (size - 1).bit_length() if size > 1 else 1
 
 
 def _resolve(device: torch.device | str | int | None) -> torch.device:
-    """The device with its index, so that `cuda` and `cuda:0` are one."""
+    """Return the device with its index, so that `cuda` and `cuda:0` are the same."""
     device = torch.get_default_device() if device is None else torch.device(device)
     if device.type != "cuda":
         return device
@@ -333,13 +334,13 @@ def _resolve(device: torch.device | str | int | None) -> torch.device:
 
 
 def _may_pool(kind: str) -> bool:
-    """Whether memory that is given back may be lent again, on this kind of device, here and now."""
+    """Whether memory may be lent again on this type of device, in the current context."""
     if is_traced() or transforms_active():
         return False
-    if kind == "cuda":  # a graph's memory is the graph's, which writes there whenever it is replayed
+    if kind == "cuda":  # a captured graph owns its memory, and writes there at every replay
         return not torch.cuda.is_current_stream_capturing()
     return kind in ("cpu", "mps")
 
 
-#: The workspace of those who bring none of their own. Every thread has its own buffers in it.
+#: The workspace of callers that have none of their own. Every thread has its own buffers in it.
 default = Workspace()

@@ -52,7 +52,7 @@ def prepared(case: Case, backend: Any, **options: Any) -> tuple[nn.Module, Calla
 
 
 def skip_where_dynamo_is_wrong(case: Case) -> None:
-    """Torch 2.11 loses gradients of some Functions of users with any backend; see benchmarks/custom_function.py."""
+    """Torch 2.11 loses gradients of some users' Functions with any backend: `benchmarks.compiled.custom_function`."""
     if "custom" not in case.tags:
         return
     gradients = []

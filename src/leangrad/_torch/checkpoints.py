@@ -1,4 +1,4 @@
-"""`torch.utils.checkpoint`: whether one is around, and which."""
+"""Private facts of `torch.utils.checkpoint`: whether a checkpoint is active, and of which kind."""
 
 import contextlib
 from typing import Any
@@ -12,15 +12,15 @@ from leangrad._torch.modes import dispatch_modes_active
 
 
 def is_checkpointing() -> bool:
-    """Whether the hooks in force are those of `torch.utils.checkpoint`, in forward or as it runs again."""
+    """Whether the innermost saved-tensor hooks are those of a checkpoint, in forward or in its recomputation."""
     return getattr(innermost_pack_hook(), "__module__", "") == "torch.utils.checkpoint"
 
 
 def checkpoint_frame(pack: Any) -> Any:
-    """What a checkpoint without reentrance knows of its segment, if ``pack`` is the pack hook of its forward.
+    """Return the frame object of a non-reentrant checkpoint if ``pack`` is the pack hook of its forward.
 
-    Its ``recompute_fn`` is what backward runs again, and may be replaced. None for other hooks, and where torch's
-    checkpoints are not what they were.
+    Backward calls the frame's ``recompute_fn``, which may be replaced. None for other hooks, and where torch builds its
+    checkpoints differently.
     """
     if not _is_hook_of(pack, "_checkpoint_hook"):
         return None
@@ -31,9 +31,9 @@ def checkpoint_frame(pack: Any) -> Any:
 
 
 def reentrant_checkpoint(tensor: Tensor) -> Any:
-    """The node of the reentrant checkpoint that made ``tensor``, or None.
+    """Return the node of the reentrant checkpoint that made ``tensor``, or None.
 
-    Its ``run_function`` is what backward runs again, and may be replaced.
+    Backward calls the node's ``run_function`` again, which may be replaced.
     """
     node = tensor.grad_fn if tensor._base is None else tensor._base.grad_fn
     is_one = type(node).__name__ == "CheckpointFunctionBackward" and callable(getattr(node, "run_function", None))
@@ -41,12 +41,12 @@ def reentrant_checkpoint(tensor: Tensor) -> Any:
 
 
 def is_checkpoint(pack: Any) -> bool:
-    """Whether ``pack`` is the pack hook of a checkpoint's forward."""
+    """Whether ``pack`` is the pack hook of a non-reentrant checkpoint's forward."""
     return _is_hook_of(pack, "_checkpoint_hook")
 
 
 def is_recomputation(pack: Any) -> bool:
-    """Whether ``pack`` is the hook under which a checkpoint runs its function again."""
+    """Whether ``pack`` is the pack hook that is set while a non-reentrant checkpoint runs its function again."""
     return _is_hook_of(pack, "_recomputation_hook")
 
 
@@ -58,7 +58,7 @@ CHECKPOINTS = "torch.utils.checkpoint"
 
 
 def is_selective() -> bool:
-    """Whether a selective checkpoint counts the ops that run now: it must see none that is not the model's."""
+    """Whether a selective checkpoint records the ops that run now: it must see the model's ops only."""
     if not dispatch_modes_active():
         return False
     modes: list[Any] = getattr(python_dispatch, "_get_current_dispatch_mode_stack", list)()
@@ -66,14 +66,14 @@ def is_selective() -> bool:
 
 
 def unseen() -> Any:
-    """A context in which a selective checkpoint does not see what runs."""
+    """Return a context in which a selective checkpoint does not see ops; without effect where torch lacks the name."""
     if not is_selective():
         return contextlib.nullcontext()
     return getattr(python_dispatch, "_disable_current_modes", contextlib.nullcontext)()
 
 
 def copy_unseen(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """A copy, in this dtype, which a selective checkpoint does not see."""
+    """Return a copy of ``tensor`` in ``dtype``; a selective checkpoint does not see the op that copies it."""
     if not dispatch_modes_active():
         return tensor.to(dtype, copy=True)
     with unseen():

@@ -1,4 +1,4 @@
-"""Private names of torch's compiler, in one place: what the compiled engine asks of AOTAutograd and Inductor.
+"""Private names of torch's compiler: the facts and functions of AOTAutograd and Inductor that leangrad uses.
 
 Written for torch 2.11 to 2.13. Where a release lacks one of them, `missing` says which, and `backend="leangrad"`
 compiles with torch's own partitioner and warns once.
@@ -20,22 +20,22 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from leangrad.errors import LeangradError
 
-SYMBOL_BYTES = 1_000_000  # of a symbolic number that is no integer: torch can keep those, but would rather not
-# Of a joint graph and torch's classification of its nodes: what to keep. None: what torch itself would.
+SYMBOL_BYTES = 1_000_000  # counted for a symbolic float or bool: torch can keep those, but avoids it
+# Called with a joint graph and torch's classification of its nodes; returns the nodes to keep. None: torch's choice.
 Choose = Callable[[fx.Graph, Any], list[fx.Node] | None]
-# Called with a graph that was compiled, what it was compiled for, and whether it is a backward.
+# Called with a compiled graph, the arguments it was compiled for, and whether it is a backward graph.
 Watch = Callable[[Any, Sequence[Any], bool], None]
 
-_stock: Any = None  # torch's own choice, once the seam is installed
+_stock: Any = None  # torch's own `choose_saved_values_set`; None until `install_seam` has run
 _choose: contextvars.ContextVar[Choose | None] = contextvars.ContextVar("leangrad_choose", default=None)
 
 
 def partitioner_class() -> Any:
-    """The class that Inductor asks a partitioner of one's own to be of."""
+    """Return Inductor's base class of custom partitioners; `object` where torch lacks it."""
     try:
         from torch._inductor.custom_graph_pass import CustomPartitionerFn
     except ImportError:
-        return object  # `missing` says so, and nothing of that class is made
+        return object  # `missing` reports it, and no partitioner is made
     return CustomPartitionerFn
 
 
@@ -47,7 +47,7 @@ def _partitioners() -> Any:
 
 @functools.cache
 def missing() -> tuple[str, ...]:
-    """The names that this release of torch lacks."""
+    """Return the names that this torch release lacks; empty if it has all."""
     try:
         from torch._inductor import config, custom_graph_pass, exc
         from torch._inductor.compile_fx import compile_fx, compile_fx_inner  # noqa: F401
@@ -68,10 +68,10 @@ def missing() -> tuple[str, ...]:
 
 @functools.cache
 def install_seam() -> None:
-    """Put a switch in front of torch's choice of what to keep: stock by default, ours inside `choosing`.
+    """Replace torch's `choose_saved_values_set` by a function that calls it or, inside `choosing`, ours.
 
-    The function is looked up as a global of its module by every partition of the process, so it is replaced once and
-    for all, by one that asks a context variable. Another thread that compiles at the same time has another context.
+    Every partition of the process looks that function up as a global of its module, so it is replaced once and stays
+    replaced. The new function reads a context variable: another thread that compiles at the same time has its own.
     """
     global _stock
     partitioners = _partitioners()
@@ -95,17 +95,17 @@ def install_seam() -> None:
 
 
 def stock_choice(joint_graph: fx.Graph, node_info: Any) -> list[fx.Node] | None:
-    """What torch itself would keep, with no budget; None where it finds nothing to keep a graph by."""
+    """Return the nodes that torch itself would keep, with no budget; None if it finds no set of nodes."""
     install_seam()
     try:
         return list(_stock(joint_graph, node_info, 1))
-    except Exception:  # of its solver, or of a graph that it refuses: the policy has its own answer to it
+    except Exception:  # its solver failed, or it refuses the graph: the policy then decides alone
         return None
 
 
 @contextmanager
 def choosing(choose: Choose) -> Iterator[None]:
-    """Inside it, and in this context only, `choose` says what a partition keeps."""
+    """Return a context in which `choose` decides what a partition keeps, in this thread only."""
     install_seam()
     token = _choose.set(choose)
     try:
@@ -115,18 +115,18 @@ def choosing(choose: Choose) -> Iterator[None]:
 
 
 def partition(module: fx.GraphModule, inputs: Sequence[object], **arguments: Any) -> tuple[Any, Any]:
-    """Torch's own partition of a joint graph into forward and backward."""
+    """Split a joint graph into forward and backward with torch's own partitioner."""
     arguments.pop("compiler", None)
     return _partitioners().min_cut_rematerialization_partition(module, inputs, **arguments)  # type: ignore[no-any-return]
 
 
 def is_symbol(node: fx.Node) -> bool:
-    """Whether a node is a symbolic number, not a tensor."""
+    """Whether a node's value is a symbolic number."""
     return bool(_partitioners().is_sym_node(node))
 
 
 def changed_inputs(graph: fx.Graph) -> frozenset[fx.Node]:
-    """The inputs of the step that forward writes into: inside the graph, or after it with what the graph gives."""
+    """Return the inputs that forward changes in place: inside the graph, or after it with one of its outputs."""
     (output,) = (node for node in graph.nodes if node.op == "output")
     told = [getattr(one, "mutated_input", None) for one in output.meta.get("desc") or ()]
     written = {target for node in graph.nodes for target in _written(node)}
@@ -137,7 +137,7 @@ def changed_inputs(graph: fx.Graph) -> frozenset[fx.Node]:
 
 
 def _written(node: fx.Node) -> list[Any]:
-    """What an op of forward writes into."""
+    """Return the arguments that an op writes into; empty for an op of backward."""
     if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
         return []
     if node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward"):
@@ -149,7 +149,7 @@ def _written(node: fx.Node) -> list[Any]:
 
 
 def can_be_kept(node: fx.Node) -> bool:
-    """Whether forward can hand a node's value to backward: a tensor, a number or an object, not a tuple."""
+    """Whether forward can pass a node's value to backward: a tensor, a number or an object, but not a tuple."""
     value = node.meta.get("val")
     if isinstance(value, Tensor) or is_symbol(node):
         return True
@@ -157,7 +157,7 @@ def can_be_kept(node: fx.Node) -> bool:
 
 
 def size_of(node: fx.Node) -> int:
-    """The bytes of a node's tensors, by the hints of symbolic sizes: nothing is guarded on."""
+    """Return the bytes of a node's tensors; symbolic sizes are replaced by their hints, which adds no guards."""
     value = node.meta.get("val")
     if isinstance(value, torch.SymFloat | torch.SymBool):
         return SYMBOL_BYTES
@@ -167,22 +167,22 @@ def size_of(node: fx.Node) -> int:
 
 
 def bytes_of(value: Tensor) -> int:
-    """The bytes of a tensor that stands for another while a graph is captured, by hints."""
+    """Return the bytes of a fake tensor; symbolic sizes are replaced by their hints."""
     return value.element_size() * math.prod(map(_hint, value.shape))
 
 
 def is_fake(value: Tensor) -> bool:
-    """Whether a tensor stands for a plain one while a graph is captured."""
+    """Whether ``value`` is the fake tensor or parameter that replaces a plain one while a graph is captured."""
     return type(value) is FakeTensor or (isinstance(value, FakeTensor) and isinstance(value, torch.nn.Parameter))
 
 
 def memory_of(value: Tensor) -> int | None:
-    """What tells one memory from another."""
+    """Return the address of a tensor's storage object, which identifies its memory; None if it has no storage."""
     return int(value.untyped_storage()._cdata) if torch._C._has_storage(value) else None
 
 
 def schemas_of(target: Any, name: str) -> list[Any]:
-    """The schemas of the op that a node of a captured graph calls, or of ATen's op of that name; none: it is no op."""
+    """Return the schemas of the op that a node of a captured graph calls, or of ATen's op ``name``; empty: no op."""
     if isinstance(target, torch._ops.OpOverload):
         return [target._schema]
     packets = (target, getattr(torch.ops.aten, name or "none", None))  # ATen's namespace has methods too: `__eq__`
@@ -191,7 +191,7 @@ def schemas_of(target: Any, name: str) -> list[Any]:
 
 
 def elements_of(node: fx.Node) -> int:
-    """How many elements a node's tensor has, by the hints of symbolic sizes."""
+    """Return the number of elements of a node's tensor, or of the first in a tuple; hints replace symbolic sizes."""
     value = node.meta.get("val")
     if isinstance(value, tuple | list):
         value = next((v for v in value if isinstance(v, Tensor)), None)
@@ -199,13 +199,13 @@ def elements_of(node: fx.Node) -> int:
 
 
 def shape_of(node: fx.Node) -> tuple[int, ...]:
-    """The shape of a node's tensor, by the hints of symbolic sizes."""
+    """Return the shape of a node's tensor; hints replace symbolic sizes."""
     value = node.meta.get("val")
     return tuple(map(_hint, value.shape)) if isinstance(value, Tensor) else ()
 
 
 def dimension_of_rows(node: fx.Node) -> int | None:
-    """The dimension along which the elements of a node's tensor lie side by side, by hints; None if it has no such."""
+    """Return the dimension with the smallest stride in a node's tensor, by hints; None if none is larger than one."""
     value = node.meta.get("val")
     if not isinstance(value, Tensor) or value.layout is not torch.strided:
         return None
@@ -215,7 +215,7 @@ def dimension_of_rows(node: fx.Node) -> int | None:
 
 
 def is_channels_last(node: fx.Node) -> bool:
-    """Whether convolutions take a node's tensor for one in channels_last: by its strides, those of size one as well."""
+    """Whether convolutions treat a node's tensor as channels_last: by its strides, also in dimensions of size one."""
     value = node.meta.get("val")
     if not isinstance(value, Tensor) or value.layout is not torch.strided or value.dim() not in (4, 5):
         return False
@@ -231,32 +231,32 @@ def is_channels_last(node: fx.Node) -> bool:
 def _hint(size: Any) -> int:
     if isinstance(size, int):
         return size
-    hint = size.node.hint  # None where nobody knows, as for the number of elements that are not zero
+    hint = size.node.hint  # None if torch has no hint, as for the number of nonzero elements
     return 4096 if hint is None else int(hint)
 
 
 def storage_of(node: fx.Node) -> int | None:
-    """What tells one memory of a traced graph from another."""
+    """Return the address of the storage object of a node's tensor, which identifies its memory; None if it has none."""
     value = node.meta.get("val")
     return memory_of(value) if isinstance(value, Tensor) else None
 
 
 def user_policy(node: fx.Node) -> str:
-    """What a checkpoint of the user's says about a node: "recompute", "save" or nothing."""
+    """Return the policy of the user's checkpoint for a node: "recompute" or "save"; empty if there is none."""
     if node.meta.get("recompute") is None:
         return ""
     return "recompute" if _partitioners().must_recompute(node) else "save"
 
 
 def inductor_options() -> frozenset[str]:
-    """The names of Inductor's settings."""
+    """Return the names of Inductor's settings."""
     from torch._inductor import config
 
     return frozenset(config.get_config_copy())
 
 
 def mode_options(mode: str) -> dict[str, Any]:
-    """Inductor's settings for a mode of torch.compile, such as "max-autotune"."""
+    """Return Inductor's settings for a mode of torch.compile, such as "max-autotune"."""
     from torch._inductor import list_mode_options
 
     known = list_mode_options()
@@ -266,7 +266,7 @@ def mode_options(mode: str) -> dict[str, Any]:
 
 
 def inductor_setting(name: str) -> Any:
-    """The value of one of Inductor's settings."""
+    """Return the value of one of Inductor's settings."""
     from torch._inductor import config
 
     return getattr(config, name)
@@ -281,16 +281,17 @@ def compile_by_inductor(
 ) -> Callable[..., Any]:
     """Compile a captured graph as ``backend="inductor"`` does, with some of its settings changed.
 
-    of_backward: asked when a backward is compiled, which is after its graph was partitioned: settings for that alone.
-    watch: called with each graph that was compiled.
+    patches: the changed settings.
+    of_backward: returns further settings for backward graphs; called when one is compiled, after it was partitioned.
+    watch: called with each compiled graph.
 
-    Raises LeangradError where this machine lacks what Inductor compiles with.
+    Raises LeangradError if this machine lacks a compiler that Inductor needs.
     """
     from torch._functorch import config as functorch_config
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
-    # Backward is compiled now and not when it first runs: only now can both be compiled otherwise if that fails.
+    # Backward is compiled now, not when it first runs: if that fails, both graphs can still be compiled differently.
     has_setting = hasattr(functorch_config, "force_non_lazy_backward_lowering")
     at_once = functorch_config.patch(force_non_lazy_backward_lowering=True) if has_setting else nullcontext()
 
@@ -315,14 +316,14 @@ def compile_by_inductor(
 
 
 def is_inductors(error: Exception) -> bool:
-    """Whether it is Inductor that failed, at a graph that it was given."""
+    """Whether ``error`` is a failure of Inductor to compile a graph."""
     from torch._inductor.exc import InductorError
 
     return isinstance(error, InductorError)
 
 
 def _lacks(error: BaseException | None) -> str:
-    """What Inductor has missed on this machine, if that is why it failed."""
+    """Return which compiler this machine lacks, if that caused ``error``; an empty string if not."""
     seen: list[BaseException] = []
     while error is not None and error not in seen:
         seen.append(error)
@@ -340,10 +341,10 @@ def compile_op_by_op(
 ) -> Callable[..., Any]:
     """Trace forward and backward, partition them, and run both with eager's own kernels, one op after the other.
 
-    Nothing is decomposed, and autocast has no say in backward, as in eager PyTorch. What a graph is given is let go of
-    as soon as its last reader has run.
+    As in eager PyTorch, nothing is decomposed, and autocast does not apply to backward. The arguments of a graph are
+    released as soon as their last reader has run.
 
-    watch: called with each graph that was compiled.
+    watch: called with each compiled graph.
     """
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch import config
@@ -360,10 +361,10 @@ def compile_op_by_op(
 
 
 class _OpByOp:
-    """A graph that is run with eager's own kernels, called as Inductor's are."""
+    """A graph that runs with eager's own kernels and has the interface of Inductor's compiled graphs."""
 
     def __init__(self, graph: fx.GraphModule) -> None:
-        self._boxed_call = True  # Dynamo wraps it, and takes over what the object itself has
+        self._boxed_call = True  # on the instance: Dynamo wraps it and copies only these
         self.current_callable = self._run
         self._interpreter = fx.Interpreter(graph)
 
@@ -372,12 +373,12 @@ class _OpByOp:
 
     def _run(self, arguments: list[Any]) -> Any:
         with torch.no_grad():
-            # An interpreter holds what it gave until it runs again: all that forward keeps, through backward.
+            # A copy: an interpreter holds its results until it runs again, so all that forward keeps, through backward.
             return copy.copy(self._interpreter).boxed_run(arguments)
 
 
 def around_runs(compiled: Any, before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
-    """Call ``before`` and ``after`` around each run of a compiled graph. Returns what ends that, without a trace.
+    """Call ``before`` and ``after`` around each run of a compiled graph; return a function that ends and undoes that.
 
     Where torch calls its graphs in another way, neither is ever called.
     """
@@ -400,7 +401,7 @@ def around_runs(compiled: Any, before: Callable[[], None], after: Callable[[], N
 
 
 def while_tracing(function: Callable[[], bool]) -> Callable[[], bool]:
-    """Let Dynamo call ``function`` itself while it traces, and take its result for a constant: no graph break.
+    """Make Dynamo call ``function`` while it traces, and use the result as a constant, without a graph break.
 
     Equals ``torch.compiler.assume_constant_result``, which would import Dynamo.
     """
@@ -409,11 +410,12 @@ def while_tracing(function: Callable[[], bool]) -> Callable[[], bool]:
 
 
 def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` as one that Dynamo does not look into.
+    """Return ``function`` in a form that Dynamo does not trace into.
 
-    Equals ``torch.compiler.disable(function)``, which would import Dynamo.
+    Equals ``torch.compiler.disable(function)``, which would import Dynamo. Returns ``function`` itself if Dynamo is not
+    imported.
     """
-    if "_dynamo" not in vars(torch):  # nobody has compiled anything yet
+    if "_dynamo" not in vars(torch):  # nothing was compiled yet in this process
         return function
     if function not in _untraced:
         _untraced[function] = torch.compiler.disable(function)
@@ -425,12 +427,12 @@ _untraced: dict[Callable[..., Any], Callable[..., Any]] = {}
 
 @contextmanager
 def nothing_compiled() -> Iterator[None]:
-    """Run what is compiled as if it were not.
+    """Return a context in which compiled code runs eagerly.
 
-    Under a dispatch mode it would be run eagerly in any case, but Dynamo would then skip that code (of
-    ``nn.Sequential.forward``, say) for the rest of the process, in every other model too.
+    Under a dispatch mode it would run eagerly in any case, but Dynamo would then skip that code (say, that of
+    ``nn.Sequential.forward``) for the rest of the process, in every other model too.
     """
-    if "_dynamo" not in vars(torch):  # nobody has compiled anything yet, and importing it takes seconds
+    if "_dynamo" not in vars(torch):  # nothing was compiled yet, and importing Dynamo takes seconds
         yield
         return
     with torch.compiler.set_stance("force_eager"):
@@ -438,14 +440,14 @@ def nothing_compiled() -> Iterator[None]:
 
 
 def tracing_backend() -> str | None:
-    """The name of the torch.compile backend that Dynamo is tracing for. None: this cannot be told."""
+    """Return the name of the torch.compile backend that Dynamo is tracing for; None if it cannot be determined."""
     try:
         from torch._dynamo.symbolic_convert import InstructionTranslator
 
         compiler: Any = InstructionTranslator.current_tx().output.compiler_fn
     except (ImportError, AttributeError):
         return None
-    for _ in range(4):  # wrapped, and wrapped again
+    for _ in range(4):  # the backend may be wrapped several times
         name = getattr(compiler, "compiler_name", None) or getattr(compiler, "_compiler_name", None)
         if name is not None:
             return str(name)
@@ -454,7 +456,7 @@ def tracing_backend() -> str | None:
 
 
 def ends_at_a_break() -> bool:
-    """Whether the graph that Dynamo is compiling ends where it cannot trace on. False: no, or torch does not tell."""
+    """Whether the graph that Dynamo is compiling ends at a graph break; False also where torch lacks the names."""
     try:
         from torch._dynamo.symbolic_convert import InstructionTranslator
 
@@ -466,7 +468,7 @@ def ends_at_a_break() -> bool:
 
 @contextmanager
 def activation_budget(share: float) -> Iterator[None]:
-    """Let torch's own partitioner keep at most this share of what it would keep otherwise."""
+    """Return a context that limits torch's own partitioner to this share of the memory it would keep otherwise."""
     from torch._functorch import config
 
     with config.patch(activation_memory_budget=share):

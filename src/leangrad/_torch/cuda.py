@@ -1,4 +1,4 @@
-"""Streams, devices and kernels of CUDA."""
+"""Private facts of CUDA: streams, devices, kernels, and the counters and history of its caching allocator."""
 
 import inspect
 from collections.abc import Callable
@@ -17,20 +17,20 @@ _raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream
 
 
 def raw_stream(device: torch.device) -> int:
-    """The current CUDA stream of ``device`` as a number."""
+    """Return the current CUDA stream of ``device`` as a number."""
     return _raw_stream(device.index)
 
 
 def stream_of(tensor: Tensor) -> int:
-    """The current CUDA stream of the device of ``tensor`` as a number; 0 where that is no GPU."""
+    """Return the current CUDA stream of the device of ``tensor`` as a number; 0 if that is no GPU."""
     return _raw_stream(tensor.device.index) if tensor.is_cuda else 0
 
 
 def compile_kernel(code: str, name: str, types: str, warps: int) -> Callable[..., None] | None:
-    """`launch(blocks, stream, *arguments)` of a CUDA kernel, from its C++, on the current device; or None.
+    """Compile a CUDA kernel from C++ for the current device; return `launch(blocks, stream, *arguments)`, or None.
 
-    `types` has a letter for each argument: O for an address, l for a long. None where torch has no compiler at run
-    time, or no way to start what it made.
+    code: the C++. name: the kernel's name in it. types: a letter for each argument: O for an address, l for a long.
+    warps: per block. None where torch has no compiler at run time, or cannot launch the compiled kernel.
     """
     build = getattr(torch.cuda, "_compile_kernel", None)
     start = getattr(getattr(torch._C, "_StaticCudaLauncher", None), "_launch_kernel", None)
@@ -49,8 +49,8 @@ def compile_kernel(code: str, name: str, types: str, warps: int) -> Callable[...
     return launch
 
 
-# The index of the current CUDA device, and whether a graph is being captured on the current stream: what `torch.cuda`
-# asks in the end, without a call of Python before it. Only where CUDA has been used.
+# Return the index of the current CUDA device, and whether a graph is being captured on the current stream: the C
+# functions that `torch.cuda` calls, without a Python call before them. To be used only after CUDA was initialized.
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
 
@@ -60,18 +60,18 @@ is_capturing: Callable[[], bool] = getattr(
 
 
 class Counters(NamedTuple):
-    """What torch's caching allocator has counted on a device, in bytes."""
+    """Counters of torch's caching allocator on one device, in bytes, except ``retries``."""
 
     allocated: int
-    highest: int  # allocated, since the user last reset that
-    reserved: int = 0  # taken from the device, whether allocated or not
-    retries: int = 0  # how often the device had no more to give, and what was not allocated was given back to it
+    highest: int  # peak of ``allocated`` since the user last reset it
+    reserved: int = 0  # requested from the device, allocated or not
+    retries: int = 0  # how often the device had no memory left, and the allocator returned its unused memory to it
 
 
 def cuda_counters(device: torch.device | None = None) -> Counters | None:
-    """The counters of torch's caching allocator, without a device of the current one's.
+    """Return the counters of torch's caching allocator on ``device``; None: on the current device.
 
-    None where another allocator serves, which does not count.
+    Returns None if another allocator is in use, which has no counters.
     """
     try:
         stats = torch.cuda.memory_stats_as_nested_dict(device)
@@ -81,14 +81,15 @@ def cuda_counters(device: torch.device | None = None) -> Counters | None:
         return None
 
 
-_MOST_EVENTS = 1 << 18  # of a history: some 50 MB
+_MOST_EVENTS = 1 << 18  # in a history: some 50 MB
 
 
 def start_history() -> bool:
-    """Let torch's caching allocator note each allocation; False where it cannot, or does so for somebody else.
+    """Make torch's caching allocator record a history of its allocations; returns whether it does.
 
-    Nor while a graph is captured, whose allocations are another allocator's business. What torch does in it for
-    annotations it does in all threads: what is done in one could not be ended from another.
+    False where torch lacks it, if a history is being recorded already, or while a graph is captured, whose allocations
+    another allocator makes. Torch's annotations are recorded in all threads, because a recording in one thread could
+    not be ended from another.
     """
     try:
         if is_capturing() or torch._C._cuda_isHistoryEnabled():
@@ -96,27 +97,27 @@ def start_history() -> bool:
         record = torch.cuda.memory._record_memory_history
         options = {"global_record_annotations": True} if _annotates(record) else {}
         record("all", context=None, stacks="python", max_entries=_MOST_EVENTS, **options)
-    except (AttributeError, RuntimeError, TypeError):  # a torch without it, another allocator
+    except (AttributeError, RuntimeError, TypeError):  # torch lacks a name, or another allocator is in use
         return False
     return True
 
 
 def _annotates(record: Callable[..., None]) -> bool:
-    """Whether this torch notes annotations in a history, and can be told in which threads."""
+    """Whether this torch records annotations in a history and has an argument for recording them in all threads."""
     return "global_record_annotations" in inspect.signature(record).parameters
 
 
 def mark_history(nbytes: int) -> None:
-    """Allocate so many bytes on the current device and give them back; nothing where it has none left."""
+    """Allocate and free ``nbytes`` bytes on the current device, as a mark in the history; nothing if out of memory."""
     with suppress(torch.OutOfMemoryError):
         torch.cuda.caching_allocator_delete(torch.cuda.caching_allocator_alloc(nbytes))
 
 
 def stop_history() -> list[tuple[bool, int]]:
-    """Note no more: whether bytes were allocated or given back on the current device, and how many, in order.
+    """End the history; return for each event on the current device whether it allocated or freed, and its bytes.
 
-    Empty where there were too many. Who has begun a history of his own meanwhile, with the stacks that ours has not,
-    keeps it.
+    The events are in order of time; the list is empty if there were too many. If the user has begun a history
+    meanwhile, that one continues: its events have stacks, and those of `start_history` have none.
     """
     traces = torch._C._cuda_memorySnapshot(None)["device_traces"]
     if not any(event.get("frames") for events in traces for event in events):

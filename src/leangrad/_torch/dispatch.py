@@ -1,4 +1,4 @@
-"""What torch's dispatcher shows: the mode that sees every ATen op, schemas, and which storage a tensor has."""
+"""Private facts of torch's dispatcher: the dispatch mode, schemas of ops, and storages of tensors."""
 
 from typing import Any
 
@@ -7,12 +7,12 @@ from torch import Tensor
 
 python_dispatch: Any = getattr(torch.utils, "_python_dispatch", None)
 
-# The class of modes that see every ATen op, below autograd; a class without such power where torch has none.
+# The base class of modes that see every ATen op, below autograd; `object` where torch lacks it.
 DispatchMode: Any = getattr(python_dispatch, "TorchDispatchMode", object)
 
 
 def missing_dispatch_names() -> list[str]:
-    """What of this file torch does not have: without it no step can be recorded op by op."""
+    """Return the names used in this file that torch lacks; without them no step can be recorded op by op."""
     add, tensor = torch.ops.aten.add.Tensor, torch.ones((), device="cpu")
     wanted = {
         "torch.utils._python_dispatch.TorchDispatchMode": DispatchMode is not object,
@@ -23,17 +23,17 @@ def missing_dispatch_names() -> list[str]:
 
 
 def schema(op: Any) -> Any:
-    """The schema of an ATen op: its name, arguments and returns, with what it changes in place and what are views."""
+    """Return an ATen op's schema: name, arguments and returns, which are changed in place and which are views."""
     return op._schema
 
 
 def storage_address(tensor: Tensor) -> int:
-    """The address of a tensor's storage object, by which it is told from others while it lives."""
+    """Return the address of a tensor's C++ storage object, which identifies the storage while it is alive."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def strided_parts(tensor: Tensor) -> list[Tensor]:
-    """The tensors with a storage that a tensor is made of: itself, or the indices and values of a sparse one."""
+    """Return the tensors whose storages hold a tensor's data: itself, or the indices and values of a sparse tensor."""
     if tensor.layout is torch.strided:
         return [tensor]
     if tensor.layout is torch.sparse_coo:

@@ -1,4 +1,4 @@
-"""Whether this torch has the private names that leangrad uses."""
+"""Checks whether this torch has the private names that leangrad uses."""
 
 import ast
 import functools
@@ -14,10 +14,10 @@ from leangrad._torch.sharding import sharding_names
 
 
 def private_names() -> dict[str, bool]:
-    """Every private name that this folder uses but for ``compiler.py``, and whether this torch has it.
+    """Return every private name that this folder uses, except in ``compiler.py``, and whether this torch has it.
 
-    The names are read off the source, so the list cannot fall behind it. A name counts as there if any of the things
-    that are asked for private names here has it. Names of CUDA are left out where torch was built without it.
+    The names are read off the source, so the list is always complete. A name counts as present if any of the objects
+    whose private names are used here has it. Names of CUDA are left out if torch was built without CUDA.
 
     >>> private_names()["_version"]
     True
@@ -43,7 +43,7 @@ def private_names() -> dict[str, bool]:
     if torch.distributed.is_available():
         owners.append(importlib.import_module("torch.distributed._composable_state"))
     there = {name for owner in owners for name in dir(owner)} | sharding_names()
-    files = [path for path in Path(__file__).parent.glob("*.py") if path.stem != "compiler"]  # which has `missing`
+    files = [path for path in Path(__file__).parent.glob("*.py") if path.stem != "compiler"]  # it has `missing`
     names = [name for path in sorted(files) for name in _private_names_in(ast.parse(path.read_text()))]
     if not torch.backends.cuda.is_built():
         names = [name for name in names if "cuda" not in name.lower() and name != "_launch_kernel"]
@@ -51,7 +51,7 @@ def private_names() -> dict[str, bool]:
 
 
 def _private_names_in(source: ast.Module) -> list[str]:
-    """Each `_name` of `x._name`, `getattr(x, "_name")` and `hasattr(x, "_name")`."""
+    """Return each `_name` in `x._name`, `getattr(x, "_name")` and `hasattr(x, "_name")`."""
     found: dict[str, None] = {}
     for node in ast.walk(source):
         match node:
@@ -69,7 +69,7 @@ def _private_names_in(source: ast.Module) -> list[str]:
 
 
 def _missing_ledger_names() -> list[str]:
-    """The names of [Note: names that are used in place], and those the ledger reads off nodes here, that are gone."""
+    """Return what is missing of [Note: names that are used in place], and of node names that are read here."""
     with torch.inference_mode(False), torch.enable_grad():
         tensor = torch.ones((), device="cpu", requires_grad=True) * torch.ones((), device="cpu", requires_grad=True)
     node: Any = tensor.grad_fn
@@ -87,7 +87,7 @@ _MISSING_LEDGER_NAMES = _missing_ledger_names()
 
 @functools.cache
 def ledger_names_present() -> bool:
-    """Whether torch has every private name that the ledger cannot do without; if not, one warning says so."""
+    """Whether torch has every private name that the ledger needs; if not, warn once."""
     if _MISSING_LEDGER_NAMES:
         warnings.warn(
             f"torch {torch.__version__} has no {', '.join(_MISSING_LEDGER_NAMES)}, which leangrad's ledger needs: "

@@ -1,7 +1,7 @@
-"""Settings that choose how a product is computed: a precision, a library switched off, deterministic algorithms.
+"""Torch's settings that choose how a product is computed: precisions, disabled libraries, deterministic algorithms.
 
-Under others the same product has other bits. An allocation that failed counts too: a convolution that finds no memory
-for its workspace is computed by another algorithm, with no word about it.
+Under other settings the same product has other bits. Failed allocations count too: a convolution that cannot allocate
+its workspace silently uses another algorithm.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NAMES = {
 
 
 def _readable() -> tuple[tuple[Callable[[], Any], str], ...]:
-    """Of each setting that this release of torch has: what reads it, and its name."""
+    """Return, for each setting that this torch release has, a function that reads it, and its name."""
     found: list[tuple[Callable[[], Any], str]] = [
         (torch._C._get_deterministic_algorithms, "torch.use_deterministic_algorithms")
     ]
@@ -45,7 +45,10 @@ def _readable() -> tuple[tuple[Callable[[], Any], str], ...]:
 
 
 def _reader(home: Any, name: str) -> Callable[[], Any]:
-    """What reads a setting. They are read for every product, and torch's own attributes take ten times as long."""
+    """Return a function that reads a setting.
+
+    All settings are read for every product, and torch's own attributes take ten times as long.
+    """
     if name == _PRECISION and hasattr(torch._C, "_get_fp32_precision_getter"):
         kind = ("cuda", "matmul") if home is _b.cuda.matmul else (home.backend, home.op)
         return functools.partial(torch._C._get_fp32_precision_getter, *kind)
@@ -58,15 +61,15 @@ _READERS, _WORDS = zip(*_readable(), strict=True)
 
 
 def product_settings() -> tuple[Any, ...]:
-    """The settings as they are now."""
+    """Return the current values of the settings that choose how a product is computed."""
     return tuple([read() for read in _READERS])
 
 
-_failed = 0  # allocations on GPUs, since `_observes` was asked
+_failed = 0  # failed allocations on GPUs, since `_observes` has attached the observer
 
 
 def failed_allocations() -> int:
-    """How many allocations have failed on GPUs: a number that grows with each of them."""
+    """Return a number that grows with each failed allocation on a GPU; 0 before CUDA is initialized."""
     if not torch.cuda.is_initialized():
         return 0
     return _failed if _observes() else int(torch.cuda.memory_stats_as_nested_dict().get("num_ooms", 0))
@@ -74,14 +77,15 @@ def failed_allocations() -> int:
 
 @functools.cache
 def _observes() -> bool:
-    """Whether torch's allocator tells of each failure, those that its caller gets over too: asked for once.
+    """Attach an observer of failed GPU allocations, once; returns False where torch's allocator does not support it.
 
-    Its statistics have the number as well, but reading them takes as long as a small kernel, for each convolution.
+    The observer also sees failures that the allocation's caller recovers from. The allocator's statistics have the
+    number as well, but reading them takes as long as a small kernel, for each convolution.
     """
     attach = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
     try:
         attach(_note_failure)  # type: ignore[misc]
-    except (RuntimeError, TypeError):  # another allocator, or a release without it
+    except (RuntimeError, TypeError):  # another allocator is in use, or torch lacks the name
         return False
     return True
 
@@ -92,7 +96,7 @@ def _note_failure(*_: object) -> None:
 
 
 def changed_settings(before: tuple[Any, ...]) -> str:
-    """What differs between the settings ``before`` and now, in words; empty: nothing."""
+    """Return in words which settings differ from ``before``; empty if none do."""
     now = product_settings()
     if now == before:
         return ""

@@ -1,4 +1,4 @@
-"""FSDP: modules that gather their parameters for forward and for backward, and free them in between."""
+"""Private facts of FSDP and DTensor. FSDP gathers parameters for forward and backward and frees them in between."""
 
 import contextlib
 import functools
@@ -14,12 +14,12 @@ from torch import Tensor, nn
 class Shard(NamedTuple):
     """A parameter that FSDP2 shards."""
 
-    whole: Tensor  # gathered: the same tensor in every step, whose memory comes and goes below its version
-    part: Tensor  # what this rank owns of it, and the optimizer changes
-    group: Any  # the parameters that are gathered with it
+    whole: Tensor  # the gathered parameter: one tensor for all steps; freeing its memory does not change its version
+    part: Tensor  # this rank's part of it, which the optimizer changes
+    group: Any  # FSDP2's group of the parameters that are gathered together with it
 
 
-GROUPS = ("_fsdp_param_groups", "_fsdp_param_group")  # what the state of a module calls them; torch 2.11 has one
+GROUPS = ("_fsdp_param_groups", "_fsdp_param_group")  # where a module's state has its groups; torch 2.11: one
 
 # The methods of a process group that write into tensors: into their first argument, a tensor or lists of them.
 WRITING_COLLECTIVES = (
@@ -32,7 +32,7 @@ WRITING_COLLECTIVES = (
 
 
 def has_process_groups() -> bool:
-    """Whether this process is one of several that know each other, or may be."""
+    """Whether `torch.distributed` is initialized, so that this process may be one of several."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
@@ -42,13 +42,13 @@ def _kinds(*names: str) -> tuple[type, ...]:
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Whether a part of this module gathers its parameters for forward and backward and frees them in between."""
+    """Whether FSDP shards a part of this module: gathers parameters for forward and backward, frees them in between."""
     kinds = _kinds("FSDPModule", "FullyShardedDataParallel")
     return bool(kinds) and any(isinstance(m, kinds) for m in module.modules())
 
 
 def is_flat(module: nn.Module | None) -> bool:
-    """Whether a part of this module is of FSDP's first kind, or of the second and torch does not tell about it."""
+    """Whether FSDP1 shards a part of this module, or FSDP2 if torch lacks the names to inspect it."""
     if module is None or not _kinds("FSDPModule", "FullyShardedDataParallel"):
         return False
     kinds = _kinds("FullyShardedDataParallel") + (() if _tells() else _kinds("FSDPModule"))
@@ -56,7 +56,7 @@ def is_flat(module: nn.Module | None) -> bool:
 
 
 def is_gathered(weight: Tensor) -> bool:
-    """Whether FSDP2 has gathered this parameter and will free it; True where torch does not tell."""
+    """Whether FSDP2 has gathered this parameter and will free it; True where torch lacks a name."""
     if "torch.distributed.fsdp" not in sys.modules:
         return False
     states, kind = _states(), _kinds("FSDPModule")
@@ -68,20 +68,23 @@ def is_gathered(weight: Tensor) -> bool:
 
 
 def _states() -> Any:
-    """By module: what was made of it by `fully_shard` and its kin. None where torch does not tell."""
+    """Return torch's mapping from modules to states of `fully_shard` and similar functions; None if it is missing."""
     from torch.distributed import _composable_state
 
     return getattr(_composable_state, "_module_state_mapping", None)
 
 
 def count_states() -> int:
-    """A number that changes when a module of this process is sharded; 0 while there is none."""
+    """Return a number that changes when a module of this process is sharded; 0 if there is none, or torch lacks it."""
     states = _states() if "torch.distributed.fsdp" in sys.modules else None
     return 0 if states is None else len(states)
 
 
 def sharding_modules(module: nn.Module | None) -> tuple[list[nn.Module], list[nn.Module]]:
-    """The modules inside ``module``, itself included, that FSDP2 gathers, and those around it; None: all there are."""
+    """Return the modules that FSDP2 gathers: those inside ``module``, itself included, and those around it.
+
+    With ``module`` None all such modules of the process count as inside. Both lists are empty where torch lacks a name.
+    """
     kind = _kinds("FSDPModule")
     if not kind or not _tells():
         return [], []
@@ -94,7 +97,7 @@ def sharding_modules(module: nn.Module | None) -> tuple[list[nn.Module], list[nn
 
 
 def shards_of(module: nn.Module) -> list[Shard]:
-    """The parameters that FSDP2 gathers for this very module, once it has."""
+    """Return the parameters that FSDP2 gathers for this module itself, as far as it has gathered them at least once."""
     found = []
     for group in _groups(module):
         for parameter in group.fsdp_params:
@@ -105,7 +108,7 @@ def shards_of(module: nn.Module) -> list[Shard]:
 
 
 def shard_versions(part: Tensor) -> tuple[int, int]:
-    """The versions of a sharded parameter, and of the tensor that it wraps, which may be changed by itself."""
+    """Return the versions of a sharded parameter and of the tensor that it wraps, which can be changed separately."""
     local = getattr(part, "_local_tensor", part)
     return part._version, local._version
 
@@ -120,24 +123,24 @@ def _groups(module: nn.Module) -> list[Any]:
 
 
 def is_at_work(group: Any) -> bool:
-    """Whether the forward of the module of ``group`` runs, or its backward: what is saved now finds it in backward.
+    """Whether ``group``, a module's group of parameters, is gathered when backward reads a tensor that is saved now.
 
-    Its parameters are gathered when the gradient of its output comes, before any node that its forward has made runs,
-    and freed when that of its input is there.
+    That is the case if the forward or backward of the module is running. Its parameters are gathered when the gradient
+    of its output arrives, before any node of its forward runs, and freed when the gradient of its input is computed.
     """
     return group._training_state.name in ("FORWARD", "PRE_BACKWARD") and getattr(group, "unshard_in_backward", True)
 
 
 @functools.cache
 def _tells() -> bool:
-    """Whether this torch has the names that tell of a sharded parameter."""
+    """Whether this torch has the private names that this file needs to inspect FSDP2's parameters."""
     wanted = {"_get_fsdp_state", "_unsharded_param", "_training_state", "fsdp_params", "sharded_param"}
     names = sharding_names()
     return wanted <= names and not names.isdisjoint(GROUPS)
 
 
 def sharding_names() -> set[str]:
-    """The names that FSDP2 and DTensor use of themselves."""
+    """Return the names that the classes of FSDP2 and DTensor define, or use in their methods."""
     if not torch.distributed.is_available():
         return set()
     home = "torch.distributed.fsdp._fully_shard."
@@ -157,19 +160,19 @@ def sharding_names() -> set[str]:
 
 
 class Part(NamedTuple):
-    """What the local part of a DTensor is: all of a tensor of the graph, or a view of it."""
+    """The local part of a DTensor, and the tensor of the autograd graph that it is, or is a view of."""
 
     local: Tensor
-    whole: Tensor  # that tensor, without its gradient
-    node: Any  # which made it, as its first output
+    whole: Tensor  # that tensor, detached
+    node: Any  # the node that made it, as its first output
     wrap: Callable[[Tensor], Tensor]  # makes a DTensor of such a local part
 
 
 def part_of(tensor: Tensor) -> Part | None:
-    """The local part of a saved DTensor, if `DTensor.from_local` made it of a tensor of the graph; else None.
+    """Return the local part of a saved DTensor that `DTensor.from_local` made of a tensor of the graph; else None.
 
-    That is what a layer of tensor parallelism saves of its input. A view of it on the way is one of the local part too,
-    if that lies in the same memory and is contiguous.
+    A layer of tensor parallelism saves its input as such a DTensor. If the DTensor was viewed after `from_local`, its
+    local part counts as the same view of the graph's tensor, provided both share memory and are contiguous.
     """
     kind: Any = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     if kind is None or type(tensor) is not kind:
@@ -197,9 +200,9 @@ def part_of(tensor: Tensor) -> Part | None:
 
 
 def gathering_node() -> type | None:
-    """The class of the nodes that FSDP2 puts before a module to see the end of its backward: they hand on their inputs.
+    """Return the class of the nodes by which FSDP2 detects the end of a module's backward; they pass their inputs on.
 
-    None where FSDP2 is not used, or torch does not tell.
+    None if FSDP2 is not in use, or torch lacks the names.
     """
     group = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_param_group")
     function = getattr(group, "RegisterPostBackwardFunction", None)
@@ -207,7 +210,10 @@ def gathering_node() -> type | None:
 
 
 def gathering_hooks(module: nn.Module) -> list[tuple[dict[int, Any], int, bool]]:
-    """The hooks of this module that gather its parameters (True) and free them: by dictionary, and their key there."""
+    """Return FSDP2's hooks of this module: the dictionary, the key in it, and whether the hook gathers or frees.
+
+    True: the hook gathers the parameters before forward. False: it frees them after forward.
+    """
     return [
         (hooks, key, gathers)
         for hooks, gathers in ((module._forward_pre_hooks, True), (module._forward_hooks, False))

@@ -1,1 +1,1 @@
-"""How `lean` holds on to a module: by a training step that is no forward, and by a warning where neither is called."""
+"""How `lean` reaches modules that train through another method than forward: `training_step`, or else a warning."""

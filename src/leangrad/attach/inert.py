@@ -1,7 +1,8 @@
-"""A warning for a lean module that trains without its forward.
+"""Warns if a lean module is trained without its forward.
 
 `lean(module)` opens its region in `forward`, and in the `training_step` of a LightningModule. Some code trains a module
-by other methods that call its submodules: then no region opens, nothing is saved, and nothing would say so.
+through other methods, which call its submodules. Then no region opens and no memory is saved, which without this
+warning the user would not notice.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ __all__ = ["Watch"]
 class Watch:
     """Warns once if a parameter of a module gets a gradient before the module's forward has run.
 
-    A hook on each parameter listens, from `lean` until the first forward with gradients or the first gradient,
-    whichever is sooner. A step in which any region was open has been lean in part, and gives no warning.
+    Each parameter has a hook from `lean` until the first forward with gradients or the first gradient, whichever is
+    sooner. If any region was opened meanwhile, the step was partly lean, and there is no warning.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -35,13 +36,13 @@ class Watch:
         ]
 
     def end(self) -> None:
-        """Listen no more."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
 
     def _arrived(self, parameter: Tensor) -> None:
-        if not self._handles:  # another thread of this backward was first
+        if not self._handles:  # another thread of this backward pass was first
             return
         self.end()
         if self.forward_ran or disabled() or regions_entered() != self._regions:

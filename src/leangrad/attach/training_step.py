@@ -1,14 +1,14 @@
-"""How `lean` reaches a LightningModule, which Lightning trains by `training_step` and not by `forward`.
+"""Makes the `training_step` of a LightningModule lean, because Lightning trains through it and not through `forward`.
 
-Lightning itself is not imported here: a LightningModule is known by the name of its base class.
+Lightning is not imported here: a LightningModule is recognized by the name of its base class.
 
-[Note: training_step] With automatic optimization `training_step` computes the loss and returns it: that is the region.
-An object in the module's own `__dict__` stands before the method of the class and opens the region around it. Forward
-hooks stay where they are: `DistributedDataParallel` and its kin reach `training_step` through the module's `__call__`,
-and a call inside a call opens no second region. With manual optimization `training_step` runs backward and the
-optimizers, too. A region around all of that would give the right gradients, but it would learn one step where there
-are several, and hold tensors of those that are over (in a small GAN that left a fifth of what is saved). There the
-submodules that the step calls are lean, each by itself.
+[Note: training_step] With automatic optimization `training_step` computes the loss and returns it, so it is the region.
+An object in the module's own `__dict__` shadows the method of the class and opens the region around it. The forward
+hooks stay as well: `DistributedDataParallel` and similar wrappers reach `training_step` through the module's
+`__call__`, and a call inside a call opens no second region. With manual optimization `training_step` also runs backward
+and the optimizers. A region around all of that would give the right gradients, but it would record several steps as
+one, and hold tensors of steps that are over (in a small GAN only a fifth of the saving was left). There the submodules
+that `training_step` calls are made lean, each on its own.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NAME = "training_step"
 
 
 def has_training_step(module: nn.Module) -> bool:
-    """Whether ``module`` is a LightningModule, of ``lightning`` or of ``pytorch_lightning``."""
+    """Whether ``module`` is a LightningModule of ``lightning`` or ``pytorch_lightning``."""
     return any(
         kind.__name__ == "LightningModule" and kind.__module__.partition(".")[0] in ("lightning", "pytorch_lightning")
         for kind in type(module).__mro__
@@ -32,14 +32,17 @@ def has_training_step(module: nn.Module) -> bool:
 
 
 def manual_parts(module: nn.Module) -> list[nn.Module]:
-    """The submodules of a LightningModule that optimizes manually, those in lists and dicts one by one; else none."""
+    """Return the submodules with parameters of a LightningModule that optimizes manually; else an empty list.
+
+    Those in module lists and dicts are returned one by one.
+    """
     if not has_training_step(module) or getattr(module, "automatic_optimization", True):
         return []
     return [part for part in _called(module) if any(True for _ in part.parameters())]
 
 
 def _called(module: nn.Module) -> list[nn.Module]:
-    """The submodules that have a forward; lists and dicts have none, and stand for what is in them."""
+    """Return the submodules that have a forward, with the contents of module lists and dicts in place of these."""
     found: list[nn.Module] = []
     for child in module.children():
         found += _called(child) if isinstance(child, nn.ModuleList | nn.ModuleDict) else [child]
@@ -55,7 +58,7 @@ def add_training_step(module: nn.Module, around: Callable[..., Any]) -> None:
 
 
 def remove_training_step(module: nn.Module) -> None:
-    """Undo ``add_training_step``. What others have put around ours since then stays, and ours steps aside."""
+    """Undo ``add_training_step``. If others have wrapped our object since then, theirs stays and ours does nothing."""
     step = vars(module).get(NAME)
     if isinstance(step, TrainingStep):
         if step.inner is None:
@@ -69,14 +72,14 @@ def remove_training_step(module: nn.Module) -> None:
 
 
 class TrainingStep:
-    """Stands before the `training_step` of one module, and is copied and pickled with it.
+    """Shadows the `training_step` of one module, and is copied and pickled with the module.
 
-    Lightning asks a hook for its code and its arguments, and looks behind ``__wrapped__`` for them.
+    Lightning reads the code and the signature of a hook; it finds the signature through ``__wrapped__``.
     """
 
     def __init__(self, module: nn.Module, around: Callable[..., Any] | None, inner: Callable[..., Any] | None) -> None:
         self.module, self.around = module, around
-        self.inner = inner  # what stood there before; None: the method of the class
+        self.inner = inner  # from the module's ``__dict__``; None: the method of the class
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
@@ -91,16 +94,16 @@ class TrainingStep:
         return NAME
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The training step, in a region."""
+        """Run the training step in a region."""
         if self.around is None:
             return self._step(*args, **kwargs)
         return self.around(self._step, self.module, args, kwargs)
 
     def _step(self, *args: Any, **kwargs: Any) -> Any:
-        """Call what stands behind this.
+        """Call the training step that this object shadows.
 
-        The class's method is called as a function: Dynamo takes a bound one for ``module.training_step``, where this
-        stands, and would call it without end after a graph break.
+        The method of the class is called as a function: Dynamo takes a bound method for ``module.training_step``, which
+        is this object, and after a graph break it would call it in an endless loop.
         """
         if self.inner is not None:
             return self.inner(*args, **kwargs)

@@ -1,9 +1,9 @@
-"""All ways to train one model side by side, each in a process of its own: leangrad's, torch's, and other people's.
+"""Compare all ways to train one model, leangrad's, torch's and other packages', each in its own process.
 
-Read in this order: `peers` (what a user would pick in leangrad's stead), `ways` (the table of all ways), `job` (what a
-process is asked and what it answers), `machine` (where that was), `turnstile` (one process at a time on a device),
-`worker` (one way, measured), `run` (all of them, each in its process), `result` (rows as a table and as JSON), and
-`builtin` (small models).
+Read in this order: `peers` (alternatives to leangrad), `ways` (the table of all ways), `job` (the input and the output
+of one process), `machine` (hardware and versions), `turnstile` (one process at a time on a device), `worker` (measures
+one way), `run` (runs all ways, each in its own process), `result` (rows as a table and as JSON), and `builtin` (small
+models).
 """
 
 from leangrad.bench.job import Job, Row

@@ -1,4 +1,4 @@
-"""Small models to compare ways on, for those who have none at hand: those of `leangrad demo`, shrunk."""
+"""Small models for a comparison without a model of the user's own: those of `leangrad demo`, in smaller sizes."""
 
 import torch
 import torch.nn.functional as F
@@ -17,19 +17,19 @@ NAMES = tuple(_CASES)
 
 
 class WithLoss(nn.Module):
-    """A model and its cross entropy in one call, so that the batch, with its targets, can have any number of rows."""
+    """A model that returns its cross entropy: the targets are in the batch, so it can have any number of rows."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """The loss of a batch."""
+        """Return the loss of a batch."""
         logits: Tensor = self.model(inputs)
         return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
 
 
 def make(name: str) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
-    """The model and a batch of one case."""
+    """Return the model and a batch of the case ``name``, one of `NAMES`."""
     case = _CASES[name]()
     return WithLoss(case.make_model()), case.make_batch(torch.Generator().manual_seed(0))

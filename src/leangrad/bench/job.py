@@ -1,4 +1,4 @@
-"""What a process is asked to measure, and what it answers: both travel as JSON."""
+"""`Job`, the input of a worker process, and `Row`, its output; both are sent as JSON."""
 
 import dataclasses
 import json
@@ -12,20 +12,23 @@ Outcome = Literal["measured", "not for this", "failed"]
 
 @dataclass(frozen=True)
 class Job:
-    """One way on one model.
+    """A request to measure one way on one model.
 
-    - `target`, `options`: the factory of the model, as MODULE:FACTORY, and what it is called with.
+    - `target`, `options`: the factory of the model, as MODULE:FACTORY, and its keyword arguments.
     - `way`: a name in `ways.WAYS`.
-    - `autocast`: "bfloat16", "float16" or nothing.
-    - `rounds`, `steps`: plain and the way take so many turns of so many timed steps each. 0 rounds: nothing is timed.
-    - `seconds`: of timed turns after which no further one begins; two are taken all the same.
-    - `turnstile`: a file that all jobs on one device name which run at the same time. One of them uses the device at a
-      time; the first step of a way that has no budget runs beside others, since it is the host that compiles then.
-    - `budget`: the peak that lean with a budget may take, above what stands before a step.
-    - `others`: names of ways of which is asked whether they are for this model at all.
-    - `floor`: find the floor of the model too, and how far plain's gradients are from float64's.
-    - `memory`: find the largest batch in so many bytes, which count what `leangrad fit` counts.
-    - `whole_traceback`: of an error, with the frames of torch and leangrad too.
+    - `autocast`: "bfloat16", "float16", or "" for no autocast.
+    - `rounds`, `steps`: the number of timing rounds, and the timed steps that plain and the way each run in a round.
+      With 0 rounds nothing is timed.
+    - `seconds`: no further round begins after this many seconds of timing, but at least two of the rounds are run.
+    - `turnstile`: path of a lock file, the same for all jobs that run on one device at the same time, so that one of
+      them uses the device at a time; "" for no lock. The first step of a way that compiles runs without the lock,
+      because the host is busy then, not the device.
+    - `budget`: the budget of the way ``lean_budget``: the allowed peak in bytes above the memory allocated before it.
+    - `others`: names of other ways; the row names those of them that do not apply to this model.
+    - `floor`: also compute the floor of the model, and the distance of plain PyTorch's gradients from
+      those in float64.
+    - `memory`: also search the largest batch that fits into this many bytes, counted as `leangrad fit` counts them.
+    - `whole_traceback`: report an error with all frames, those of torch and leangrad included.
     """
 
     target: str
@@ -43,33 +46,37 @@ class Job:
     whole_traceback: bool = False
 
     def to_json(self) -> str:
-        """As text."""
+        """Return the job as JSON text."""
         return json.dumps(dataclasses.asdict(self))
 
 
 @dataclass(frozen=True)
 class Row:
-    """What was found out about one way.
+    """The measurements of one way; an attribute is None or empty if it was not measured.
 
-    - `outcome`: it was "measured"; it is "not for this" model or device; or it "failed". `note` says why.
-    - `peak_bytes`: of a step, above what stands before it.
-    - `kept_bytes`: what a step has allocated and still holds when its backward begins.
-    - `standing_bytes`: what model and batch take on a GPU; 0 on a CPU, where it does not count.
-    - `floor_bytes`: the fewest that could be kept, if the job asked for it.
-    - `float64_error`: how far its gradients are from those of the same step in float64, if the job asked for it, on a
-      CPU and for a model that draws no random numbers: what other errors are to be compared with.
-    - `ratio`: the time of a step over plain's, both in turns in the same process: the median over the turns.
-    - `seconds`, `first_seconds`: a step's, and that of the first one, in which a model is compiled or recorded.
-    - `gradient_error`: the largest difference of any gradient, or of the loss, from plain's, as a part of the largest
-      element of plain's; 0 if all bits are the same. Gradients below a millionth of the largest do not count.
-    - `bitwise`: whether all bits are plain's; None where plain's own steps differ.
-    - `budget`: what it was allowed.
-    - `plan`: what lean foresees of the plan that it has come to, if it has one.
-    - `process_seconds`: the processor's time that all this took, and that of compilers that it has started.
-    - `largest_batch`: in the memory that the job named.
-    - `rows`: of the batch.
-    - `traceback`: of an error in the user's own code.
-    - `not_for_this`: of the ways that the job asked about, those that are none for this model, and why.
+    - `outcome`: "measured"; "not for this" if the way does not apply to this model or device; or "failed". `note` says
+      why.
+    - `peak_bytes`: the peak of one step above the memory allocated before the step (on a GPU: before the way was set
+      up).
+    - `kept_bytes`: the bytes that a step has allocated and still holds when its backward pass begins.
+    - `standing_bytes`: the bytes of model and batch on a GPU; 0 on a CPU, where they are not counted.
+    - `floor_bytes`: the fewest bytes that could be kept; only if the job asked for the floor.
+    - `float64_error`: the distance of loss and gradients in plain PyTorch from those of the same step in float64,
+      measured like `gradient_error`, which is to be compared with it. Only if the job asked for the floor, on a CPU,
+      without autocast, and if the model draws no random numbers.
+    - `ratio`: the time of a step over that of a plain step in the same process: the median over the rounds.
+    - `seconds`, `first_seconds`: the time of a step, and of the first step, in which a model is compiled or recorded.
+    - `gradient_error`: the largest difference of the loss or of any gradient from plain PyTorch, relative to the
+      largest element of the tensor in plain PyTorch; 0 if all are bitwise equal. Gradients below a millionth of the
+      model's largest gradient do not count.
+    - `bitwise`: whether loss and gradients are bitwise equal to plain PyTorch; None if two plain steps differ.
+    - `budget`: the peak that the way was allowed, in bytes; None without a budget.
+    - `plan`: the ledger's sentence on the plan of a lean model, with its predicted peak; empty if there is none.
+    - `process_seconds`: the CPU time of the worker process, including the compiler processes that it started.
+    - `largest_batch`: the rows of the largest batch that fits into the memory that the job named.
+    - `rows`: the rows of the batch.
+    - `traceback`: the traceback of an error, if the way failed.
+    - `not_for_this`: for those of `Job.others` that do not apply to this model, the reason.
     """
 
     way: str
@@ -95,5 +102,5 @@ class Row:
     machine: dict[str, Any] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
-        """Without what is empty."""
+        """Return the row as a dict, without empty values."""
         return {k: v for k, v in dataclasses.asdict(self).items() if v not in (None, "", {})}

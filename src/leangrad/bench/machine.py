@@ -1,4 +1,4 @@
-"""What a row must say of where it was measured."""
+"""The hardware and the versions that a row is measured with."""
 
 import importlib.metadata
 import platform
@@ -12,7 +12,7 @@ _PEERS = ("transformers", "timm", "torchvision", "liger-kernel", "cut-cross-entr
 
 
 def describe_machine(device: str) -> dict[str, Any]:
-    """Hardware and versions, for a device such as "cpu" or "cuda:0".
+    """Return the hardware and the versions of torch, Python and installed peers, for a device such as "cuda:0".
 
     >>> describe_machine("cpu")["torch"] == torch.__version__
     True

@@ -1,6 +1,6 @@
-"""What a user would pick in leangrad's stead, each as a change to a model in place.
+"""The alternatives to leangrad, each a function that changes a model in place.
 
-A function here raises NotForThisError, with a sentence, for a model that it cannot serve.
+Each function raises `NotForThisError`, with a sentence that says why, if it does not apply to the model.
 """
 
 import importlib
@@ -24,7 +24,7 @@ __all__ = [
     "save_on_host",
 ]
 
-# What a selective checkpoint keeps: `torch.ops.aten` names, as its users list them.
+# The ops whose outputs a selective checkpoint keeps: names in `torch.ops.aten`, as users of it list them.
 HEAVY = (
     "mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
@@ -33,11 +33,14 @@ HEAVY = (
 
 
 class NotForThisError(Exception):
-    """A way is not for this model, or not for this device; the message says why."""
+    """A way does not apply to this model or to this device; the message says why."""
 
 
 def checkpoint_selectively(model: nn.Module) -> str:
-    """Put a checkpoint around each block that keeps products, convolutions and attention; say around what."""
+    """Put a checkpoint around each block that keeps matmuls, convolutions and attention; return a note on the blocks.
+
+    The blocks are the repeated modules of the model.
+    """
     blocks = repeated_modules(model)
     if not blocks:
         raise NotForThisError("found no repeated modules to put a checkpoint around")
@@ -53,7 +56,7 @@ def checkpoint_selectively(model: nn.Module) -> str:
 
 
 def save_on_host(model: nn.Module) -> None:
-    """Let everything that autograd saves in forward wait in the host's memory, pinned."""
+    """Move every tensor that autograd saves in forward to pinned host memory until backward reads it."""
     plain = model.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -64,19 +67,22 @@ def save_on_host(model: nn.Module) -> None:
 
 
 def apply_liger(model: nn.Module) -> None:
-    """Let Liger put its kernels into a model of transformers."""
+    """Apply Liger's kernels to a transformers model."""
     _apply_to_language_model(
         model, "liger_kernel.transformers", lambda liger, one: liger._apply_liger_kernel_to_instance(model=one)
     )
 
 
 def apply_cce(model: nn.Module) -> None:
-    """Let Apple's cut cross entropy take the place of a language model's loss."""
+    """Replace the loss of a transformers language model by Apple's cut cross entropy."""
     _apply_to_language_model(model, "cut_cross_entropy.transformers", lambda cce, one: cce.cce_patch(one))
 
 
 def find_language_model(package: str, model: nn.Module) -> nn.Module:
-    """The model of transformers, which may lie inside another module: the only kind that ``package`` knows."""
+    """Return the transformers model in ``model``, itself or one of its submodules; ``package`` supports no others.
+
+    Raises `NotForThisError`, which names ``package``, if there is none.
+    """
     found = next((one for one in model.modules() if type(one).__module__.startswith("transformers.models.")), None)
     if found is None:
         raise NotForThisError(f"{package} knows models of transformers only")
@@ -84,12 +90,15 @@ def find_language_model(package: str, model: nn.Module) -> nn.Module:
 
 
 def _apply_to_language_model(model: nn.Module, package: str, apply: Any) -> None:
-    """Apply a patch to the model of transformers."""
+    """Import ``package`` and call ``apply`` with it and with the transformers model in ``model``.
+
+    Raises `NotForThisError` if the package refuses the architecture, or if no module's forward has changed.
+    """
     found = find_language_model(package.partition(".")[0], model)
     before = [id(getattr(one.forward, "__func__", one.forward)) for one in found.modules()]
     try:
         apply(importlib.import_module(package), found)
-    except (RuntimeError, ValueError, KeyError) as error:  # how each of them refuses an architecture
+    except (RuntimeError, ValueError, KeyError) as error:  # the packages raise these for an unsupported architecture
         raise NotForThisError(f"{package.partition('.')[0]} refuses {type(found).__name__}: {error}") from error
     after = [id(getattr(one.forward, "__func__", one.forward)) for one in found.modules()]
     if before == after:
@@ -97,9 +106,9 @@ def _apply_to_language_model(model: nn.Module, package: str, apply: Any) -> None
 
 
 def apply_inplace_abn(model: nn.Module) -> None:
-    """Put inplace_abn's layer in the place of each batch norm that a leaky ReLU follows in an `nn.Sequential`.
+    """Replace each batch norm that is followed by a leaky ReLU in an `nn.Sequential` by inplace_abn's layer.
 
-    That is what the layer computes; the package has no way to find other places in a model that is there already.
+    The layer computes both. The package itself has no function that converts an existing model.
     """
     layer = importlib.import_module("inplace_abn").InPlaceABN
     replaced = 0

@@ -1,4 +1,4 @@
-"""The rows of all ways on one model, as a table of text and as JSON."""
+"""The rows of all ways on one model, as a text table and as JSON."""
 
 import json
 from dataclasses import dataclass, field
@@ -18,11 +18,11 @@ _HEADINGS = (
 
 @dataclass(frozen=True)
 class Bench:
-    """What was found out about each way.
+    """The result of `bench`: a row for each way.
 
-    - `name`: of the model, as it was given.
-    - `rows`: in the order of `leangrad.bench.WAYS`.
-    - `notes`: what there is to say of all of them.
+    - `name`: the name of the model, as the caller gave it.
+    - `rows`: the rows, in the order of `leangrad.bench.WAYS`.
+    - `notes`: remarks on the whole comparison, such as ways that were left out.
     """
 
     name: str
@@ -30,7 +30,7 @@ class Bench:
     notes: tuple[str, ...] = field(default=())
 
     def row(self, way: str) -> Row | None:
-        """The row of a way; None if it was not asked for."""
+        """Return the row of the way of this name, or None if there is none."""
         return next((row for row in self.rows if row.way == way), None)
 
     @property
@@ -40,16 +40,16 @@ class Bench:
 
     @property
     def machine(self) -> dict[str, Any]:
-        """Hardware and versions; empty if nothing was measured."""
+        """Hardware and versions of the first row that has them; empty if nothing was measured."""
         return next((row.machine for row in self.rows if row.machine), {})
 
     @property
     def broken_promises(self) -> list[str]:
-        """The ways of leangrad whose bits should be plain's, and are not."""
+        """The ways whose gradients should be bitwise equal to plain PyTorch's, and are not."""
         return [row.way for row in self.rows if WAYS[row.way].promises_bits and row.bitwise is False]
 
     def as_rows(self) -> list[dict[str, Any]]:
-        """A dict for each way, with its ratios to plain and to the floor, and without what is empty."""
+        """Return a dict for each way, with its ratios to plain and to the floor, and without empty values."""
         plain, found = self.plain, []
         for row in self.rows:
             one = {"case": self.name, **row.as_dict()}
@@ -63,7 +63,7 @@ class Bench:
         return found
 
     def to_json(self, **kwargs: Any) -> str:
-        """Everything as JSON; `kwargs` go to `json.dumps`."""
+        """Return machine, notes and rows as JSON; `kwargs` are passed to `json.dumps`."""
         return json.dumps({**self.machine, "notes": list(self.notes), "rows": self.as_rows()}, **kwargs)
 
     def __str__(self) -> str:
@@ -100,7 +100,7 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def gradients(row: dict[str, Any]) -> str:
-    """How far the gradients of a row are from plain's, in a word."""
+    """Return the distance of a row's gradients from plain PyTorch as text, such as "same bits"; "" if not known."""
     if "gradient_error" not in row:
         return ""
     return "same bits" if row.get("bitwise") else f"off by {row['gradient_error']:.1g}"

@@ -1,4 +1,4 @@
-"""All ways on one model, each in a process of its own; a process that crashes or hangs costs its own row only."""
+"""Run all ways on one model, each in its own process, so that a crash or a hang affects one row only."""
 
 import contextlib
 import json
@@ -18,7 +18,7 @@ from leangrad.bench.ways import WAYS, find
 
 __all__ = ["bench", "run_job"]
 
-Progress = Callable[[str, int, int], object]  # what is going on, how many ways are done, and how many there are
+Progress = Callable[[str, int, int], object]  # called with the current way, the number of finished ways, and of all
 
 
 def bench(
@@ -40,32 +40,34 @@ def bench(
     progress: Progress = lambda *_: None,
     found: Callable[[Bench], object] = lambda _: None,
 ) -> Bench:
-    """Measure each way to train a model in a process of its own.
+    """Measure each way to train a model in its own process.
 
     Args:
         target: MODULE:FACTORY, a file or a module and a function in it that returns (model, batch) or (model, batch,
-            loss). It is called in every process, with torch's, Python's and NumPy's generators seeded.
-        ways: names in `WAYS`; plain is always among them. None: all, but on a CPU those that compile, which takes a
-            minute or more there.
-        name: what the table calls the model.
-        options: what the factory is called with.
-        autocast: "bfloat16" or "float16".
-        rounds, steps: plain and the way take so many turns of so many timed steps.
-        seconds: of timed turns after which a way begins no further one; it takes two all the same.
-        turnstile: a file that all calls name which run at the same time with the same device, so that one process at a
-            time uses it.
-        budget: the peak that lean with a budget may take, in bytes above what stands before a step. None: the peak of
-            the checkpoint around each block, which is what most people would use; or 0.8 of lean's, if there is none.
-        memory: also search the largest batch of each way in so many bytes, which count what `leangrad fit` counts: on a
-            GPU the model and the batch too. 0: in as many as plain takes for the batch that was given.
-        plain: its row, where it was measured before: it is not run again.
-        timeout: seconds that a way may take.
-        whole_traceback: of an error in the user's code, with the frames of torch and leangrad.
-        progress: called with what is going on, how many ways are done, and how many there are.
-        found: called after each way, with all rows so far.
+            loss). It is called in every process; the generators of torch, Python and NumPy are seeded before the call.
+        ways: names in `WAYS`; plain is always added. None: all ways, on a CPU without those that compile, which takes
+            a minute or more there.
+        name: the name of the model in the table; ``target`` if it is empty.
+        options: keyword arguments of the factory.
+        autocast: "bfloat16" or "float16"; "" for no autocast.
+        rounds, steps: the number of timing rounds, and the timed steps that plain and the way each run in a round.
+        seconds: a way begins no further round after this many seconds of timing, but runs at least two of them.
+        turnstile: path of a lock file, the same for all calls that use one device at the same time, so that one process
+            at a time uses it; "" for no lock.
+        budget: the budget of ``lean_budget``: the allowed peak in bytes above the memory allocated before. None: the
+            peak of the checkpoint around each block, which is what most people would use; or 0.8 of lean's peak, if
+            the checkpoint has none.
+        memory: also search the largest batch of each way that fits into this many bytes, counted as `leangrad fit`
+            counts them: on a GPU with the model and the batch. 0: as many bytes as plain uses for the given batch.
+        plain: the row of plain, if it was measured before; plain is not run again.
+        timeout: the seconds after which the process of a way is killed.
+        whole_traceback: report an error with all frames, those of torch and leangrad included.
+        progress: called with the name of the way that runs next, the number of finished ways, and the number of all
+            ways; with "done" at the end.
+        found: called after each way that has a row, with all rows so far.
 
     Raises:
-        ValueError: a name is none of a way.
+        ValueError: a name in ``ways`` is not in `WAYS`.
     """
     chosen = find(["plain", *(WAYS if ways is None else ways)])
     job = Job(
@@ -82,7 +84,7 @@ def bench(
         whole_traceback=whole_traceback,
     )
     rows: list[Row] = [] if plain is None else [plain]
-    unfit: dict[str, str] = {}  # ways that are none for this model, and why
+    unfit: dict[str, str] = {}  # the reason for each way that does not apply to this model, by the way's name
     notes: list[str] = []
     for n, choice in enumerate(chosen):
         if n == 0 and plain is not None:
@@ -105,11 +107,11 @@ def bench(
         row = run_job(asked, timeout)
         unfit, row = unfit or row.not_for_this, replace(row, not_for_this={})
         if n == 0 and memory == 0:
-            row = replace(row, largest_batch=row.rows)  # by definition
+            row = replace(row, largest_batch=row.rows)  # by definition: the memory is what plain uses for this batch
         rows.append(row)
         found(Bench(name or target, tuple(rows)))
         if n == 0 and row.outcome == "failed":
-            break  # nothing to compare with; the error is the user's
+            break  # nothing to compare with; the error comes from the user's code
     progress("done", len(chosen), len(chosen))
     return Bench(name or target, tuple(rows), tuple(notes))
 
@@ -119,7 +121,7 @@ def _is_cpu(row: Row) -> bool:
 
 
 def _usual_budget(rows: list[Row]) -> int | None:
-    """What a budget is compared at: the checkpoint's peak; or below lean's, if there is none."""
+    """Return the default budget: the peak of the checkpoint, or else 0.8 of lean's peak; None if both are unknown."""
     peaks = {row.way: row.peak_bytes for row in rows if row.peak_bytes}
     if "checkpoint" in peaks:
         return peaks["checkpoint"]
@@ -127,7 +129,7 @@ def _usual_budget(rows: list[Row]) -> int | None:
 
 
 def run_job(job: Job, timeout: float) -> Row:
-    """One way in a process of its own; what becomes of that process is told in the row."""
+    """Run one way in its own process and return its row; if the process fails, the row says how."""
     with tempfile.TemporaryDirectory(prefix="leangrad_bench_") as folder:
         answer, output = Path(folder) / "answer.json", Path(folder) / "output.txt"
         with output.open("wb") as written:
@@ -137,7 +139,7 @@ def run_job(job: Job, timeout: float) -> Row:
                 stdin=subprocess.PIPE,
                 stdout=written,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # with the processes that it may start to compile
+                start_new_session=True,  # so that compiler processes that it starts can be killed with it
             )
             try:
                 process.communicate(job.to_json().encode(), timeout)
@@ -151,7 +153,7 @@ def run_job(job: Job, timeout: float) -> Row:
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    """End what is left of a process and of those that it has started."""
+    """Kill the process, if it still runs, and the processes that it started."""
     if hasattr(os, "killpg"):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -160,7 +162,7 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 
 
 def _epitaph(code: int, output: str) -> str:
-    """Why a process has left no answer, as far as can be told."""
+    """Return why a process wrote no answer, from its exit code and the last line of its output."""
     last = next((line.strip() for line in reversed(output.splitlines()) if line.strip()), "")
     said = f": {last}" if last else ""
     if code < 0:

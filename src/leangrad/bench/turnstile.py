@@ -1,7 +1,8 @@
-"""One process at a time on a device that several share: a lock on a file, and processors for who holds it.
+"""A file lock that lets one process at a time use a shared device, and reserves processors for the lock's holder.
 
-What the others do meanwhile keeps processors busy: they compile. So a quarter of the processors is for the process that
-has the device, and for nobody else: plain's steps took up to 1.5 times as long beside eight others that compiled.
+The processes that wait for the lock may be compiling, which keeps processors busy. So a quarter of the processors is
+reserved for the process that holds the lock: without that, plain steps took up to 1.5 times as long beside eight
+processes that compiled.
 """
 
 import os
@@ -11,32 +12,37 @@ from pathlib import Path
 
 __all__ = ["alone", "make_room", "split_processors"]
 
-_FEWEST = 8  # processors of which some can be spared
-_SHARE = 4  # one of so many is spared
+_FEWEST = 8  # with fewer processors than this, none are reserved
+_SHARE = 4  # one of this many processors is reserved
 
 
 @contextmanager
 def alone(path: str) -> Iterator[None]:
-    """Wait for the other processes that name this file, and keep them waiting. Without a name, nobody waits."""
+    """Hold the lock on the file ``path``, and run on the reserved processors; with an empty ``path``, do nothing.
+
+    Other processes that call this with the same ``path`` wait until the lock is released.
+    """
     if not path:
         yield
         return
-    import fcntl  # not on Windows, where nobody names a file
+    import fcntl  # does not exist on Windows; `path` is always empty there
 
     with Path(path).open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # the file's end releases it, and so does the process's
+        fcntl.flock(file, fcntl.LOCK_EX)  # released when the file is closed or the process ends
         with _on(_SPARED):
             yield
 
 
 def make_room() -> None:
-    """Run this process, and those that it starts, beside the processors of who has the device."""
+    """Keep this process, and the processes that it starts, off the processors reserved for the lock's holder."""
     if _SPARED:
         _move(_ALL - _SPARED)
 
 
 def split_processors(processors: set[int], siblings: dict[int, set[int]]) -> set[int]:
-    """Those that are spared, out of all; two that are one core (`siblings`) stay together.
+    """Return the processors to reserve, about a quarter of ``processors``; none if there are fewer than eight.
+
+    siblings: for a processor, the processors on the same core (hyperthreads); they are reserved together.
 
     >>> sorted(split_processors(set(range(8)), {0: {0, 4}, 4: {0, 4}}))
     [0, 4]
@@ -67,9 +73,9 @@ def _on(processors: set[int]) -> Iterator[None]:
 
 
 def _move(processors: set[int]) -> None:
-    """All threads of this process; backward has one of its own."""
+    """Set the CPU affinity of all threads of this process to ``processors``; backward runs in its own thread."""
     for thread in os.listdir("/proc/self/task"):
-        with suppress(OSError):  # it has ended
+        with suppress(OSError):  # the thread has ended
             os.sched_setaffinity(int(thread), processors)
 
 

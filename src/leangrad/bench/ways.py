@@ -1,4 +1,4 @@
-"""The ways that are set side by side: what each is called, what a user would write, and how it changes a model."""
+"""The table of the ways that are compared: for each its name, the line that a user writes, the change to a model."""
 
 import contextlib
 import importlib
@@ -33,17 +33,18 @@ from leangrad.packed import PackedGradients, pack_gradients
 __all__ = ["BUDGET_OF_TORCH", "WAYS", "Choice", "Given", "find"]
 
 BUDGET_OF_TORCH = 0.5
-_STEPS = 4  # until nothing changes more; a compiled model is traced and compiled in the first
+_STEPS = 4  # warm-up steps until steps no longer change; a compiled model is traced and compiled in the first
 _LEAN_STEPS = lean_way().warm_up_steps
 
 
 @dataclass(frozen=True)
 class Given:
-    """What a way may ask for.
+    """The input from which `Choice.make` makes a `Way`.
 
-    - `model`: a copy of the plain model, to look at.
-    - `budget`, `told`: the peak that lean with a budget may take, as it is counted here, and as `lean` is told it.
-    - `draws_as_eager`: a compiled model is to draw the random numbers that eager PyTorch draws.
+    - `model`: the plain model, for inspection only.
+    - `budget`: the peak that lean with a budget may use, in bytes above the memory allocated before.
+    - `told`: the same budget as it is passed to `lean`: on a GPU it includes the memory allocated before.
+    - `draws_as_eager`: whether a compiled model draws the random numbers that eager PyTorch draws.
     """
 
     model: nn.Module
@@ -55,15 +56,16 @@ class Given:
 
 @dataclass(frozen=True)
 class Choice:
-    """One way that a user has.
+    """An entry of the table: one way to train a model.
 
-    - `line`: what the user writes.
-    - `make`: what trains a model so. It raises NotForThisError if this model or this device is none for it.
-    - `package`: what has to be installed.
-    - `around`: what is in force while the model is trained so.
-    - `compiles`: its first step takes long, and it draws random numbers of its own.
-    - `promises_bits`: leangrad promises plain's bits for it.
-    - `is_global`: it changes classes and functions for the whole process, so that nothing is plain after it.
+    - `line`: the line of code that a user writes.
+    - `make`: makes the `Way` for a model; raises `NotForThisError` if the way does not apply to the model or device.
+    - `package`: the package that has to be installed; "" if none.
+    - `around`: makes the context manager that is open while the model is trained this way.
+    - `compiles`: whether it compiles the model: the first step takes long, and dropout draws other random numbers than
+      in eager mode.
+    - `promises_bits`: whether leangrad promises gradients that are bitwise equal to plain PyTorch's.
+    - `is_global`: whether it changes classes and functions for the whole process, so that no model is plain afterwards.
     """
 
     name: str
@@ -76,16 +78,16 @@ class Choice:
     is_global: bool = False
 
     def way(self, given: Given) -> Way:
-        """The way for this model, if what it needs is installed."""
+        """Return the `Way` for this model; raises `NotForThisError` if it does not apply or `package` is missing."""
         if self.package and importlib.util.find_spec(self.package) is None:
             raise NotForThisError(f"{self.package} is not installed")
         return self.make(given)
 
 
 def find(names: list[str]) -> list[Choice]:
-    """The ways of these names, in the order of the table.
+    """Return the entries of these names, in the order of the table.
 
-    Raises ValueError for a name that is none.
+    Raises ValueError for a name that is not in the table.
 
     >>> [choice.name for choice in find(["lean", "plain"])]
     ['plain', 'lean']
@@ -118,7 +120,12 @@ def _on_cuda(
     why: str,
     look: Callable[[nn.Module], object] = lambda model: None,
 ) -> Callable[[Given], Way]:
-    """``look`` raises NotForThisError for a model that ``change`` would not change."""
+    """Return the `Choice.make` of a way that needs a GPU.
+
+    change: changes the model in place.
+    why: the message of the `NotForThisError` for other devices.
+    look: raises `NotForThisError` for a model to which ``change`` does not apply.
+    """
 
     def make(given: Given) -> Way:
         if given.device.type != "cuda":
@@ -134,7 +141,7 @@ def _compiled(name: str, load: Callable[[], Any]) -> Callable[[Given], Way]:
         options = {"fallback_random": True} if given.draws_as_eager else None
 
         def change(model: nn.Module) -> None:
-            torch.compiler.reset()  # else the next copy of the model would count as another shape of this one
+            torch.compiler.reset()  # else Dynamo would treat the next copy of the model as a recompilation of this one
             model.compile(backend=load(), dynamic=False, options=options)
 
         return Way(name, change, _STEPS)
@@ -143,7 +150,8 @@ def _compiled(name: str, load: Callable[[], Any]) -> Callable[[Given], Way]:
 
 
 def _leangrad_backend() -> Any:
-    # By hand, for it brings all of Dynamo, which most ways do not need; and its name may not be registered.
+    # Imported late, because it imports all of Dynamo, which most ways do not need. Not by its name "leangrad", because
+    # the backend may not be registered.
     return importlib.import_module("leangrad.compiled").compile_lean
 
 
@@ -159,7 +167,7 @@ def _no_logits(given: Given) -> Way:
     return Way("no_logits", lambda model: lean(model, exact=False), _LEAN_STEPS)
 
 
-_packed: list[PackedGradients] = []  # of the copy before, which has the same parameters
+_packed: list[PackedGradients] = []  # those of the previous copy of the model, which shares its parameters
 
 
 def _pack(model: nn.Module) -> None:
@@ -170,7 +178,7 @@ def _pack(model: nn.Module) -> None:
 
 def _convert_abn(model: nn.Module) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that nothing was converted is said below
+        warnings.simplefilter("ignore")  # the warning that nothing was converted: the error below says so
         convert_abn(model)
     if not model.abn_conversions.converted():  # type: ignore[union-attr, operator]
         raise NotForThisError("found no batch norm with an activation after it")
@@ -226,5 +234,5 @@ _CHOICES = (
     ),
 )
 
-#: By their names, in the order in which they are run and shown.
+#: All entries by their names, in the order in which they are run and shown.
 WAYS = {choice.name: choice for choice in _CHOICES}

@@ -1,10 +1,11 @@
-"""One way on one model, in this process: `python -m leangrad.bench.worker ANSWER`, with a job as JSON on stdin.
+"""Measure one way on one model in this process: `python -m leangrad.bench.worker ANSWER`, with a job as JSON on stdin.
 
-In this order: plain takes three steps, which give the gradients to compare with. The way is applied to a copy of the
-model and trains until nothing changes more. Then the memory of one of its steps is measured. Last, plain and the way
-take turns, and the median of their ratios is the time: on a CPU with one thread that of the processor, which other
-programs do not change, else that of the clock on the wall. The copies share the model's parameters, and have
-gradients of their own. The row is written to the file ANSWER.
+First plain PyTorch runs three steps; the gradients of the first are the reference. Then the way is applied to a copy of
+the model, which is trained until its steps no longer change, and the memory of a step is measured. Last, plain and the
+way are timed in alternation, and `Row.ratio` is the median of their ratios. The time is CPU time on a CPU with one
+thread, because other programs do not change it, else wall-clock time. A way that changes classes for the whole process
+is not alternated: plain is timed before it. The copies share the model's parameters and have gradients of their own.
+The row is written to the file ANSWER.
 """
 
 import copy
@@ -51,13 +52,13 @@ from leangrad.verify.users_code import call_factory, own_frames
 
 __all__ = ["measure_way"]
 
-_BUDGETS = 3  # how often lean may name a smaller budget than the one before
-_ROUNDING = 1e-6  # of the largest gradient of a model: what is smaller is no gradient
+_BUDGETS = 3  # how many budgets are tried: if one cannot be met, the next is the smallest that `BudgetError` names
+_ROUNDING = 1e-6  # a gradient smaller than this fraction of the model's largest gradient is rounding error only
 _COMPARED = ("loss", "gradient", "input gradient")
 
 
 def measure_way(job: Job) -> Row:
-    """Measure one way in this process; what goes wrong is told in the row."""
+    """Measure one way in this process and return its row; if an error is raised, the row says which."""
     choice = WAYS[job.way]
     try:
         return _Measuring(job, choice).run()
@@ -70,16 +71,16 @@ def measure_way(job: Job) -> Row:
 
 @dataclass
 class _Plain:
-    """Plain at work: its steps, and what they gave; `reference` is None if it ran out of memory."""
+    """The training of plain PyTorch, and the outcome of its steps."""
 
     training: Training
-    reference: Outcome | None = None
-    noise: float = 0.0  # how far its own steps are apart
-    draws: bool = False  # whether it draws random numbers
+    reference: Outcome | None = None  # outcome of the first step; None if plain ran out of memory
+    noise: float = 0.0  # largest relative difference between two plain steps from the same state
+    draws: bool = False  # whether a step draws random numbers
 
 
 class _Measuring:
-    """What the measurements of one way have in common."""
+    """The measurement of one way: the model, its batch, its start state, the meter and the clock."""
 
     def __init__(self, job: Job, choice: Choice) -> None:
         self.job, self.choice = job, choice
@@ -96,8 +97,8 @@ class _Measuring:
         self.clock = time.process_time if is_alone else time.perf_counter
 
     def run(self) -> Row:
-        """Everything that the job asks for."""
-        self.choice.way(self._given(self.job.budget, self.job.budget))  # may say at once that it is not for this model
+        """Measure everything that the job asks for."""
+        self.choice.way(self._given(self.job.budget, self.job.budget))  # raises early if it does not apply to the model
         plain = _Plain(self._training(plain_way()))
         memory = self._ready(plain.training)
         with self._alone():
@@ -143,7 +144,7 @@ class _Measuring:
         return replace(row, note="; ".join(self.notes))
 
     def _not_for_this(self) -> dict[str, str]:
-        """Of the other ways that are asked about, those that say by a look at the model that they are none for it."""
+        """Return, by name, why ways in ``job.others`` do not apply to this model, as far as inspecting it shows."""
         found = {}
         for name in self.job.others:
             try:
@@ -154,7 +155,7 @@ class _Measuring:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """The device for this process alone; the others find none of the memory taken that steps have left."""
+        """Hold the lock on the device; before releasing it, free the cached memory that steps have left on it."""
         with alone(self.job.turnstile):
             yield
             if self.job.turnstile:
@@ -163,7 +164,10 @@ class _Measuring:
     # -- the steps that are compared -------------------------------------------------------------------------------
 
     def _train_plain(self, plain: _Plain, memory: Memory) -> Outcome:
-        """Set plain to work; what its last step gave."""
+        """Run the steps of plain PyTorch, fill in ``plain``, and return the last outcome; {} if memory ran out.
+
+        memory: the state that the first step starts from.
+        """
         before = global_states(self.device)
         try:
             first, last = plain.training.warm_up(memory, _stay)
@@ -186,7 +190,12 @@ class _Measuring:
         return last
 
     def _settle(self, plain: _Plain, standing: int) -> tuple[Training, float]:
-        """The way at work, trained until nothing changes more, its memory read; and the seconds of its first step."""
+        """Train the way until its steps no longer change, and measure a step; also return the first step's seconds.
+
+        If the budget cannot be met, try again with the smallest budget that the error names.
+
+        standing: bytes allocated on the device before the way is set up.
+        """
         budget, told = self.job.budget, self.job.budget and self.job.budget + standing
         for _ in range(_BUDGETS):
             way = self.choice.way(self._given(budget, told))
@@ -210,10 +219,11 @@ class _Measuring:
         raise BudgetError(f"named a larger budget {_BUDGETS} times", told or 0)
 
     def _at_work(self, training: Training) -> tuple[Training, tuple[Outcome, Outcome], float]:
-        """Train until nothing changes more, and read the memory of a step; outcomes, and seconds of the first step.
+        """Train until steps no longer change, and measure the memory of a step.
 
-        What compiles takes its first step beside the process that has the device: that is a minute, with next to no use
-        of it. If there was no memory left for that step, it begins again when it has the device for itself.
+        Returns the training, the outcomes of its first and of a settled step, and the seconds of the first step. A way
+        that compiles runs its first step without waiting for the lock on the device: that step takes about a minute and
+        hardly uses the device. If it runs out of memory, it is started again with the lock held.
         """
         is_beside = self.choice.compiles and bool(self.job.turnstile)
         for beside in (True, False) if is_beside else (False,):
@@ -237,7 +247,10 @@ class _Measuring:
     def _timed_warm_up(
         self, training: Training, after_first: Callable[[], object]
     ) -> tuple[tuple[Outcome, Outcome], float]:
-        """The outcomes of its first and of a settled step, and how long the first one took."""
+        """Return the outcomes of the first and of a settled step, and the seconds that the first step took.
+
+        after_first: called after the first step.
+        """
         memory = self._ready(training)
         began = time.perf_counter()
         ends: list[float] = []
@@ -251,13 +264,13 @@ class _Measuring:
         return outcomes, ends[0] - began
 
     def _ready(self, training: Training) -> Memory:
-        """Put back what every way begins from, and remember it."""
+        """Restore the start state, which is the same for all ways, and return it as a `Memory`."""
         training.subject  # noqa: B018  (what is not for this model says so before anything is timed)
         self.start.restore()
         return Memory(training.subject.model, self.batch, self.subject.loss)
 
     def _compare(self, plain: _Plain, training: Training) -> dict[str, Any]:
-        """How far loss and gradients are from plain's."""
+        """Return `gradient_error` and `bitwise` for the row; {} if plain ran out of memory."""
         if plain.reference is None:
             return {}
         outcomes = self.outcomes
@@ -270,13 +283,16 @@ class _Measuring:
         return {"gradient_error": error, "bitwise": None if plain.noise else not any(found)}
 
     def _drawing_as_eager(self) -> tuple[Outcome, Outcome]:
-        """The outcomes of a model that was compiled once more, to draw the random numbers that plain draws."""
+        """Compile the model once more, such that it draws the random numbers of eager mode; return its outcomes."""
         self.notes.append("gradients are of a second compilation, which draws eager's random numbers")
         way = self.choice.way(replace(self._given(None, None), draws_as_eager=True))
         return self._at_work(self._training(way))[1]
 
     def _float64_error(self, plain: _Plain) -> float | None:
-        """How far plain's loss and gradients are from those in float64; None where that is not asked."""
+        """Return the distance of loss and gradients in plain PyTorch from those in float64.
+
+        None on a GPU, under autocast, if the model draws random numbers, or if it does not run in float64.
+        """
         if plain.reference is None or plain.draws or self.device.type != "cpu" or self.subject.autocast is not None:
             return None
         self.start.restore()
@@ -286,7 +302,7 @@ class _Measuring:
         try:
             value = subject.forward(arguments)
             value.backward()
-        except RuntimeError:  # the model or the loss asks for float32
+        except RuntimeError:  # the model or the loss works in float32 only
             return None
         if value.dtype is not torch.float64:
             return None
@@ -300,7 +316,7 @@ class _Measuring:
     # -- time ------------------------------------------------------------------------------------------------------
 
     def _take_turns(self, plain: Training, training: Training) -> tuple[list[float], list[float]]:
-        """Seconds of a step, plain's and the way's, turn by turn; who comes first changes."""
+        """Return the seconds of a step of plain and of the way for each round; the order changes every round."""
         times: tuple[list[float], list[float]] = ([], [])
         for n in self._turns():
             for which in (0, 1) if n % 2 else (1, 0):
@@ -311,7 +327,7 @@ class _Measuring:
         return [self._turn(training) for _ in self._turns()]
 
     def _turns(self) -> Iterator[int]:
-        """Numbers of the turns to take."""
+        """Yield the numbers of the rounds: up to `job.rounds`; after the second, only while `job.seconds` last."""
         began = time.perf_counter()
         for n in range(self.job.rounds):
             if n >= 2 and time.perf_counter() - began > self.job.seconds:
@@ -319,7 +335,10 @@ class _Measuring:
             yield n
 
     def _turn(self, training: Training) -> float:
-        """Steps in a row, as training runs them; one goes before, for what another way has left in the caches."""
+        """Return the seconds of a step: the mean of `job.steps` steps in a row, as training runs them.
+
+        One untimed step goes first, because the other way's data are in the caches.
+        """
         for n in range(self.job.steps + 1):
             if n == 1:
                 self.meter.synchronize()
@@ -334,7 +353,7 @@ class _Measuring:
     # -- parts -----------------------------------------------------------------------------------------------------
 
     def _training(self, way: Way) -> Training:
-        """A way on a copy of the model that shares its parameters and has gradients of its own."""
+        """Return the training of a way on a copy of the model, with the same parameters and its own gradients."""
         return Training(way, Setup(self.subject, Copies(self.subject.model, own_values=False), None, self.meter))
 
     def _given(self, budget: int | None, told: int | None) -> Given:
@@ -358,18 +377,19 @@ class _Measuring:
 
 
 def _stay() -> None:
-    """Where nobody waits for the device, or it is held already."""
+    """Do nothing: the callback where the lock on the device is held already, or is not needed."""
 
 
 def _compared(plain: Outcome, other: Outcome) -> list[Difference]:
-    """Where losses and gradients are apart."""
+    """Return the differences between two outcomes in the loss and the gradients only."""
     return [one for one in differences(plain, other) if one.kind in _COMPARED]
 
 
 def _largest_error(plain: Outcome, found: list[Difference]) -> float:
-    """The largest difference of the loss or of a gradient, as `verify` counts it.
+    """Return the largest relative difference of the loss or of a gradient, as `leangrad.verify` defines it.
 
-    Gradients that are rounding alone are left out: of a bias before a batch norm, say, whose true gradient is 0.
+    Gradients that consist of rounding errors only are left out, such as that of a bias before a batch norm, whose true
+    gradient is 0.
     """
     if not found:
         return 0.0
@@ -377,7 +397,7 @@ def _largest_error(plain: Outcome, found: list[Difference]) -> float:
     sizes = {key: size for key, size in sizes.items() if key[0] != "loss"}
     least = _ROUNDING * max((size for size in sizes.values() if math.isfinite(size)), default=0.0)
     counts = [one for one in found if sizes.get((one.kind, one.name), math.inf) >= least]
-    return largest(counts + [one for one in found if math.isinf(one.max_difference)])  # what is missing always counts
+    return largest(counts + [one for one in found if math.isinf(one.max_difference)])  # a missing gradient counts
 
 
 def _with_times(row: Row, plain: list[float], own: list[float]) -> Row:
@@ -386,7 +406,7 @@ def _with_times(row: Row, plain: list[float], own: list[float]) -> Row:
 
 
 def _in_float64(batch: Any) -> Any:
-    """A batch with its floating tensors in float64."""
+    """Return the batch with its floating-point tensors in float64."""
     if isinstance(batch, Tensor):
         return batch.double() if batch.is_floating_point() else batch
     if type(batch) in (tuple, list):
@@ -402,7 +422,7 @@ def _rows_of(batch: Any) -> int | None:
 
 
 def _seed() -> None:
-    """Every process makes the same model and the same batch."""
+    """Seed the generators of torch, Python and NumPy, so that every process makes the same model and batch."""
     torch.manual_seed(0)
     random.seed(0)
     if "numpy" in sys.modules:
@@ -410,12 +430,12 @@ def _seed() -> None:
 
 
 def main() -> None:
-    """Measure what stdin asks for."""
+    """Read a job from stdin, measure it, and write its row to the file named on the command line."""
     job = Job(**json.load(sys.stdin))
     if job.turnstile:
         make_room()
     row = measure_way(job)
-    row = replace(row, process_seconds=round(sum(os.times()[:4]), 2))  # with those of its children
+    row = replace(row, process_seconds=round(sum(os.times()[:4]), 2))  # includes child processes
     Path(sys.argv[1]).write_text(json.dumps(row.as_dict()))
 
 

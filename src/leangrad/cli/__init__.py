@@ -1,4 +1,4 @@
-"""The command line, `leangrad --help`; also as `python -m leangrad`."""
+"""The command line `leangrad`, which also runs as `python -m leangrad`; `leangrad --help` lists the commands."""
 
 from leangrad.cli.commands import app
 

@@ -51,7 +51,7 @@ def main(
 def demo(
     steps: Annotated[int, typer.Option(min=1, help="Training steps of each model, plain and lean.")] = 20,
 ) -> None:
-    """Train three small models, plain and lean side by side, and print what each took.
+    """Train three small models, each plain and lean, and print the memory and the time of both.
 
     Needs no network and no GPU. The exit code is 1 if a gradient differs.
     """
@@ -74,7 +74,7 @@ def demo(
 
 
 def _demo_table(comparisons: list[demo_models.Comparison], steps: int) -> Table:
-    """A column for each model, so that the table fits into 80 characters."""
+    """Return the table of the demo, with a column for each model, so that it fits into 80 characters."""
     title = f"{steps} training steps from one seed; memory above what stands before a step"
     table = Table("", *(comparison.name for comparison in comparisons), box=box.HORIZONTALS, title=title)
     for column in table.columns[1:]:
@@ -99,7 +99,7 @@ def _distance(comparison: demo_models.Comparison) -> str:
     distance = comparison.gradient_difference
     if distance is None:
         return "0"
-    return f"{distance:.2g}" if distance > 0 else "0, not bitwise"  # 0.0 and -0.0
+    return f"{distance:.2g}" if distance > 0 else "0, not bitwise"  # 0.0 where the other is -0.0
 
 
 def _megabytes(count: int) -> str:
@@ -110,7 +110,7 @@ def _megabytes(count: int) -> str:
 
 
 class Against(StrEnum):
-    """What lean is compared with: see `leangrad.verify`."""
+    """The reference that lean is compared with; see `leangrad.verify`."""
 
     plain = "plain"
     offload = "offload"
@@ -130,9 +130,9 @@ def verify(
     ] = Against.plain,
     traceback: TracebackOption = False,
 ) -> None:
-    """Train one step of your own model, plain and lean, and compare every number.
+    """Run one training step of your own model, plain and lean, and compare all results.
 
-    The exit code is 1 if lean is further from plain than plain is from itself, or if nothing is shown.
+    The exit code is 1 if lean differs more from plain than two plain runs differ, or if the comparison shows nothing.
 
     It is 2 if your code or the arguments raise an error.
     """
@@ -148,9 +148,11 @@ def verify(
 
 @app.command()
 def floor(target: Target, autocast: AutocastOption = None, traceback: TracebackOption = False) -> None:
-    """Print the fewest bytes that a step of your own model can keep for backward, tensor by tensor.
+    """Print the fewest bytes that a step of your own model can keep for backward, and the tensors they consist of.
 
-    No matmul, convolution or attention is computed twice. The step is run once, on the device that your model is on.
+    This is the minimum without computing a matmul, convolution or attention twice.
+
+    The step is run once, on your model's device.
 
     The exit code is 2 if your code or the arguments raise an error.
     """
@@ -179,9 +181,11 @@ app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_
 
 @app.command()
 def doctor() -> None:
-    """Say what leangrad finds on this machine.
+    """Check this machine: print versions, devices, and whether the parts of torch that leangrad uses are there.
 
-    The exit code is 1 if something makes leangrad plainer than it could be.
+    A failed check is marked with `!`: because of it leangrad, or a part of it, may do no more than plain PyTorch.
+
+    The exit code is 1 if a check fails.
     """
     findings = examine()
     for finding in findings:

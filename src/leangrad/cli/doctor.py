@@ -1,4 +1,4 @@
-"""What leangrad finds on this machine, and whether anything makes it plainer than it could be."""
+"""Checks of this machine: versions, devices, and whether anything makes leangrad fall back to plain PyTorch."""
 
 import importlib.metadata
 import os
@@ -20,7 +20,12 @@ __all__ = ["Finding", "examine"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report: what was looked at, what was found, and whether it is as it should be."""
+    """One line of the report.
+
+    - `name`, `found`: what was checked, and the result.
+    - `good`: whether the result is as it should be.
+    - `hint`: what to do about it, or what follows from it; "" if there is nothing to say.
+    """
 
     name: str
     found: str
@@ -29,7 +34,7 @@ class Finding:
 
 
 def examine() -> list[Finding]:
-    """Look at versions, devices, private names of torch, and the test of ownership.
+    """Return the findings on the off switch, versions, devices, torch's private names, ownership and CPU allocator.
 
     >>> [finding.name for finding in examine()][:3]
     ['leangrad', 'torch', 'Python']
@@ -85,7 +90,7 @@ def _private_names() -> Finding:
 
 
 class _Ask(torch.autograd.Function):
-    """Identity whose backward asks whether its gradient is owned."""
+    """The identity; its backward appends to ``answers`` whether `owned` says that the gradient is owned."""
 
     answers: list[bool]
 
@@ -100,11 +105,11 @@ class _Ask(torch.autograd.Function):
 
 
 def _ownership() -> Finding:
-    """Ask about a gradient that nobody else sees, and about one that another branch of the graph will read."""
+    """Check `owned` on a gradient without other references, and on one that another branch of the graph reads too."""
     _Ask.answers = []
     x = torch.ones(4, 4, requires_grad=True)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # `owned` warns where it cannot tell; here that is the finding itself
+        warnings.simplefilter("ignore")  # `owned` warns if it cannot tell; the finding below reports that
         (_Ask.apply(x) * 2).sum().backward()
         h = x * 1
         ((h + _Ask.apply(h)) * 2).sum().backward()
@@ -117,7 +122,7 @@ def _ownership() -> Finding:
 
 
 def _allocator() -> list[Finding]:
-    # Only torch's wheels for Linux on ARM bring mimalloc.
+    # Only torch's wheels for Linux on ARM use mimalloc.
     if (platform.system(), platform.machine()) != ("Linux", "aarch64"):
         return []
     delay = os.environ.get("MIMALLOC_PURGE_DELAY")

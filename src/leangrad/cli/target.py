@@ -1,4 +1,4 @@
-"""What the commands on a user's own model have in common: how it is named and loaded, and how its errors are shown."""
+"""Shared parts of the commands on a user's own model: their arguments, loading the model, and showing its errors."""
 
 import contextlib
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ __all__ = [
 
 
 class Autocast(StrEnum):
-    """The dtypes that autocast takes, by their long and their short names."""
+    """The dtypes for autocast, by their long and their short names."""
 
     bf16 = "bf16"
     bfloat16 = "bfloat16"
@@ -29,7 +29,7 @@ class Autocast(StrEnum):
     float16 = "float16"
 
     def dtype(self) -> torch.dtype:
-        """The dtype itself."""
+        """Return the torch dtype."""
         return torch.bfloat16 if self in (Autocast.bf16, Autocast.bfloat16) else torch.float16
 
 
@@ -50,13 +50,16 @@ TracebackOption = Annotated[
 
 
 def dtype_of(autocast: Autocast | None) -> torch.dtype | None:
-    """The dtype that an option names, or None."""
+    """Return the dtype that the option `--autocast` names, or None."""
     return None if autocast is None else autocast.dtype()
 
 
 @contextlib.contextmanager
 def errors_of_the_user(traceback: bool) -> Iterator[None]:
-    """Print an error in the user's code with their own frames only, and exit with 2; or raise it, with all frames."""
+    """Print an error raised inside with the frames of the user's code only, and exit with code 2.
+
+    traceback: raise the error instead, so that Python prints all frames.
+    """
     try:
         yield
     except typer.BadParameter:
@@ -69,7 +72,7 @@ def errors_of_the_user(traceback: bool) -> Iterator[None]:
 
 
 def subject_of(target: str) -> tuple[Any, Any, Any]:
-    """What the factory that `target` names returns: a model, a batch, and a loss or None."""
+    """Call the factory that `target` names, and return its model, its batch, and its loss or None."""
     try:
         return call_factory(target)
     except TargetError as error:

@@ -1,12 +1,14 @@
 """The compiled engine: ``torch.compile(model, backend="leangrad")``.
 
-Inductor generates the code, as it does for ``backend="inductor"``; only what forward hands to backward is chosen by
-``leangrad.policy``, and a loss of logits runs without them. Read ``backend`` (options, and what is compiled how),
-``partitioner`` (the choice), ``joint_graph`` (AOTAutograd's graph as the policy sees it), ``logits_chain`` (logits in a
-graph), ``fused_loss`` (losses that need none), ``lazy_outputs`` (logits that are returned), ``side_outputs`` (what else
-is returned beside a loss, and its gradient of zeros), ``layouts`` (memory formats), ``dropout`` (how exact graphs keep
-its mask alone), ``first_step`` (the peak that the summary tells on a GPU). Torch's private names are in
-``leangrad._torch.compiler``.
+Inductor generates the code, as it does for ``backend="inductor"``. Two things differ: ``leangrad.policy`` chooses which
+values forward saves for backward, and the cross entropy of a projection to a vocabulary is computed without its logits.
+
+The modules, in reading order: ``backend`` (the options, and how a graph is compiled), ``partitioner`` (AOTAutograd's
+partitioner with the policy's choice), ``joint_graph`` (converts AOTAutograd's graph to the policy's), ``logits_chain``
+(finds logits in a captured graph), ``fused_loss`` (replaces losses by an op that needs no logits), ``lazy_outputs``
+(logits that a graph returns), ``side_outputs`` (other large outputs beside a loss, whose gradients autograd would fill
+with zeros), ``layouts`` (memory formats), ``dropout`` (how an exact graph saves only the mask), ``first_step`` (the
+measured peak that the summary reports on a GPU). Torch's private names are in ``leangrad._torch.compiler``.
 """
 
 from leangrad.compiled.backend import compile_lean, summary

@@ -1,4 +1,4 @@
-"""The backend: reads the options, and hands the graph to Inductor or to eager's own kernels with our partitioner."""
+"""The backend: reads the options, and compiles a graph with our partitioner, by Inductor or for eager's own kernels."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = ["compile_lean", "read_options", "summary"]
 
 PREFIX = "leangrad."
 READS = "realize_reads_threshold"  # Inductor's name for `policy.kernels.Fusion.reused_reads`
-SIZE = "max_fusion_size"  # and for its `size`
+SIZE = "max_fusion_size"  # Inductor's name for `policy.kernels.Fusion.size`
 
 
 def compile_lean(
@@ -38,18 +38,18 @@ def compile_lean(
     mode: str | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
-    """What ``torch.compile(model, backend="leangrad")`` calls with each graph that it has captured.
+    """Compile one graph that ``torch.compile(model, backend="leangrad")`` has captured.
 
-    Equals ``backend="inductor"`` in everything but what forward keeps for backward. ``options`` may hold, beside those
-    of Inductor:
+    Equals ``backend="inductor"``, except for the choice of what forward saves for backward and for the fused loss.
+    ``options`` may hold these, and Inductor's own unless ``leangrad.exact`` is set:
 
     ``leangrad.exact``: run eager's own kernels, so that results are bit for bit those of eager PyTorch.
-    ``leangrad.slowdown``: how much longer a step may take for the sake of memory, as the policy estimates it; 1.1 by
-        default.
-    ``leangrad.budget``: how much memory the step of a graph may take above what stands before it, ``"8GB"`` for
-        instance: then it takes the least time that fits, as the policy estimates both.
-    ``leangrad.fused_loss``: compute the cross entropy of a projection to a vocabulary without its logits, where nobody
-        reads them; True by default, and without effect if ``leangrad.exact``, since it rounds otherwise.
+    ``leangrad.slowdown``: upper bound on the time of a step, as a multiple of its time without leangrad, both as the
+        policy estimates them; 1.1 by default.
+    ``leangrad.budget``: upper bound on the memory of a graph's step above what is allocated before it, ``"8GB"`` for
+        instance. The policy then chooses the fastest plan that fits, by its own estimates of time and memory.
+    ``leangrad.fused_loss``: compute the cross entropy of a projection to a vocabulary without its logits, if nothing
+        else in the graph reads them; True by default. Ignored with ``leangrad.exact``, because it rounds differently.
 
     >>> import torch
     >>> model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.GELU(), torch.nn.Linear(32, 8))
@@ -68,7 +68,7 @@ def compile_lean(
 def _compile(
     gm: fx.GraphModule, example_inputs: Sequence[Any], *, mode: str | None, options: Mapping[str, Any]
 ) -> Callable[..., Any]:
-    """Compile one graph, with all that it returns."""
+    """Compile one graph as it is given, without a rewrite of its losses or outputs."""
     settings, rest = read_options(options)
     if missing := compiler.missing():
         if settings.exact:
@@ -96,7 +96,7 @@ def _compile(
             raise
         del patches["custom_partitioner_fn"]
         chosen[:] = [one for one in chosen if one is not partitioner.chosen]
-        compiled = compiler.compile_by_inductor(gm, example_inputs, patches)  # or it fails as without us
+        compiled = compiler.compile_by_inductor(gm, example_inputs, patches)  # may raise, as without leangrad
         warnings.warn(
             f"Inductor cannot compile what leangrad chose for this graph ({type(error).__name__}: "
             f"{str(error).strip().splitlines()[0]}); it is compiled with torch's own choice and keeps what that keeps",
@@ -106,7 +106,7 @@ def _compile(
 
 
 def read_options(options: Mapping[str, Any]) -> tuple[Settings, dict[str, Any]]:
-    """Our own settings among ``options``, and the rest, which is Inductor's.
+    """Split ``options`` into leangrad's own settings and the rest, which is Inductor's.
 
     >>> read_options({"leangrad.slowdown": 1.05, "max_autotune": True})
     (Settings(exact=False, slowdown=1.05, budget=None, fused_loss=True), {'max_autotune': True})
@@ -141,7 +141,7 @@ def read_options(options: Mapping[str, Any]) -> tuple[Settings, dict[str, Any]]:
 
 
 def _patches(mode: str | None, options: dict[str, Any]) -> dict[str, Any]:
-    """Inductor's settings for a mode and options, as torch.compile makes them for backend="inductor"."""
+    """Return Inductor's settings for ``mode`` and ``options``, as torch.compile builds them for backend="inductor"."""
     patches = dict(compiler.mode_options(mode)) if mode else {}
     known = compiler.inductor_options()
     for key, value in options.items():
@@ -152,13 +152,13 @@ def _patches(mode: str | None, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _limits(patches: Mapping[str, Any]) -> tuple[int, ...]:
-    """The limits on reads that backward may be compiled with: the user's own, if there is one."""
+    """Return the values of ``READS`` that backward may be compiled with: only the user's, if the user has set one."""
     limit = patches.get(READS, compiler.inductor_setting(READS))
     return (limit,) if READS in patches or limit != REUSED_READS[0] else REUSED_READS
 
 
 def _watcher(partitioner: Partitioner) -> compiler.Watch:
-    """Let the first step of a graph be watched, if it has a backward and runs on a GPU."""
+    """Return a callback that measures the first step of a graph, if the graph has a backward and runs on a GPU."""
     endings: list[Callable[[], None]] = []
 
     def watch(compiled: Any, arguments: Sequence[Any], is_backward: bool) -> None:
@@ -172,7 +172,7 @@ def _watcher(partitioner: Partitioner) -> compiler.Watch:
 
         def end() -> None:
             first.end()
-            for stop in tuple(endings):  # each may be called twice: two threads may run their first backward
+            for stop in tuple(endings):  # called twice if two threads run their first backward at the same time
                 stop()
             endings.clear()
 
@@ -200,13 +200,13 @@ def _warn_of_missing(missing: tuple[str, ...]) -> None:
 
 
 def summary(measured: Measurement | None = None) -> str:
-    """What the graphs that were compiled last keep for backward, and what the policy expects of them.
+    """Return a table of the graphs compiled last: the bytes that each keeps for backward, and the policy's estimates.
 
-    On a GPU it also tells how far the peak of a graph's first step was from the expected one, as far as the allocator's
-    counters say it; see `leangrad.compiled.first_step`.
+    On a GPU the table also compares the measured peak of each graph's first step with the expected one, if the
+    allocator's counters show it; see `leangrad.compiled.first_step`.
 
-    measured: of a step, by `leangrad.measure`. How far its peak is from the expected one is then told as well. A step
-        of several graphs has no expected peak: each knows only its own.
+    measured: the measurement of a step, by `leangrad.measure`. Its peak is then compared with the expected one as well.
+        A step of several graphs has no expected peak, because each graph's estimate covers only that graph.
 
     >>> from leangrad import compiled
     >>> text = compiled.summary()

@@ -1,15 +1,17 @@
-"""Dropout in graphs that are run with eager's own kernels: what it gives is made again from its mask.
+"""Dropout in graphs that run with eager's own kernels: backward recomputes its result from the mask.
 
-[Note: dropout's result] ``native_dropout`` gives its result and a mask of one byte per element, and is never run twice.
-If its result were kept, backward would hold both. So its readers are told that it is ``x * mask * scale``, which is
-what the op itself computes, bit for bit: a cut may then keep the mask alone, and ``x`` or what ``x`` is made from.
-Forward gets the op's own result back after the cut. A mask of one bit, or the generator's state, would be smaller
-still; the one would need ops that eager does not have, the other would draw from the generator again in backward.
+[Note: dropout's result] ``native_dropout`` returns its result and a mask of one byte per element, and never runs twice.
+If its result were kept, backward would hold both. So `write_out_dropout` replaces the result by ``x * mask * scale``,
+which is bit for bit what the op itself computes. A cut may then keep only the mask, and ``x`` or what ``x`` is computed
+from. After the cut `restore_dropout` makes forward read the op's own result again. A mask of one bit per element, or
+the generator's state, would be smaller still; but eager has no ops for the one, and the other would draw from the
+generator again in backward.
 
-[Note: dropout on a CPU] AOTAutograd traces each dropout as ``native_dropout``. Eager PyTorch runs that on accelerators
-only: on a CPU it multiplies by a factor, which is the mask divided by ``1 - p`` and rounded to the dtype of ``x``. The
-product with the factor differs in the last bit, in half precision for most ``p``. So here readers and backward are told
-of the mask and of a scale that is rounded like the factor, which is the same, and forward keeps to it.
+[Note: dropout on a CPU] AOTAutograd traces each dropout as ``native_dropout``. Eager PyTorch runs that op only on
+accelerators. On a CPU it multiplies ``x`` by a factor: the mask divided by ``1 - p`` and rounded to the dtype of ``x``.
+The result differs from that of ``native_dropout`` in the last bit, in half precision for most ``p``. So on a CPU
+forward and backward multiply by the mask and by a scale that is rounded like the factor, which gives eager's bits, and
+forward does not return to the op's own result.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ aten = torch.ops.aten
 
 
 def write_out_dropout(graph: fx.Graph) -> list[str]:
-    """Let the readers of each dropout read what it is made of. Returns the names of values to restore in forward."""
+    """Replace each dropout's result by the ops that compute it. Returns the names of values to restore in forward."""
     written: list[str] = []
     for node in graph.find_nodes(op="call_function", target=aten.native_dropout.default):
         x, p, train = node.args
@@ -34,7 +36,7 @@ def write_out_dropout(graph: fx.Graph) -> list[str]:
         if train is False or not isinstance(p, float) or not 0 < p < 1 or parts.keys() != {0, 1}:
             continue
         result, mask = parts[0], parts[1]
-        result.append(mask)  # both stand before their readers
+        result.append(mask)  # moves the mask up: both precede all readers of the result
         scale = _scale(result.meta["val"], p)
         with graph.inserting_after(mask):
             masked = graph.call_function(aten.mul.Tensor, (x, mask))
@@ -53,7 +55,7 @@ def write_out_dropout(graph: fx.Graph) -> list[str]:
 
 
 def _scale(result: Tensor, p: float) -> float:
-    """What eager multiplies by, rounded as there: on a CPU to the dtype, see [Note: dropout on a CPU]."""
+    """Return the scale of eager, rounded as in eager: on a CPU to the result's dtype, see [Note: dropout on a CPU]."""
     if result.dtype is torch.float64:
         return 1 / (1 - p)
     scale = _rounded(1 / _rounded(1 - p, torch.float32), torch.float32)
@@ -61,17 +63,17 @@ def _scale(result: Tensor, p: float) -> float:
 
 
 def _rounded(number: float, dtype: torch.dtype) -> float:
-    """A number rounded to a dtype: without a tensor, which would be a fake one while torch compiles."""
+    """Round a number to a dtype, without a tensor, which would be a fake one while torch compiles."""
     if dtype is torch.bfloat16:
         (bits,) = struct.unpack("<I", struct.pack("<f", number))
-        bits = bits + 0x7FFF + (bits >> 16 & 1) & 0xFFFF0000  # to the nearest, halves to the even one
+        bits = bits + 0x7FFF + (bits >> 16 & 1) & 0xFFFF0000  # to nearest, ties to even
         return float(struct.unpack("<f", struct.pack("<I", bits))[0])
     form = "<e" if dtype is torch.float16 else "<f"
     return float(struct.unpack(form, struct.pack(form, number))[0])
 
 
 def restore_dropout(forward: fx.GraphModule, written: list[str]) -> None:
-    """Let forward read what the op itself gives."""
+    """Make forward read the op's own result. ``written``: the names that `write_out_dropout` returned."""
     nodes = {node.name: node for node in forward.graph.nodes}
     for again in (nodes[name] for name in written if name in nodes):
         (masked, _) = again.args

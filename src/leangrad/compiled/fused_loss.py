@@ -1,11 +1,11 @@
-"""Losses of a captured graph that need no logits: a projection to a vocabulary and its cross entropy as one op.
+"""Replaces losses of a captured graph: a projection to a vocabulary and its cross entropy become one op without logits.
 
-[Note: the pattern] A graph that Dynamo has captured calls `F.cross_entropy`, or `F.nll_loss` of a log-softmax, on what
-a projection gives, after a cast, a shift, a view, a scale or a softcap. Such a loss becomes
-``torch.ops.leangrad.linear_cross_entropy``, with the dtype that the projection had while it was captured, so autocast
-is seen wherever it was switched on. The op stands where the loss stood. If anything else reads the logits, or another
-loss does, or the graph writes to a tensor after the projection, or has switched gradients off for a part of the
-pattern, it is left as it is.
+[Note: the pattern] A graph that Dynamo has captured calls `F.cross_entropy`, or `F.nll_loss` of a log-softmax, on the
+result of a projection, perhaps after a cast, a shift, a view, a scale or a softcap. `fuse_losses` replaces such a loss
+by ``torch.ops.leangrad.linear_cross_entropy``, at the place where the loss stood. The op computes in the dtype that the
+projection had while it was captured, so autocast takes effect wherever it was switched on. The loss is left as it is
+if anything else reads the logits, another loss for example, if the graph writes to a tensor after the projection, or
+if gradients are switched off for a part of the pattern.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ REDUCTIONS = ("mean", "sum")
 
 
 def fuse_losses(gm: fx.GraphModule) -> LazyOutputs | None:
-    """Rewrite the losses of ``gm`` that need no logits. Returns how it hands out logits, if it did return some."""
+    """Rewrite the losses of ``gm`` that need no logits. Returns a wrapper that adds logits, if ``gm`` returned any."""
     (output,) = gm.graph.find_nodes(op="output")
     if not isinstance(output.args[0], tuple | list):
         return None
@@ -41,7 +41,7 @@ def fuse_losses(gm: fx.GraphModule) -> LazyOutputs | None:
     patterns = [one for one in losses if one.chain.is_alone(output, one.reader, one.node)]
     chains = [one.chain for one in patterns]
     ends = _ends_of(output, chains) if compiler.ends_at_a_break() else []
-    ends = [chain for chain in ends if chain.projection.x.op != "placeholder"]  # else the graph may have nothing else
+    ends = [chain for chain in ends if chain.projection.x.op != "placeholder"]  # else it may be all of the graph
     if not chains and not ends:
         return None
     lazy = LazyOutputs(gm.graph, output)
@@ -56,27 +56,30 @@ def fuse_losses(gm: fx.GraphModule) -> LazyOutputs | None:
 
 
 def _ends_of(output: fx.Node, others: Sequence[Chain]) -> list[Chain]:
-    """The chains of logits that a graph ends with, as far as they have a gradient: see [Note: broken graphs]."""
+    """Return the chains of logits with a gradient that a graph ends with: see [Note: broken graphs].
+
+    others: the chains that end in a loss; their projections are left out.
+    """
     returned = [node for node in output.args[0] if requires_grad(node)]  # type: ignore[union-attr]
     chains = [
         chain for chain in map(Chain.to, returned) if chain is not None and chain.is_alone(output, output, output)
     ]
     taken = {chain.projection.node for chain in others}
     found: dict[fx.Node, Chain] = {}
-    for chain in sorted(chains, key=lambda chain: -len(chain.between)):  # the longest that has all other ends in it
+    for chain in sorted(chains, key=lambda chain: -len(chain.between)):  # the longest contains its other ends
         found.setdefault(chain.projection.node, chain)
     return [chain for node, chain in found.items() if node not in taken]
 
 
 class _Loss:
-    """A node that takes the cross entropy of the logits at the end of a chain."""
+    """A node that computes the cross entropy of the logits at the end of a chain."""
 
     def __init__(self, node: fx.Node, reader: fx.Node, chain: Chain, given: dict[str, Any]) -> None:
         self.node, self.reader, self.chain, self.given = node, reader, chain, given
 
     @classmethod
     def of(cls, node: fx.Node) -> _Loss | None:
-        """None: it is another, or the fused loss does not take it."""
+        """Return the loss of a node; None if it is no loss of logits, or one that the fused loss does not support."""
         try:
             bound = inspect.signature(node.target).bind(*node.args, **node.kwargs)  # type: ignore[arg-type]
         except TypeError:
@@ -109,7 +112,7 @@ class _Loss:
         )
 
     def fuse(self, graph: fx.Graph) -> None:
-        """Put the op in the place of the loss."""
+        """Replace the loss by the fused op."""
         chain, loss, given, made = self.chain, self.node, self.given, known(self.node)
         projection, added = chain.projection, chain.bias
         softcap, scale = softcap_and_scale(chain.logits)
@@ -151,7 +154,7 @@ class _Loss:
 
 
 def _read_by_log_softmax(node: Any) -> fx.Node | None:
-    """The logits of which a node takes the log-softmax over the second dimension, for one reader."""
+    """Return the logits whose log-softmax over the second dimension ``node`` computes for one reader; else None."""
     if not isinstance(node, fx.Node) or len(node.users) != 1 or place_of_logits(node) != 0:
         return None
     is_function = node.op == "call_function" and node.target in (F.log_softmax, torch.log_softmax)
@@ -164,12 +167,12 @@ def _read_by_log_softmax(node: Any) -> fx.Node | None:
 
 
 def _rounds(node: fx.Node) -> bool:
-    """Whether a log-softmax gives less than single precision, which the loss would be made of."""
+    """Whether a log-softmax, which the loss is computed from, is rounded to less than single precision."""
     return known(node).dtype not in (torch.float32, torch.float64)
 
 
 def _note_value(node: fx.Node) -> None:
-    """Say what stands for the result of a new node: torch's caches take only methods whose tensor they know."""
+    """Set the example value of a new node: torch's caches accept a method call only if they know its tensor."""
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda one: one.meta["example_value"])
     with torch.no_grad():
         if node.op == "call_method":

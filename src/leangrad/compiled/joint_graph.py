@@ -1,20 +1,22 @@
-"""AOTAutograd's joint graph of forward and backward, written down as a graph of the policy.
+"""Converts AOTAutograd's joint graph of forward and backward to a graph of the policy.
 
-[Note: decisions of forward] Inductor may round a value that is made again in another kernel differently in its last
-bit. For a derivative that is harmless. For a decision that forward has taken (a comparison, a rounding, an index) it is
-not: backward would take another. So a decision is made again only from inputs whose bits are known to be forward's:
-what is never made again, and what ops that do not round make of it. A comparison that only backward asks, such as where
-ReLU was cut off, chooses between two derivatives at a kink, and either is one. But where backward looks for the element
-that a maximum was taken from, by `eq`, it would find none: such a mask is a decision too.
+[Note: decisions of forward] Inductor may round a value differently, in its last bit, where it recomputes the value in
+another kernel. For a derivative that is harmless. For a decision of forward (a comparison, a rounding, an index) it is
+not: backward could decide differently. So a decision is recomputed only from inputs that are known to have forward's
+bits: values that are never recomputed, and what ops that do not round compute from them. A comparison that only
+backward computes, such as where ReLU was cut off, is no decision of forward: it chooses between two derivatives at a
+kink, and either is correct. The exception is an `eq` or `ne` by which backward looks for the element that a maximum was
+taken from: with another last bit it would find none. Such a mask counts as a decision too.
 
-[Note: half precision] Inside a kernel Inductor computes in single precision: a value of half precision is rounded where
-it is written, not where another op of the same kernel reads it. So what is kept of such a value, or made again, may
-lack bits that a decision of forward has seen: only what was given, and what ops that do not round make of that, has
-known bits. A cast that one reader alone has is never written, neither in forward nor in backward.
+[Note: half precision] Inside a kernel Inductor computes in single precision: it rounds a value of half precision where
+it writes it to memory, but not where another op of the same kernel reads it. So such a value, whether kept or
+recomputed, may lack bits that a decision of forward has seen. Of half-precision values only the graph's inputs, and
+what ops that do not round compute from them, have known bits. A cast with a single reader is never written to memory,
+neither in forward nor in backward.
 
-[Note: changed inputs] What forward writes into, a buffer for instance, holds something else in backward: its old value
-can neither be kept nor be read again, only what was made of it. Where backward reads the old value itself, forward
-makes a copy first (`copy_changed_inputs`).
+[Note: changed inputs] An input that forward writes into, for instance a buffer, holds another value in backward. Its
+old value can neither be kept nor read again; only what was computed from it can be kept. Where backward reads the old
+value itself, forward copies it first (`copy_changed_inputs`).
 """
 
 from __future__ import annotations
@@ -43,14 +45,14 @@ VIEWS = {
     "narrow", "permute", "real", "imag", "reshape", "select", "slice", "split", "split_with_sizes", "squeeze", "t",
     "transpose", "unbind", "unfold", "unsqueeze", "view", "view_as", "view_as_complex", "view_as_real", "_unsafe_view",
 }  # fmt: skip
-# Beside the ops that are tagged pointwise: what Inductor computes inside the kernels that read it.
+# Ops that Inductor computes inside the kernels that read their result, beside those that are tagged pointwise.
 INLINED = {
     "arange", "clone", "constant_pad_nd", "convert_element_type", "copy", "embedding", "empty", "expand", "eye", "flip",
     "full", "full_like", "gather", "index", "index_select", "inductor_lookup_seed", "inductor_random", "iota", "ones",
     "ones_like", "rev", "roll", "scalar_tensor", "select_scatter", "slice_scatter", "tril", "triu", "where", "zeros",
     "zeros_like", "_to_copy", "_unsafe_index", "repeat",
 }  # fmt: skip
-# Ops that do no arithmetic that rounds: of the same inputs they give the same bits in any kernel.
+# Ops that do not round: from the same inputs they compute the same bits in any kernel.
 EXACT = VIEWS | {
     "abs", "amax", "amin", "arange", "bitwise_and", "bitwise_not", "bitwise_or", "bitwise_xor", "cat", "clamp",
     "clamp_max", "clamp_min", "clone", "constant_pad_nd", "convert_element_type", "copy", "embedding", "eye", "flip",
@@ -61,26 +63,26 @@ EXACT = VIEWS | {
 }  # fmt: skip
 POOLS = {"avg_pool2d", "avg_pool3d", "avg_pool2d_backward", "avg_pool3d_backward"}
 MOVES = VIEWS | {"clone", "convert_element_type", "gather", "index", "index_select", "_to_copy", "_unsafe_index"}
-OVERLAP = 4  # windows that an element is in, from which on reading it so often counts
+OVERLAP = 4  # a pool reads by windows if an element lies in at least so many of them
 SINGLE = 24  # bits of a float32's significand
-REDUCES = 4  # an op that reads so many times what it gives makes a statistic, which is kept
-OP_DTYPE, OP_NEEDS_WEIGHT = 10, 12  # the places of two arguments of the fused loss
-INLINE_SHARE = 20  # a value computed inside its reader costs about the 20th part of one that is written and read
+REDUCES = 4  # an op that reads more than so many times the bytes of its result computes a statistic, which is kept
+OP_DTYPE, OP_NEEDS_WEIGHT = 10, 12  # positions of two arguments of the fused loss
+INLINE_SHARE = 20  # computing a value inside its reader costs about 1/20 of writing and reading it
 
 
 def read_joint_graph(graph: fx.Graph, info: Any, *, fused: bool) -> tuple[Graph, list[fx.Node]]:
-    """The graph of the policy, and the node of each of its values.
+    """Return the policy's graph of a joint graph, and the node of each of its values.
 
     info: torch's own classification of the nodes.
-    fused: whether pointwise ops are computed inside the kernels that read them and may round otherwise there; a graph
-        that is run op by op gives the same bits each time.
+    fused: True if pointwise ops are computed inside the kernels that read them, where they may round differently;
+        False for a graph that runs op by op and computes the same bits each time.
     """
     reader = _Reader(graph, info, fused)
     return Graph([reader.value(node) for node in reader.nodes]), reader.nodes
 
 
 def copy_changed_inputs(graph: fx.Graph) -> None:
-    """Let all read a copy of what forward writes into, so that the old value can be kept: [Note: changed inputs]."""
+    """Make readers of inputs that forward writes into read a copy of the old value: see [Note: changed inputs]."""
     changed = compiler.changed_inputs(graph)
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     for node in (node for node in inputs if node in changed and not _is_strided_over(node)):
@@ -92,7 +94,7 @@ def copy_changed_inputs(graph: fx.Graph) -> None:
 
 
 def _is_strided_over(node: fx.Node) -> bool:
-    """Whether something reads the memory of an input by strides and offsets that a copy of it does not have."""
+    """Whether an op reads the memory of an input by strides and offsets that a copy of it would not have."""
     value = node.meta.get("val")
     if isinstance(value, Tensor) and value.is_contiguous() and value.storage_offset() == 0:
         return False
@@ -124,11 +126,11 @@ class _Reader:
         policy = compiler.user_policy(node)
         is_fixed = not is_view and policy != "recompute" and (policy == "save" or self._is_fixed(node))
         self.exact[node] = (is_fixed and not self._may_be_unrounded(node)) or is_standing or self._is_exact(node)
-        nbytes = _size(node) if compiler.can_be_kept(node) else 0  # the parts of a tuple have their own
+        nbytes = _size(node) if compiler.can_be_kept(node) else 0  # the elements of a tuple have their own
         can_inline = self.fused and self._can_inline(node)
         moved = 0 if is_view or node.target is operator.getitem else _size(node) + sum(map(_size, node.all_input_nodes))
         windows = node.all_input_nodes[:1] if can_inline and _has_windows(node) else []
-        price = moved + WINDOWS * sum(map(_size, windows))  # what they read is written before
+        price = moved + WINDOWS * sum(map(_size, windows))  # a value read by windows is written to memory first
         return Value(
             nbytes=nbytes,
             inputs=tuple(self.number[i] for i in node.all_input_nodes),
@@ -150,15 +152,18 @@ class _Reader:
         )
 
     def _read_across(self, node: fx.Node) -> tuple[int, ...]:
-        """The inputs of its own shape whose rows are along another dimension than its own: another memory format."""
+        """Return the inputs of the node's own shape whose rows lie along another dimension: another memory format."""
         shape, rows = compiler.shape_of(node), compiler.dimension_of_rows(node)
         inputs = [i for i in node.all_input_nodes if compiler.shape_of(i) == shape]
         return tuple(self.number[i] for i in inputs if compiler.dimension_of_rows(i) != rows)
 
     def _is_standing(self, node: fx.Node) -> bool:
-        """A parameter, or what the caller holds anyway; not what an earlier graph made, which has a gradient."""
+        """Whether the node's memory is held outside of the step anyway: a parameter, or an input without gradient.
+
+        Any other input that requires a gradient was made by an earlier graph, and lives on only if this one keeps it.
+        """
         if node.op != "placeholder":
-            return node.op == "get_attr" and compiler.can_be_kept(node)  # the body of a branch is in both graphs
+            return node.op == "get_attr" and compiler.can_be_kept(node)  # both graphs contain the body of a branch
         value = node.meta.get("val")
         needs_gradient = isinstance(value, Tensor) and value.requires_grad
         is_held = node in self.info.static_lifetime_input_nodes or not needs_gradient
@@ -170,13 +175,13 @@ class _Reader:
         if node.op != "call_function" or node.target is operator.getitem or compiler.is_symbol(node):
             return False
         if not isinstance(node.target, torch._ops.OpOverload):
-            return True  # a higher-order op, a kernel of the user's
+            return True  # a higher-order op, a user-defined kernel
         if torch.Tag.nondeterministic_seeded in node.target.tags or is_source(op_name(node)):
             return True
         if self.fused and self._is_decision(node):
             return not all(self.exact[i] for i in node.all_input_nodes)  # see [Note: decisions of forward]
         if not self.info.is_required_fw(node):
-            return False  # it runs once, wherever that is
+            return False  # it runs once, in forward or in backward
         if not _is_torchs(node.target):
             return True  # a custom op, a collective
         if self.fused and is_weight_of_one_channel(node):
@@ -187,7 +192,7 @@ class _Reader:
         return _size(node) * REDUCES < sum(map(_size, node.all_input_nodes)) and not pointwise
 
     def _is_decision(self, node: fx.Node) -> bool:
-        """Whether a last bit of difference in its inputs may matter: see [Note: decisions of forward]."""
+        """Whether a difference in the last bit of its inputs may matter: see [Note: decisions of forward]."""
         if node in self.info.tangents_closure:
             return False
         if not self.info.is_required_fw(node):
@@ -198,7 +203,7 @@ class _Reader:
         return is_discrete(op_name(node)) or (rounds_to_integer and not all(map(_is_integer, node.all_input_nodes)))
 
     def _is_exact(self, node: fx.Node) -> bool:
-        """Whether a value that is made again has the bits of forward."""
+        """Whether the value has forward's bits if it is recomputed."""
         if not self.fused or node.op in ("placeholder", "get_attr"):
             return True
         if _is_integer(node) and all(_is_integer(i) for i in node.all_input_nodes):
@@ -207,23 +212,23 @@ class _Reader:
         return known and all(self.exact[i] for i in node.all_input_nodes) and not self._loses_bits(node)
 
     def _may_be_unrounded(self, node: fx.Node) -> bool:
-        """Whether a reader of forward may see more bits than are kept: see [Note: half precision]."""
+        """Whether a reader in forward may see more bits than are kept: see [Note: half precision]."""
         is_made = node.op == "call_function" and not _is_one_of(node, EXACT)
         return self.fused and is_made and 0 < _precision(node) < SINGLE
 
     def _loses_bits(self, node: fx.Node) -> bool:
-        """Whether it rounds to half precision, and that may take place for one reader and not for another."""
+        """Whether the node rounds to half precision, and only some of its readers may see the rounded value."""
         given = max(map(_precision, node.all_input_nodes), default=0)
         return 0 < _precision(node) < min(given, SINGLE) and len(node.users) > 1
 
     def _is_view(self, node: fx.Node) -> bool:
-        """Whether a tensor, or each of several, shows the memory of its first input."""
+        """Whether the node's result, or each tensor of it, is a view of the node's first input."""
         if node.op != "call_function" or not node.all_input_nodes:
             return False
         first = node.all_input_nodes[0]
         if node.target is operator.getitem:
             return _is_one_of(first, VIEWS)
-        if not _is_one_of(node, {"reshape"}):  # which copies where it must
+        if not _is_one_of(node, {"reshape"}):  # a reshape may copy: below
             return _is_one_of(node, VIEWS)
         mine, base = compiler.storage_of(node), compiler.storage_of(first)
         return mine is None or base is None or mine == base
@@ -234,7 +239,7 @@ class _Reader:
         return _is_torchs(node.target) and not is_heavy(op_name(node))
 
     def _is_written_in_backward(self, node: fx.Node) -> bool:
-        """Whether some kernel of backward reads it from memory, if it is made again."""
+        """Whether the value, if it is recomputed in backward, is written to memory, not computed inside its readers."""
         frontier, seen = [node], {node}
         while frontier:
             for user in frontier.pop().users:
@@ -249,7 +254,7 @@ class _Reader:
 
 
 def _is_reduced(node: fx.Node) -> bool:
-    """Whether a value is, but for its shape and place, the result of a reduction, also of one over given indices."""
+    """Whether a value is the result of a reduction, or of one over given indices, up to the ops in ``MOVES``."""
     while _is_one_of(node, MOVES) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     if node.target is operator.getitem:
@@ -262,7 +267,7 @@ def _is_reduced(node: fx.Node) -> bool:
 
 
 def _is_one_of(node: fx.Node, names: set[str]) -> bool:
-    """Whether a node calls an op of torch's own with one of these names; a library's op of that name is another."""
+    """Whether a node calls one of torch's own ops with one of these names, not a library's op of the same name."""
     return isinstance(node.target, torch._ops.OpOverload) and _is_torchs(node.target) and op_name(node) in names
 
 
@@ -271,7 +276,7 @@ def _is_torchs(op: torch._ops.OpOverload) -> bool:
 
 
 def op_name(node: fx.Node) -> str:
-    """The name of an op without namespace and overload."""
+    """Return the name of a node's op without namespace and overload."""
     target: Any = node.target
     return target._opname if isinstance(target, torch._ops.OpOverload) else getattr(target, "__name__", str(target))
 
@@ -284,7 +289,7 @@ def _is_inlined(node: fx.Node) -> bool:
 
 
 def _has_windows(node: fx.Node) -> bool:
-    """Whether it is a pool, forward or backward, that reads each element in several windows."""
+    """Whether the node is a pool, forward or backward, that reads each element in ``OVERLAP`` windows or more."""
     if not _is_one_of(node, POOLS):
         return False
     first = 2 if "backward" in op_name(node) else 1
@@ -298,7 +303,7 @@ def _is_integer(node: fx.Node) -> bool:
 
 
 def _precision(node: fx.Node) -> int:
-    """The bits of the significand of a float tensor; 0 of anything else."""
+    """Return the bits of the significand of a float tensor; 0 for anything else."""
     value = node.meta.get("val")
     if not isinstance(value, Tensor) or _is_integer(node):
         return 0
@@ -317,7 +322,10 @@ def _work(node: fx.Node, moved: int) -> int:
 
 
 def _scratch(node: fx.Node) -> int:
-    """What the fused loss takes while it runs: logits of a chunk, and its results, which are parts of a tuple."""
+    """Return the bytes that the fused loss allocates while it runs, with its results, which are elements of a tuple.
+
+    These are the logits of a chunk, casts of its inputs, and the results. Of any other op: 0.
+    """
     if node.target is not LOSS_OP:
         return 0
     x, weight, dtype = node.args[0], node.args[1], node.args[OP_DTYPE]

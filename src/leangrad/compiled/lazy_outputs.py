@@ -1,14 +1,15 @@
-"""The logits that a graph returns: the projection is done outside of it, when somebody reads them.
+"""Logits that a graph returns: their projection runs outside of the graph, when their values are read.
 
-[Note: returned logits] Models return logits beside their loss, and few ask for them. The graph then returns what the
-projection reads, and the projection is put off until somebody reads values: what is handed out are lazy logits
-(`leangrad.loss.lazy`), of the graph's hidden states and of the parameters themselves, and in autograd's graph as the
-logits would be. Where the weight may be gone by then (FSDP, ZeRO) they are computed at once.
+[Note: returned logits] Models return logits beside their loss, and few callers read them. The rewritten graph returns
+the input of the projection instead. The caller gets lazy logits (`leangrad.loss.lazy`), made from the graph's hidden
+states and from the parameters themselves. They have the place in autograd's graph that the logits would have, and they
+run the projection when their values are read. Where the weight may have been freed by then (FSDP, ZeRO), the logits are
+computed at once.
 
 [Note: broken graphs] Dynamo may break a graph between the projection and its loss: at a warning that is logged, as in
-GPT-2 of transformers. Logits that such a graph ends with are handed out as lazy ones too, if they have a gradient.
-Dynamo leaves what is done to them to eager, and the loss is that of lazy logits. If they turn out to be read for
-a gradient, and no loss is computed from them, they are computed at once from the third time on.
+GPT-2 of transformers. If such a graph ends with logits that require a gradient, the caller gets lazy logits too. Dynamo
+then runs the ops on them in eager mode, and the loss is that of lazy logits. If the values turn out to be read for a
+gradient, and no loss is computed from them, the logits are computed at once from the third time on.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ Run = Callable[..., Any]
 
 
 class LazyOutputs:
-    """The logits that a graph no longer returns, and how they are handed out: see [Note: returned logits]."""
+    """The logits that a graph no longer returns, and how the caller gets them: see [Note: returned logits]."""
 
     def __init__(self, graph: fx.Graph, output: fx.Node) -> None:
         self.graph, self.output = graph, output
@@ -42,7 +43,10 @@ class LazyOutputs:
         self.projections: list[_PutOff] = []
 
     def put_off(self, chain: Chain, *, has_loss: bool) -> None:
-        """Let the graph return what a projection reads, if it returns its logits."""
+        """Make the graph return the input of a chain's projection in place of its logits, if it returns any.
+
+        has_loss: whether the graph computes a loss from these logits.
+        """
         projection, head = chain.projection, Head()
         head.losses += has_loss
         shown: dict[fx.Node, _Shown] = {}
@@ -64,7 +68,7 @@ class LazyOutputs:
             )
 
     def finish(self) -> None:
-        """Rewrite what the graph returns, and let go of it: it holds on to the compilation."""
+        """Rewrite the graph's outputs, and drop the references to the graph, which would keep the compilation alive."""
         places = {place for one in self.projections for shown in one.shown for place in shown.places}
         kept = [node for place, node in enumerate(self.returned) if place not in places]
         self.count = len(kept)
@@ -82,7 +86,7 @@ class LazyOutputs:
         del self.graph, self.output, self.inputs, self.returned
 
     def around(self, compiled: Run) -> Run:
-        """What Dynamo calls in the stead of ``compiled``."""
+        """Return the function that Dynamo calls in place of ``compiled``: it adds the logits to the outputs."""
 
         def run(*inputs: Any) -> Any:
             outputs = list(compiled(*inputs))
@@ -95,7 +99,7 @@ class LazyOutputs:
         return run
 
     def _tail(self, chain: Sequence[fx.Node]) -> Callable[..., Any] | None:
-        """What is done to the logits before they are returned, as a function of them and all inputs of the graph."""
+        """Return the ops of ``chain`` as a function of the logits and all inputs of the graph; None if it is empty."""
         if not chain:
             return None
         graph = fx.Graph()
@@ -111,36 +115,36 @@ class LazyOutputs:
 
 
 class _Shown(NamedTuple):
-    """Logits that are handed out."""
+    """Logits that the caller gets."""
 
-    places: list[int]  # among the outputs that Dynamo expects
-    tail: Callable[..., Any] | None  # what is done to them before, in the graph as it was
+    places: list[int]  # positions among the outputs that Dynamo expects
+    tail: Callable[..., Any] | None  # the captured graph's ops between projection and output; None: no ops
     requires_grad: bool
 
 
 @dataclass
 class _PutOff:
-    """A projection that is done outside of the graph, when somebody reads it."""
+    """A projection that runs outside of the graph, when its result is read."""
 
     shown: list[_Shown]
-    x: fx.Node | None  # until its place is known
-    weight: int  # among the inputs
-    bias: int | None
-    autocast: torch.dtype | None
+    x: fx.Node | None  # the input of the projection; None once ``hidden`` is known
+    weight: int  # position among the graph's inputs
+    bias: int | None  # the same of the bias; None: it has none
+    autocast: torch.dtype | None  # the dtype that autocast runs it in; None: without autocast
     requires_grad: bool
-    head: Head  # what became of these logits before
-    hidden: int = -1  # the place of x among the outputs of the graph, or among its inputs
+    head: Head  # counts how the logits of earlier runs were used
+    hidden: int = -1  # position of x among the outputs of the graph if ``is_returned``, else its inputs
     is_returned: bool = False
 
     def project(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> list[tuple[int, Tensor]]:
-        """The logits of one run, and their places. Views of each other know of each other."""
+        """Return the logits of one run with their output positions. Outputs that are views of one another stay so."""
         x, weight = (outputs if self.is_returned else inputs)[self.hidden], inputs[self.weight]
         bias = None if self.bias is None else inputs[self.bias]
         can_wait = (
             not self.head.why_eager
             and stays(weight)
             and not any(is_gathered(parameter) for parameter in (weight, bias) if parameter is not None)
-            and not saved_tensor_hooks_active()  # a checkpoint's second run has to save what its first did
+            and not saved_tensor_hooks_active()  # a checkpoint's recompute must save what its first run saved
             and not any(map(_is_foreign, (x, weight, bias)))
         )
         autocast = torch.autocast(x.device.type, dtype=self.autocast, enabled=self.autocast is not None)

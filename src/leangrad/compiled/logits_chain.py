@@ -1,7 +1,7 @@
-"""Logits in a captured graph: a projection to a vocabulary, and the nodes that its result goes through.
+"""Finds logits in a captured graph: a projection to a vocabulary, and the nodes that its result goes through.
 
-What may stand there is said by `leangrad.loss.logit_ops`, as it is for lazy logits. A node is known by what stands for
-its tensor while the graph is captured: shape, dtype, device, and whether it has a gradient.
+`leangrad.loss.logit_ops` defines which ops are supported there, as it does for lazy logits. What is known of a node is
+its example value, the tensor that stands for its result during capture: shape, dtype, device and ``requires_grad``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from leangrad.loss.logit_ops import RULES, Change, Logits, fit_dtypes, is_large,
 
 __all__ = ["Chain", "Projection", "known", "logits_of", "nodes_between", "place_of_logits", "requires_grad", "value_of"]
 
-METADATA = ("size", "dim", "numel", "stride")  # what Dynamo asks of a tensor whose sizes are symbolic
+METADATA = ("size", "dim", "numel", "stride")  # methods that Dynamo calls on a tensor whose sizes are symbolic
 OPERATORS: dict[Any, str] = {
     operator.getitem: "__getitem__",
     operator.mul: "mul",
@@ -35,7 +35,7 @@ PRODUCTS = ("matmul", "mm", "__matmul__")
 
 @dataclass
 class Projection:
-    """A node that projects: x, W and b, and the dtype that it does so in."""
+    """A node that computes a projection to a vocabulary, and its operands x, W and b."""
 
     node: fx.Node
     x: fx.Node
@@ -44,7 +44,7 @@ class Projection:
 
     @classmethod
     def of(cls, node: fx.Node) -> Projection | None:
-        """None: it is none to a vocabulary, or not one that the fused loss takes."""
+        """Return a node's projection; None if it is none to a vocabulary, or the fused loss does not support it."""
         x, weight, bias = _operands(node)
         if not isinstance(x, fx.Node) or not isinstance(weight, fx.Node) or not isinstance(bias, fx.Node | None):
             return None
@@ -60,24 +60,24 @@ class Projection:
 
     @property
     def is_autocast(self) -> bool:
-        """Whether something is cast for it."""
+        """Whether autocast casts an operand of the projection."""
         inputs = [one for one in (self.x, self.weight, self.bias) if one is not None]
         return any(known(one).dtype != self.dtype for one in inputs)
 
     @property
     def dtype(self) -> torch.dtype:
-        """That it was computed in while the graph was captured."""
+        """The dtype that the projection was computed in while the graph was captured."""
         return known(self.node).dtype
 
     def logits(self) -> Logits:
-        """What is known of its result."""
+        """Return what is known of the projection's result."""
         made, x = known(self.node), known(self.x)
         bias_dtype = None if self.is_autocast else x.dtype
         return Logits(tuple(made.shape), made.dtype, made.device, x.shape[-1], bias_dtype=bias_dtype)
 
 
 def _operands(node: fx.Node) -> tuple[Any, Any, Any]:
-    """X, W and b of `F.linear(x, W, b)` or `x @ W.t()`; None for all: it is neither."""
+    """Return x, W and b of `F.linear(x, W, b)` or `x @ W.t()`; three times None if the node is neither."""
     if node.op == "call_function" and node.target is F.linear and not node.kwargs:
         return (*node.args, None)[:3]  # type: ignore[return-value]
     if name_of(node) in PRODUCTS and len(node.args) == 2 and not node.kwargs:
@@ -86,7 +86,7 @@ def _operands(node: fx.Node) -> tuple[Any, Any, Any]:
 
 
 def _transposed(node: Any) -> fx.Node | None:
-    """The matrix that a node transposes."""
+    """Return the matrix that a node transposes; None if it does not transpose one."""
     if not isinstance(node, fx.Node) or not node.args:
         return None
     matrix, *dims = node.args
@@ -107,12 +107,12 @@ class Chain:
     def __init__(self, projection: Projection, between: list[fx.Node]) -> None:
         self.projection, self.between = projection, between
         self.changes: list[Change] = []
-        self.bias: fx.Node | None = None  # that is added outside of the projection
+        self.bias: fx.Node | None = None  # a bias that is added after the projection; None if there is none
         self.logits = projection.logits()
 
     @classmethod
     def to(cls, end: Any) -> Chain | None:
-        """The chain that ends in what this node gives; None: it is none, or its values are needed on the way."""
+        """Return the chain that ends in the result of a node; None if it has none, or an op on the way needs values."""
         between: list[fx.Node] = []
         while isinstance(end, fx.Node):
             projection = Projection.of(end)
@@ -125,11 +125,11 @@ class Chain:
 
     @property
     def nodes(self) -> list[fx.Node]:
-        """All whose results are logits."""
+        """All nodes whose results are logits."""
         return [self.projection.node, *self.between]
 
     def _take(self, node: fx.Node) -> bool:
-        """Follow the logits through a node."""
+        """Add a node to what is known of the logits; False if no rule covers its op."""
         rule, made, place = RULES.get(name_of(node)), value_of(node), place_of_logits(node)
         if rule is None or made is None or place is None:
             return False
@@ -159,9 +159,9 @@ class Chain:
         return type(words) is int and words == known(self.projection.node).shape[-1]
 
     def is_alone(self, output: fx.Node, reader: fx.Node, end: fx.Node) -> bool:
-        """Whether nobody but ``reader`` reads logits in the graph, and those that it returns can be made outside.
+        """Whether only ``reader`` reads logits in the graph, and those that it returns can be computed outside of it.
 
-        end: the loss, where what the projection reads is read instead.
+        end: the loss; the fused op in its place reads what the projection reads.
         """
         for node, after in zip(self.nodes, [*self.between, reader], strict=True):
             if any(user not in (after, output) and not _reads_nothing(user) for user in node.users):
@@ -176,7 +176,7 @@ class Chain:
         return all(one is None or one.op == "placeholder" for one in needed)
 
     def _stops_gradients(self, end: fx.Node) -> bool:
-        """Whether ``end`` has a gradient, and some part of the chain has none though it reads what has one."""
+        """Whether ``end`` requires a gradient, and some node of the chain does not although one of its inputs does."""
         read = (self.projection.x, self.projection.weight, self.projection.bias)
         is_graded = any(map(requires_grad, read))
         nodes = self.nodes if requires_grad(end) else []
@@ -188,32 +188,32 @@ class Chain:
 
 
 def nodes_between(first: fx.Node, last: fx.Node) -> Iterator[fx.Node]:
-    """The nodes after the first and before the last."""
+    """Yield the nodes after ``first`` and before ``last``."""
     while (first := first.next) is not last:
         yield first
 
 
 def value_of(node: Any) -> Tensor | None:
-    """What stands for the tensor of a node while the graph is captured."""
+    """Return the tensor that stands for a node's result during capture; None if the result is no tensor."""
     value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
     return value if isinstance(value, Tensor) else None
 
 
 def known(node: fx.Node) -> Tensor:
-    """The same of a node that gives a tensor."""
+    """Return the same as `value_of`, for a node whose result is a tensor."""
     value = value_of(node)
     assert value is not None
     return value
 
 
 def requires_grad(node: Any) -> bool:
-    """Whether it is a node that gives a tensor with a gradient."""
+    """Whether ``node`` is a node whose result is a tensor that requires a gradient."""
     value = value_of(node)
     return value is not None and value.requires_grad
 
 
 def name_of(node: fx.Node) -> str:
-    """What a node calls, as rules know it."""
+    """Return the name of the method or function that a node calls, as in `RULES`; empty if it is not known."""
     target: Any = node.target
     if node.op == "call_method":
         return str(target)
@@ -223,23 +223,23 @@ def name_of(node: fx.Node) -> str:
 
 
 def place_of_logits(node: fx.Node) -> int | None:
-    """Which operand of a node are the logits: its first, or the second of `0.5 * logits`."""
+    """Return the position of the operand that would be logits: the first, or the second of `0.5 * logits`."""
     operands = node.args[: 2 if name_of(node) in COMMUTES else 1]
     return next((place for place, one in enumerate(operands) if value_of(one) is not None), None)
 
 
 def logits_of(node: fx.Node) -> fx.Node | None:
-    """The node whose result it reads as logits, if it is an op on logits."""
+    """Return the node whose result ``node`` would read as logits; None if it reads no tensor there."""
     place = place_of_logits(node)
     return None if place is None else node.args[place]  # type: ignore[return-value]
 
 
 def _argument(node: fx.Node) -> Any:
-    """What a rule sees of a node: a tensor, or a number that it cannot know and may only hand on."""
+    """Return what a rule gets for a node: its tensor, or a proxy of an unknown number, which it may only pass on."""
     value = value_of(node)
     return fx.Proxy(node, fx.proxy.GraphAppendingTracer(node.graph)) if value is None else value
 
 
 def _reads_nothing(node: fx.Node) -> bool:
-    """Whether it reads no values: it asks for sizes, which who traces the graph knows, or gives what nobody reads."""
+    """Whether a node reads no values: it reads sizes, which are known in tracing, or its result has no reader."""
     return (node.op == "call_method" and node.target in METADATA) or (not node.users and name_of(node) in RULES)

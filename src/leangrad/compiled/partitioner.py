@@ -1,4 +1,4 @@
-"""The partitioner: of a joint graph, what forward hands to backward, by the policy."""
+"""The partitioner: splits a joint graph into forward and backward; the policy chooses what forward saves."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ __all__ = ["Partitioner", "Settings"]
 
 @dataclass(frozen=True)
 class Settings:
-    """What a user may say; all of it is part of the key of torch's compile caches."""
+    """The user's options. All of them are part of the key of torch's compile caches."""
 
     exact: bool = False
     slowdown: float = 1.1
-    budget: int | None = None  # bytes of one graph's step, above what stands before it
-    fused_loss: bool = True  # but not if ``exact``
+    budget: int | None = None  # most bytes of one graph's step above what is allocated before it; None: no bound
+    fused_loss: bool = True  # ignored if ``exact``
 
 
 class Partitioner(compiler.partitioner_class()):  # type: ignore[misc]
@@ -40,19 +40,19 @@ class Partitioner(compiler.partitioner_class()):  # type: ignore[misc]
 
     def __init__(self, settings: Settings, limits: Sequence[int] = REUSED_READS) -> None:
         self.settings = settings
-        self.limits = tuple(limits)  # on reads: those that backward may be compiled with, first the one it would be
-        self.reused_reads = self.limits[0]  # the one that goes with the cut
-        self.chosen: Chosen | None = None  # for the graph that was partitioned
+        self.limits = tuple(limits)  # values of ``Fusion.reused_reads`` for backward; the first is the default one
+        self.reused_reads = self.limits[0]  # the limit that was chosen together with the cut
+        self.chosen: Chosen | None = None  # for the graph that was partitioned; None before that
 
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """Partition one joint graph."""
+        """Partition one joint graph into forward and backward."""
         written = write_out_dropout(gm.graph) if self.settings.exact else []
         try:
             with compiler.choosing(self._keep):
                 forward, backward = compiler.partition(gm, joint_inputs, **kwargs)
-        except OverflowError:  # backward reads what forward has changed
+        except OverflowError:  # backward reads the old value of an input that forward writes into
             copy_changed_inputs(gm.graph)
             with compiler.choosing(self._keep_or_leave_it):
                 forward, backward = compiler.partition(gm, joint_inputs, **kwargs)
@@ -63,7 +63,7 @@ class Partitioner(compiler.partitioner_class()):  # type: ignore[misc]
         return forward, backward
 
     def uuid(self) -> str:
-        """What tells this partitioner from another in the caches: its settings, and the code of the policy."""
+        """Return the key of this partitioner in torch's caches: its settings, and a digest of the code that chooses."""
         return f"leangrad {__version__} {_code()} {asdict(self.settings)} {self.limits}"
 
     def _keep(self, graph: fx.Graph, info: Any) -> list[fx.Node]:
@@ -89,7 +89,7 @@ class Partitioner(compiler.partitioner_class()):  # type: ignore[misc]
 
     @staticmethod
     def _usual(graph: fx.Graph, info: Any, nodes: list[fx.Node]) -> frozenset[int] | None:
-        """The values that torch itself would keep."""
+        """Return the indices of the values that torch itself would keep; None if its solver fails on this graph."""
         kept = compiler.stock_choice(graph, info)
         return None if kept is None else frozenset(map({node: n for n, node in enumerate(nodes)}.__getitem__, kept))
 
@@ -97,25 +97,25 @@ class Partitioner(compiler.partitioner_class()):  # type: ignore[misc]
         try:
             return self._keep(graph, info)
         except OverflowError:
-            return None  # something can be handed to no backward: torch itself may know what to do with it
+            return None  # a value can neither be kept nor recomputed: torch's own choice is used
 
 
 @dataclass
 class Chosen:
-    """What the policy chose for one graph, how long that took, and what the first step then held."""
+    """What the policy chose for one graph, how long the choice took, and the memory that the first step held."""
 
     choice: Choice
     seconds: float
-    first_step: FirstStep | None = None  # where the device counts its memory
-    fused_losses: int = 0  # that are computed without logits
+    first_step: FirstStep | None = None  # None if the graph does not run on a GPU
+    fused_losses: int = 0  # number of losses that are computed without logits
 
 
 REMEMBERED = 64
-chosen: list[Chosen] = []  # of the last graphs that were compiled, for the summary
+chosen: list[Chosen] = []  # for the last graphs that were compiled; `summary` reads it
 
 
 def _code() -> str:
-    """A digest of the code that chooses: another version of it must not be served another's graphs."""
+    """Return a digest of the code that chooses, so that graphs cached by one version are not used by another."""
     digest = hashlib.sha256()
     here = Path(__file__).parent
     others = [here.parent / name for name in ("_torch/compiler.py", "loss/graph_op.py", "loss/logit_ops.py")]

@@ -1,24 +1,24 @@
-"""What a compiled graph returns beside its loss, and is seldom asked for a gradient: the logits of a language model.
+"""Outputs of a compiled graph beside its loss that seldom get a gradient, such as the logits of a language model.
 
-[Note: side outputs] If a graph returns a loss and a large tensor that the loss is made of, autograd hands backward a
-gradient for both. Nobody may ask for that of the tensor, but then autograd makes zeros of its size, and backward adds
-to them: 2 GiB of them for the logits of 4 x 2048 tokens over 128,256 words in bfloat16. So the graph is compiled as if
-these outputs had no gradient, and they are handed out under a node of their own. If a gradient does come to that node,
-the graph is run once more, compiled as it was captured, from the same inputs, random numbers and autocast, and its
-backward is taken for those outputs alone: gradients are linear, so the two add up to what one backward would have
-given. That takes a forward more, and an error says so if an input was changed meanwhile; from then on the graph runs as
-it was captured.
+[Note: side outputs] If a graph returns a loss and a large tensor that the loss is computed from, autograd passes
+the gradients of both to backward. If the tensor gets none, autograd allocates zeros of its size, and backward adds to
+them: 2 GiB for the logits of 4 x 2048 tokens over 128,256 words in bfloat16. So the graph is compiled as if these
+outputs had no gradient, and the caller gets them through an autograd node of their own. If a gradient does reach that
+node, the node runs the graph once more, compiled as it was captured, with the same inputs, random numbers and autocast,
+and runs backward for those outputs alone. Gradients are linear, so the two backward passes add up to what one would
+have computed. The second run costs one more forward, and raises an error if an input was changed in between. From then
+on the graph runs as it was captured.
 
-Only compiled code draws the random numbers of compiled code. Dynamo may leave a function to eager without a word, at
-its limit of recompilations for instance. So it is counted whether the compiled graph ran. Other kernels may draw
-otherwise (`fallback_random`), so the state that a generator is left in is compared with that after the first run, and
-what the graph gave with what the first run gave, if that is still there. Each is an error if it fails, and never
-another gradient.
+Only compiled code draws the random numbers of compiled code. Dynamo may silently run a function in eager mode, at its
+limit of recompilations for instance. So a counter shows whether the compiled graph ran. Other kernels may draw other
+numbers (`fallback_random`). So the generator's state after the second run is compared with that after the first run,
+and the outputs of the second run with those of the first, if these still exist. If one of these checks fails, an error
+is raised; a wrong gradient is never returned.
 
-A graph that writes into its inputs (the statistics of a batch norm) is left as it is: it could not be run once more.
-So is one that reads a number out of a tensor, as those that were given another float each time do: Dynamo would break
-it there. Under hooks of saved tensors, those of a checkpoint for instance, each run is as captured: a checkpoint's
-second run has to save what its first saved, though a gradient may have come to a side output between the two.
+A graph that writes into its inputs (the statistics of a batch norm) is left as it is, because it cannot run twice. So
+is a graph that reads a number out of a tensor, as it does for a float argument that differs from call to call: Dynamo
+would break the graph there. Under saved-tensor hooks, those of a checkpoint for instance, each run is as captured: a
+checkpoint's recompute must save what its first run saved, even if a gradient has reached a side output in between.
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ from leangrad.errors import LeangradError
 __all__ = ["SideOutputs", "set_apart", "writes"]
 
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)
-ROUNDING = 64  # times the precision of a dtype, that two kernels of one sum may differ by
-LARGE = 1 << 20  # bytes of side outputs, below which a gradient of zeros is not worth a node
-# Of Python's operators: those that change their first operand.
+ROUNDING = 64  # times the precision of a dtype: two kernels may differ by so much in one sum
+LARGE = 1 << 20  # least bytes of side outputs for which avoiding a gradient of zeros is worth a node
+# Python's operators that change their first operand.
 IN_PLACE = {
     "delitem", "iadd", "iand", "iconcat", "ifloordiv", "ilshift", "imatmul", "imod", "imul", "ior", "ipow", "irshift",
     "isub", "itruediv", "ixor", "setitem",
 }  # fmt: skip
-UNSAID = ("batch_norm", "instance_norm")  # in names of ops that write, though their schema does not say so
-DEVICES = ("cpu", "cuda", "meta")  # whose random numbers can be drawn again, or that draw none
+UNSAID = ("batch_norm", "instance_norm")  # parts of names of ops that write although their schema does not say so
+DEVICES = ("cpu", "cuda", "meta")  # their random numbers can be drawn again, or they draw none
 Run = Callable[..., Any]
 
 
 def set_apart(gm: fx.GraphModule, inputs: Sequence[Any], compile_graph: Run) -> SideOutputs | None:
-    """Detach the side outputs of ``gm``; None: it has none, or could not be run once more.
+    """Detach the side outputs of ``gm`` in place; None if it has none, or cannot run twice.
 
-    inputs: what stands for the inputs while it is compiled.
-    compile_graph: the backend that compiles the graph as it was.
+    inputs: the example inputs that it is compiled with.
+    compile_graph: the backend that compiles the graph as it was captured.
     """
     (output,) = gm.graph.find_nodes(op="output")
     returned = output.args[0]
@@ -74,7 +74,7 @@ def set_apart(gm: fx.GraphModule, inputs: Sequence[Any], compile_graph: Run) -> 
 
 
 def _copy(graph: fx.Graph) -> fx.Graph:
-    """The graph without what was noted of its nodes, which holds on to the compilation."""
+    """Return a copy of the graph without the meta of its nodes, which would keep the compilation alive."""
     copy = fx.Graph()
     copy.output(copy.graph_copy(graph, val_map={}))
     for node in copy.nodes:
@@ -83,7 +83,7 @@ def _copy(graph: fx.Graph) -> fx.Graph:
 
 
 def _side_places(graph: fx.Graph, inputs: Sequence[Any], returned: Any) -> tuple[int, ...]:
-    """Which of the outputs have a gradient that may not be asked for; none: the graph is left as it is."""
+    """Return the positions of the outputs that may get no gradient; empty: the graph is left as it is."""
     if not isinstance(returned, tuple) or not torch.is_grad_enabled():
         return ()
     values: list[Any] = [node.meta.get("example_value") if isinstance(node, fx.Node) else None for node in returned]
@@ -101,20 +101,23 @@ def _side_places(graph: fx.Graph, inputs: Sequence[Any], returned: Any) -> tuple
         return ()
     memories = [compiler.memory_of(value) for value in tensors]
     if None in memories or any(memories.count(compiler.memory_of(values[k])) > 1 for k in side):
-        return ()  # one shows the memory of another
+        return ()  # a side output shares its memory with another tensor
     made_before = [value for value in inputs if isinstance(value, Tensor) and not value.is_leaf]
     if sum(map(compiler.bytes_of, made_before)) >= nbytes or any(map(writes, graph.nodes)):
         return ()
     if any(isinstance(value, Tensor) and value._version > 0 for value in traced):
         return ()  # an input was written to while it was traced
     if any(node.target == "item" or node.meta.get("unbacked_bindings") for node in graph.nodes):
-        return ()  # a number that Dynamo, given the graph alone, would ask a tensor for
+        return ()  # Dynamo would break the graph where it reads a number out of a tensor
     return tuple(side)
 
 
 def _read_for(losses: Sequence[fx.Node]) -> set[fx.Node]:
-    """All that losses are made of. A block of a network may return a loss of its routing beside its output, which the
-    rest of the network reads: that loss is not made of it."""
+    """Return all nodes that ``losses`` are computed from.
+
+    A block of a network may return a routing loss beside its output. That loss is not computed from the output, which
+    the rest of the network reads.
+    """
     found: set[fx.Node] = set()
     stack = list(losses)
     while stack:
@@ -126,7 +129,7 @@ def _read_for(losses: Sequence[fx.Node]) -> set[fx.Node]:
 
 
 def writes(node: fx.Node) -> bool:
-    """Whether it may write into what is given to it."""
+    """Whether a node may write into one of its arguments."""
     if node.op in ("placeholder", "get_attr", "output"):
         return False
     target = node.target
@@ -142,12 +145,12 @@ def writes(node: fx.Node) -> bool:
 
 
 def _says_it_writes(schema: Any) -> bool:
-    """Whether a schema has an argument that is written to; those of its variant with ``out`` do not count."""
+    """Whether a schema declares an argument that is written to, other than ``out``."""
     return any(arg.alias_info is not None and arg.alias_info.is_write and not arg.is_out for arg in schema.arguments)
 
 
 class _Captured:
-    """A graph as it was captured, to be compiled when it is first run."""
+    """A graph as it was captured. It is compiled when it first runs."""
 
     def __init__(self, captured: fx.GraphModule, compile_graph: Run) -> None:
         self._count = threading.local()
@@ -161,8 +164,8 @@ class _Captured:
 
             return run
 
-        # Dynamo leaves a graph module of its own to eager, but not a function that calls it. It counts compilations
-        # per code object, so each graph gets one of its own.
+        # Dynamo runs its own graph modules in eager mode, but compiles a function that calls one. It counts
+        # compilations per code object, so each graph gets a code object of its own.
         def call(*given: Any) -> Any:
             return captured.forward(*given)
 
@@ -171,7 +174,7 @@ class _Captured:
 
     @property
     def runs(self) -> int:
-        """How often compiled code ran in this thread."""
+        """The number of runs of compiled code in this thread."""
         return getattr(self._count, "runs", 0)
 
     def __call__(self, *inputs: Any) -> Any:
@@ -179,15 +182,15 @@ class _Captured:
 
 
 class SideOutputs:
-    """Runs a graph whose side outputs were set apart, and hands them out under a node of their own."""
+    """Runs a graph whose side outputs were detached, and returns them through an autograd node of their own."""
 
     def __init__(self, places: tuple[int, ...], as_captured: _Captured) -> None:
         self.places = places
         self.as_captured = as_captured
-        self.are_used = False  # a gradient has come to them
+        self.are_used = False  # True once a gradient has reached them
 
     def around(self, compiled: Run) -> Run:
-        """What Dynamo calls in the stead of ``compiled``."""
+        """Return the function that Dynamo calls in place of ``compiled``."""
 
         def run(*inputs: Any) -> Any:
             if not torch.is_grad_enabled():
@@ -204,17 +207,17 @@ class SideOutputs:
 
 
 def _must_run_as_captured(inputs: Sequence[Any]) -> bool:
-    """Whether a checkpoint runs it, whose second run must save what the first did, or an input counts no changes."""
+    """Whether saved-tensor hooks are active, such as a checkpoint's, or an input has no version counter."""
     return saved_tensor_hooks_active() or any(isinstance(v, Tensor) and v.is_inference() for v in inputs)
 
 
-# Second runs: generators are the whole process's, and AOTAutograd cannot compile in two threads at once. A thread of
-# autograd's may come to another second run inside of one.
+# Held during a second run: generators are global to the process, and AOTAutograd cannot compile in two threads at once.
+# Reentrant, because an autograd thread may start another second run inside of one.
 _one_at_a_time = threading.RLock()
 
 
 class _Call:
-    """One run of a graph: all that is needed to run it once more."""
+    """One run of a graph, with all that is needed to run it once more."""
 
     def __init__(self, side: SideOutputs, inputs: Sequence[Any]) -> None:
         self._side, self._inputs = side, inputs
@@ -232,14 +235,14 @@ class _Call:
         ]
 
     def show(self, outputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        """The side outputs, under a node."""
+        """Return the side outputs as outputs of one autograd node."""
         shown: Sequence[Tensor] = _Shown.apply(self, len(outputs), *outputs, *self._inputs)
         self._shown = [(weakref.ref(one), one._version) for one in shown]
         self._random_after = None if self._random is None else _random_states(self._devices)
         return shown
 
     def gradients(self, given: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """What the inputs get of the gradients that came to the side outputs."""
+        """Run the graph once more, and return its inputs' gradients for the gradients ``given`` of the side outputs."""
         self._side.are_used = True
         tensors = [value for value in self._inputs if isinstance(value, Tensor)]
         if [value._version for value in tensors] != self._versions:
@@ -271,7 +274,7 @@ class _Call:
         return [next(found) if isinstance(v, Tensor) and v.requires_grad else None for v in fresh]
 
     def _check(self, outputs: Sequence[Tensor], *, is_compiled: bool) -> None:
-        """Whether the second run was like the first: see [Note: side outputs]."""
+        """Raise an error unless the second run was like the first: see [Note: side outputs]."""
         pairs = [(ref(), version, outputs[k]) for k, (ref, version) in zip(self._side.places, self._shown, strict=True)]
         alike = (_is_near(one, other) for one, version, other in pairs if one is not None and one._version == version)
         if not is_compiled or not self._has_drawn_alike() or not all(alike):
@@ -281,7 +284,10 @@ class _Call:
             )
 
     def _has_drawn_alike(self) -> bool:
-        """Whether each generator is as after the first run, or not used at all: another thread may draw from it."""
+        """Whether each generator is in the state after the first run, or was not used by the second run.
+
+        In the latter case another thread may have drawn from it during the first run.
+        """
         before, after, now = self._random or [], self._random_after or [], _random_states(self._devices)
         return all(torch.equal(n, b) or torch.equal(n, a) for b, a, n in zip(before, after, now, strict=True))
 
@@ -298,21 +304,21 @@ def _random_states(devices: Sequence[int]) -> list[Tensor]:
 
 
 def _is_near(one: Tensor, other: Tensor) -> bool:
-    """Whether two results of one graph differ by rounding alone."""
+    """Whether two results of one graph differ only by rounding."""
     one, other = one.detach(), other.detach()
     largest = one.abs().max()
     return bool((one - other).abs().max() <= ROUNDING * torch.finfo(one.dtype).eps * largest) or not largest.isfinite()
 
 
 def _leaf(value: Any) -> Any:
-    """An input without what made it; of its type, which compiled code is guarded by."""
+    """Return an input without its autograd history, of the same type, because compiled code guards on the type."""
     if isinstance(value, torch.nn.Parameter):
         return torch.nn.Parameter(value.detach(), value.requires_grad)
     return value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
 
 
 class _Shown(torch.autograd.Function):
-    """The node of the side outputs of one run."""
+    """The autograd node of the side outputs of one run."""
 
     @staticmethod
     def forward(ctx: Any, call: _Call, count: int, *values: Any) -> tuple[Tensor, ...]:

@@ -1,6 +1,6 @@
-"""Three small real models, trained plain and lean side by side: what `leangrad demo` runs.
+"""The demo of `leangrad demo`: trains three small real models plain and lean, side by side.
 
-`case` says what a model to be compared is, `residual_net`, `gpt` and `swiglu` are the three, `comparison` trains them.
+`case` defines a model with its data; `residual_net`, `gpt` and `swiglu` are the three models; `comparison` trains them.
 """
 
 from leangrad.demo.case import Case

@@ -1,4 +1,4 @@
-"""What the demo needs to know of a model, and the data that two of the three share."""
+"""`Case`, a model of the demo with its data, and the token data that two of the three models share."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,8 +13,8 @@ __all__ = ["Case", "chained_tokens"]
 class Case:
     """A model and its data.
 
-    - `make_model`: a new model, drawn from torch's global generator.
-    - `make_batch`: inputs and the classes to be told from them; the loss is their cross-entropy.
+    - `make_model`: makes a new model, with weights drawn from torch's global generator.
+    - `make_batch`: draws inputs and their target classes from a generator; the loss is the cross-entropy.
     """
 
     name: str
@@ -23,7 +23,10 @@ class Case:
 
 
 def chained_tokens(batch: int, length: int, vocabulary: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Token ids (batch, length), and the token after each: seven further on nine times in ten, else any."""
+    """Return token ids (batch, length), and the id that follows each of them.
+
+    Nine times in ten the next id is 7 larger, modulo `vocabulary`; else it is drawn at random.
+    """
     surprises = torch.randint(vocabulary, (batch, length + 1), generator=generator)
     surprised = torch.rand(batch, length + 1, generator=generator) < 0.1
     tokens = [surprises[:, 0]]

@@ -1,4 +1,4 @@
-"""Train one model twice, plain and lean, from the same seed and on the same batches, and compare."""
+"""Trains one model twice, plain and lean, from the same seed and on the same batches, and compares both."""
 
 import copy
 import math
@@ -19,19 +19,19 @@ from leangrad.verify.comparison import difference
 
 __all__ = ["Comparison", "compare"]
 
-_WARM_UP_STEPS = 2  # lean records its first step, and caches fill; these steps are compared but not timed
+_WARM_UP_STEPS = 2  # lean records its first step, and caches fill; compared but not timed
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What came of one case.
+    """The result of one case.
 
-    - `plain`, `lean`: the memory of one step after the training, forward and backward, gradients included.
-    - `floor_bytes`: the fewest that such a step can keep, by `leangrad.floor`.
-    - `time_ratio`: the median over the steps of lean's seconds over plain's, optimizer included.
-    - `gradient_difference`: the largest relative difference of any gradient in any step; None if all were the same
-      bit for bit.
-    - `plain_loss`, `lean_loss`: after the last step.
+    - `plain`, `lean`: memory of one step after the training: forward and backward, including gradients.
+    - `floor_bytes`: fewest bytes that such a step can keep, from `leangrad.floor`.
+    - `time_ratio`: median, over the steps after the first two, of lean's time over plain's, including the optimizer.
+    - `gradient_difference`: largest relative difference of any gradient in any step; None if all were the same bit for
+      bit.
+    - `plain_loss`, `lean_loss`: the loss of the last step.
     """
 
     name: str
@@ -45,9 +45,9 @@ class Comparison:
 
 
 def compare(case: Case, steps: int, on_step: Callable[[], object] = lambda: None, *, seed: int = 0) -> Comparison:
-    """Train `case` for `steps` steps, plain and lean in turns; `on_step` is called after each pair of steps.
+    """Train `case` for `steps` steps, alternating between plain and lean; call `on_step` after each pair of steps.
 
-    The random state is left as it was.
+    The global random state is restored afterwards.
 
     >>> from leangrad.demo import gpt
     >>> comparison = compare(gpt(2, 16, layers=1, width=32), steps=3)
@@ -64,9 +64,9 @@ def compare(case: Case, steps: int, on_step: Callable[[], object] = lambda: None
         apart: list[float] = []
         for step in range(steps):
             inputs, targets = case.make_batch(generator)
-            # In turns, so that neither side is always the one that finds the other's data in the caches.
+            # The order alternates, so that neither side always runs with the other's data in the caches.
             for side in (plain_side, lean_side) if step % 2 else (lean_side, plain_side):
-                torch.manual_seed(seed + step)  # both draw the same masks of dropout
+                torch.manual_seed(seed + step)  # both draw the same dropout masks
                 side.train(inputs, targets)
             apart += _differences(plain_side.model, lean_side.model)
             on_step()
@@ -83,7 +83,7 @@ def compare(case: Case, steps: int, on_step: Callable[[], object] = lambda: None
 
 
 class _Side:
-    """A model with its optimizer, and how long each of its steps took."""
+    """One of the two models with its optimizer, the time of each step and the last loss."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -92,7 +92,7 @@ class _Side:
         self.loss = math.nan
 
     def train(self, inputs: Tensor, targets: Tensor) -> None:
-        """One step of training. The gradients stay, to be compared."""
+        """Run one training step. The gradients are left in place, to be compared."""
         start = time.perf_counter()
         self.optimizer.zero_grad()
         loss = _loss(self.model(inputs), targets)
@@ -102,12 +102,12 @@ class _Side:
         self.loss = loss.item()
 
     def measured(self, inputs: Tensor, targets: Tensor) -> Measurement:
-        """The memory of one more forward and backward."""
+        """Measure the memory of one more forward and backward."""
         self.optimizer.zero_grad()
         return measure(lambda: _loss(self.model(inputs), targets).backward(), timed_runs=0)
 
     def floor(self, inputs: Tensor, targets: Tensor) -> Floor:
-        """What such a step has to keep at least."""
+        """Compute the least that such a step has to keep."""
         return floor(self.model, inputs, lambda logits: _loss(logits, targets))
 
 
@@ -116,7 +116,7 @@ def _loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def _differences(plain: nn.Module, lean: nn.Module) -> list[float]:
-    """How far apart each gradient is that is not the same bit for bit."""
+    """Return the relative difference of each gradient that is not the same bit for bit."""
     pairs = zip(plain.parameters(), lean.parameters(), strict=True)
     return [apart for p, q in pairs if (apart := difference(p.grad, q.grad)) is not None]
 

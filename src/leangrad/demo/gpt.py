@@ -1,4 +1,4 @@
-"""GPT blocks as GPT-2 has them, with dropout and with the tanh form of GELU written out, on a chain of tokens."""
+"""A GPT with the blocks of GPT-2, with dropout and the tanh form of GELU written out, on chained tokens."""
 
 import math
 
@@ -12,7 +12,7 @@ __all__ = ["gpt"]
 
 
 def tanh_gelu(x: Tensor) -> Tensor:
-    """GELU in its tanh form, written out as many model files have it: plain autograd keeps several maps for it."""
+    """Return GELU of ``x`` in its tanh form, written out as in many model files: plain autograd keeps several maps."""
     return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3)))
 
 
@@ -28,7 +28,7 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, T, width) to the same."""
+        """Map (B, T, width) to the same shape."""
         q, k, v = (
             part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(self.norm1(x)).chunk(3, -1)
         )
@@ -51,7 +51,7 @@ class GPT(nn.Module):
         self.register_buffer("places", torch.arange(length), persistent=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Ids (B, T) to logits (B, T, vocabulary)."""
+        """Map token ids (B, T) to logits (B, T, vocabulary)."""
         x = self.dropout(self.tokens(tokens) + self.positions(self.places))
         logits: Tensor = self.head(self.norm(self.blocks(x)))
         return logits
@@ -60,7 +60,7 @@ class GPT(nn.Module):
 def gpt(
     batch: int = 8, length: int = 128, *, layers: int = 4, width: int = 128, heads: int = 4, vocabulary: int = 64
 ) -> Case:
-    """The case."""
+    """Return the case of this model, on chained tokens (batch, length)."""
     return Case(
         "GPT with dropout",
         lambda: GPT(layers, width, heads, length, vocabulary, dropout=0.1),

@@ -1,4 +1,4 @@
-"""A residual convolutional net with BatchNorm and ReLU, and images of stripes to be told apart by their angle."""
+"""A residual convolutional net with BatchNorm and ReLU, which classifies images of stripes by their angle."""
 
 import math
 
@@ -22,7 +22,7 @@ class Block(nn.Module):
         self.bn2 = nn.BatchNorm2d(width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, width, side, side) to the same."""
+        """Map (B, width, side, side) to the same shape."""
         h = F.relu(self.bn1(self.conv1(x)))
         return F.relu(x + self.bn2(self.conv2(h)))
 
@@ -36,18 +36,18 @@ class ResidualNet(nn.Module):
         self.bn = nn.BatchNorm2d(width)
         self.blocks = nn.Sequential(*(Block(width) for _ in range(blocks)))
         self.head = nn.Linear(width, classes)
-        # The layout that convolutions are fastest in; the images come in it, too.
+        # Convolutions are fastest in this memory format; the images have it, too.
         self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
     def forward(self, images: Tensor) -> Tensor:
-        """(B, 3, side, side) to logits (B, classes)."""
+        """Map images (B, 3, side, side) to logits (B, classes)."""
         x = F.relu(self.bn(self.conv(images)))
         logits: Tensor = self.head(self.blocks(x).mean((2, 3)))
         return logits
 
 
 def residual_net(batch: int = 8, width: int = 16, side: int = 64, blocks: int = 4, classes: int = 4) -> Case:
-    """The case."""
+    """Return the case of this model, on images (batch, 3, side, side)."""
     return Case(
         "residual conv net",
         lambda: ResidualNet(width, blocks, classes),
@@ -56,7 +56,7 @@ def residual_net(batch: int = 8, width: int = 16, side: int = 64, blocks: int = 
 
 
 def _stripes(batch: int, side: int, classes: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Images (batch, 3, side, side) of noisy stripes, and the class of each one's angle."""
+    """Return images (batch, 3, side, side) of noisy stripes, and the class of each image's angle."""
     labels = torch.randint(classes, (batch,), generator=generator)
     angles = (labels * (math.pi / classes)).view(-1, 1, 1)
     shifts = torch.rand(batch, 3, 1, 1, generator=generator) * (2 * math.pi)

@@ -1,4 +1,4 @@
-"""RMSNorm and SwiGLU blocks as Llama has them, with rotary positions and grouped queries, on a chain of tokens."""
+"""A net with the RMSNorm and SwiGLU blocks of Llama, rotary positions and grouped queries, on chained tokens."""
 
 import torch
 import torch.nn.functional as F
@@ -17,12 +17,12 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(width))
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., width) to the same."""
+        """Map (..., width) to the same shape."""
         return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
 
 
 class Attention(nn.Module):
-    """Causal attention in which `heads` queries share `groups` keys and values; positions are rotations."""
+    """Causal attention: `heads` query heads share `groups` heads of keys and values; positions are rotations."""
 
     def __init__(self, width: int, heads: int, groups: int) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(width, width, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """(B, T, width), and (T, width / heads) for each angle, to (B, T, width)."""
+        """Map x (B, T, width) to the same shape; cos and sin of the angles are (T, width / heads)."""
         q, k, v = (
             part(x).unflatten(-1, (count, -1)).transpose(1, 2)
             for part, count in ((self.q, self.heads), (self.k, self.groups), (self.v, self.groups))
@@ -44,7 +44,7 @@ class Attention(nn.Module):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair of channels by its angle: (B, heads, T, channels) to the same."""
+    """Rotate each pair of channels of x (B, heads, T, channels) by its angle."""
     a, b = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-b, a), dim=-1) * sin
 
@@ -60,7 +60,7 @@ class Block(nn.Module):
         self.down = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """(B, T, width) to the same."""
+        """Map (B, T, width) to the same shape."""
         x = x + self.attention(self.norm1(x), cos, sin)
         h = self.norm2(x)
         out: Tensor = x + self.down(F.silu(self.gate(h)) * self.up(h))
@@ -87,7 +87,7 @@ class SwiGLUNet(nn.Module):
         self.register_buffer("sin", angles.sin(), persistent=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Ids (B, T) to logits (B, T, vocabulary)."""
+        """Map token ids (B, T) to logits (B, T, vocabulary)."""
         x = self.tokens(tokens)
         for block in self.blocks:
             x = block(x, self.cos, self.sin)
@@ -106,7 +106,7 @@ def swiglu(
     hidden: int = 384,
     vocabulary: int = 64,
 ) -> Case:
-    """The case."""
+    """Return the case of this model, on chained tokens (batch, length)."""
     return Case(
         "RMSNorm + SwiGLU",
         lambda: SwiGLUNet(

@@ -1,7 +1,7 @@
-"""A step of the user's own on a tape: what its backward is given, and what becomes of the gradients it returns.
+"""User-defined steps of a tape: the arguments of their backward, and who owns the gradients that it returns.
 
-`Tape.step(forward, backward, *inputs)` puts a pair of plain functions on a tape. They see tensors and never leases:
-whom each returned gradient belongs to is read off the memory that it lies in.
+`Tape.step(forward, backward, *inputs)` records a pair of plain functions as a step. The functions get tensors and no
+`Lease`: whether a returned gradient may be overwritten follows from the memory in which it lies.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ __all__ = ["Backward", "Forward", "Turn"]
 
 
 class Turn:
-    """One step's turn in backward: the gradient of its output, the values it reads, and memory to write to.
+    """The argument of a user-defined backward: the gradient of the output, the values it reads, memory to write to.
 
-    `grad`     the gradient of the output; where `owned` is True it may be overwritten
-    `values`   the inputs, in order; None for those that the step does not read in backward
-    `output`   the output of the step, where it said that it reads it
+    `grad`     the gradient of the output; it may be overwritten if `owned` is True
+    `values`   the inputs, in order; None for those that are not among the step's `reads`
+    `output`   the output of the step if it was recorded with `reads_output`, else None
     `kept`     what forward returned beside its output
-    `needs`    which inputs want a gradient
+    `needs`    for each input, whether it needs a gradient
     """
 
     __slots__ = ("_inputs", "_rooms", "_tape", "grad", "kept", "needs", "output", "owned", "values")
@@ -38,7 +38,7 @@ class Turn:
         self._rooms: dict[int, Lease] = {_address(gradient.memory): gradient}
 
     def room(self, i: int) -> Tensor:
-        """Memory of the shape, dtype and device of input i, with anything in it, for its gradient."""
+        """Returns memory for the gradient of input i: of its shape and dtype, with arbitrary contents."""
         x = self._inputs[i]
         if x is None:
             raise ValueError(f"i: input {i} of this step is None and gets no gradient")
@@ -54,12 +54,15 @@ Backward = Callable[[Turn], Sequence[Tensor | None]]
 
 
 def share_memory(a: Tensor, b: Tensor) -> bool:
-    """Whether one can be changed through the other."""
-    return _address(a) == _address(b) != 0  # what is empty lies nowhere
+    """Whether both tensors lie in one storage, so that one may be changed through the other."""
+    return _address(a) == _address(b) != 0  # the address of an empty storage is 0
 
 
 def fix_shared(x: Var, value: Tensor, made: tuple[Var, ...]) -> bool:
-    """Mark x, and what forward made of it, as never to be overwritten where they share memory; say whether they do."""
+    """Make x, and those of `made` that share its memory, `fixed`; returns whether there are any that share it.
+
+    value: the value of x; made: what forward returned.
+    """
     sharing = [var for var in made if var.tensor is not None and share_memory(var.tensor, value)]
     for var in (x, *sharing):
         var.fixed = var.fixed or bool(sharing)
@@ -77,7 +80,7 @@ def step_backward(
     reads_output: bool,
     kept: tuple[Var, ...],
 ) -> None:
-    """Run the backward of a step and move what it returns on to the inputs."""
+    """Run the backward of a user-defined step, and pass the gradients that it returns on to the inputs."""
     turn = Turn(tape, gradient, inputs)
     found = [tape.read(x) if i in reads and x is not None else (None, None) for i, x in enumerate(inputs)]
     turn.values = tuple(value for value, _ in found)
@@ -110,14 +113,18 @@ def step_backward(
 
 
 def _claim(grad: Tensor, rooms: dict[int, Lease], claimed: dict[int, Lease], read_only: set[int]) -> Lease:
-    """A lease on the memory of a returned gradient; memory that somebody else still reads is never owned."""
+    """Returns a lease on the memory of a returned gradient; it is not owned if something else still reads that memory.
+
+    rooms: the leases on memory that backward could write to; claimed: those of gradients returned for earlier inputs;
+    read_only: the values that backward read. All by address.
+    """
     address = _address(grad)
     lease = rooms.get(address)
     if address in read_only or (lease is None and not grad.is_contiguous()):
         return borrowed(grad)
     if lease is not None and not grad.is_contiguous():
-        lease.lend()  # a claim that is never given back: what may overlap itself is never overwritten
-    if address in claimed:  # returned for another input as well: lent to both
+        lease.lend()  # a claim that is never released: a tensor that may overlap itself is never overwritten
+    if address in claimed:  # returned for another input as well: each has a claim
         lent = claimed[address].lend()
         return lent if lent.tensor is grad else lent.viewed_as(grad)
     if lease is None:

@@ -1,7 +1,7 @@
-"""Leases: gradients that count the claims on their memory, and the pool of a tape's dead memory.
+"""`Lease`: a gradient that counts the claims on its memory. `Pool`: the dead memory of a tape.
 
-Whoever has the only claim may overwrite. When the last claim is released the memory is dead, and the next gradient of
-the same tape is written there instead of into new memory.
+The holder of the only claim may overwrite the memory. When the last claim is released, the memory is dead: nothing
+reads it any more, and the next gradient of the same tape is written there instead of into new memory.
 """
 
 import torch
@@ -11,10 +11,10 @@ __all__ = ["Lease", "Pool", "borrowed", "release_scratch", "return_scratch", "ta
 
 
 class Lease:
-    """A tensor, the contiguous memory it lies in, and one claim on that memory.
+    """A tensor, the memory it lies in, and one claim on that memory.
 
-    `claims` counts the claims of all leases on the memory; None, the usual case, is one. `scratch` memory outlives the
-    tape; see `Pool`.
+    claims: the number of claims on the memory, in a list that all leases on it share; None, the usual case, means one.
+    scratch: whether the memory outlives the tape; see `Pool`.
     """
 
     __slots__ = ("claims", "memory", "scratch", "tensor")
@@ -26,38 +26,38 @@ class Lease:
 
     @property
     def owned(self) -> bool:
-        """Nobody else has a claim: the tensor may be overwritten."""
+        """Whether this is the only claim, so that the tensor may be overwritten."""
         return self.claims is None or self.claims[0] == 1
 
     def lend(self) -> "Lease":
-        """A second claim on the same memory: until one is released, neither may be overwritten."""
+        """Returns a second claim on the same memory. Until one of the two is released, neither lease is owned."""
         if self.claims is None:
             self.claims = [1]
         self.claims[0] += 1
         return self.viewed_as(self.tensor)
 
     def viewed_as(self, tensor: Tensor) -> "Lease":
-        """The same claim, moved to a view of the tensor."""
+        """Returns this claim as a lease on `tensor`, which lies in the same memory. It replaces this lease."""
         lease = Lease(tensor, self.memory, self.scratch)
         lease.claims = self.claims
         return lease
 
 
 def borrowed(tensor: Tensor) -> Lease:
-    """A lease on memory that somebody outside holds as well, and that is therefore never owned."""
+    """Returns a lease on memory that something outside the tape holds as well, so that it is never owned."""
     lease = Lease(tensor)
     lease.claims = [2]
     return lease
 
 
-# Scratch that waits for the next tape or chain, the largest two per dtype. Only on the CPU, where memory that was freed
-# is paid for again in page faults; an accelerator's caching allocator is such a store already, and knows about streams.
-# Taking is one `pop`, so two threads never get the same memory.
+# Scratch that waits for the next tape or chain: the largest two pieces per dtype. Only on the CPU, where freed memory
+# costs page faults when it is allocated again; an accelerator's caching allocator is such a store already, and knows
+# about streams. Scratch is taken with one `dict.pop`, so two threads never get the same memory.
 _waiting: dict[torch.dtype, list[Tensor]] = {}
 
 
 def release_scratch() -> None:
-    """Return the scratch that waits for the next tape to the allocator.
+    """Free the scratch that waits for the next tape or chain.
 
     >>> release_scratch()
     """
@@ -65,7 +65,7 @@ def release_scratch() -> None:
 
 
 def take_scratch(shape: torch.Size, like: Tensor) -> Tensor:
-    """Memory for at least this shape, with anything in it: what waits, or new."""
+    """Returns memory for at least `shape`, with arbitrary contents: scratch that waits, or new memory."""
     waiting = _waiting.pop(like.dtype, []) if like.is_cpu else []
     taken = next((memory for memory in waiting if memory.numel() >= shape.numel()), None)
     if taken is None:
@@ -75,16 +75,17 @@ def take_scratch(shape: torch.Size, like: Tensor) -> Tensor:
 
 
 def return_scratch(memory: Tensor) -> None:
-    """Let memory that nobody looks at wait for whoever takes scratch next."""
+    """Store dead `memory` as scratch, for the next call of `take_scratch`; only on the CPU."""
     if memory.is_cpu and not memory.is_inference():
         waiting = [*_waiting.pop(memory.dtype, []), memory]
         _waiting[memory.dtype] = sorted(waiting, key=Tensor.numel)[-2:]
 
 
 class Pool:
-    """The memory of one tape that is dead and may be written again: scratch, and at most one other piece.
+    """The dead memory of one tape, which may be written again: scratch, and at most one other piece, `dead`.
 
-    One is enough for the next gradient, and what is freed early serves the gradients of the weights.
+    One piece is enough for the next gradient. All other memory is freed early, so that the gradients of the weights can
+    be allocated there.
     """
 
     def __init__(self) -> None:
@@ -93,11 +94,11 @@ class Pool:
 
     @property
     def is_empty(self) -> bool:
-        """Nothing is dead here."""
+        """Whether the pool has no memory."""
         return self.dead is None and not self.scratch
 
     def borrow(self, shape: torch.Size, like: Tensor) -> Lease:
-        """A lease on memory of this shape, with anything in it, that must come back before the tape is done."""
+        """Returns a lease on memory of `shape`, with arbitrary contents, to be released before the tape is done."""
         dead, numel = self.dead, shape.numel()
         if dead is not None and dead.numel() >= numel and _alike(dead, like):
             self.dead = None
@@ -111,7 +112,7 @@ class Pool:
         return Lease(memory if memory.shape == shape else memory.view(-1)[:numel].view(shape), memory, True)
 
     def give(self, shape: torch.Size, like: Tensor) -> Lease:
-        """The same for a result that leaves the tape: memory that is exactly so large, and no scratch."""
+        """Returns a lease on memory for a result that leaves the tape: exactly as large as `shape`, and no scratch."""
         dead = self.dead
         if dead is not None and dead.numel() == shape.numel() and _alike(dead, like):
             self.dead = None
@@ -119,7 +120,7 @@ class Pool:
         return Lease(torch.empty(shape, dtype=like.dtype, device=like.device))
 
     def release(self, lease: Lease) -> None:
-        """Give one claim back; after the last one the memory is dead."""
+        """Release one claim; after the last one the memory is dead and belongs to the pool."""
         if lease.claims is not None:
             lease.claims[0] -= 1
             if lease.claims[0]:
@@ -130,12 +131,12 @@ class Pool:
             self.bury(lease.memory)
 
     def bury(self, memory: Tensor) -> None:
-        """Take over memory that nobody else will look at again."""
+        """Take over dead memory, which nothing reads any more, if it is contiguous and larger than `dead`."""
         if memory.is_contiguous() and (self.dead is None or self.dead.numel() < memory.numel()):
             self.dead = memory
 
     def close(self) -> None:
-        """Let the scratch wait for the next tape, and forget the rest."""
+        """Return the scratch to the store, where the next tape takes it, and drop the other memory."""
         for memory in self.scratch:
             return_scratch(memory)
         self.scratch.clear()

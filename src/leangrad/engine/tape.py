@@ -1,20 +1,24 @@
-"""A Wengert list whose backward moves gradients: taken, lent, added in place; never cloned.
+"""A Wengert list whose backward moves gradients: it takes, lends and adds them in place instead of cloning them.
 
-A gradient is a lease on memory that counts its claims (`engine.grad_buffer`). Who has the only one may overwrite it:
+A gradient is a `Lease` on memory, which counts the claims (`engine.grad_buffer`). The holder of the only claim may
+overwrite the memory:
 
-    take         a step takes the gradient out of its output's slot; the slot is empty afterwards
-    lend         an op that hands one gradient to two inputs (add, reshape) gives both a claim on the same memory
-    accumulate   a second arrival is added in place into whichever of the two is owned, else out of place
+    take         a step takes the gradient out of its output's slot; the slot is empty afterwards, unless `keep`
+    lend         an op that passes one gradient to two inputs (add) gives both a claim on the same memory
+    accumulate   a second gradient is added in place into whichever of the two is owned, else out of place
     release      the last claim returns the memory to the tape, and the next gradient is written there
 
-[Note: two buffers] A linear step reads the gradient of its output and writes that of its input, and nothing else of
-that size is alive: two buffers, for any depth. On a private tape an activation that keeps its input is not stored at
-all: its value is rebuilt into scratch whenever it is read, and in backward the gradient of that value is written over
-it. The kept input is dead after that, and becomes the buffer for the next layer. A kept output of relu must outlive the
-gradient that is written first; where no dead memory is at hand (at the top of a chain) its zeros are noted, one byte
-each, and the gradient is written over it.
+A gradient is copied by a reshape that needs a copy, and at the end if the gradient of an input is not owned or lies in
+larger memory.
 
-`Tape` can be used on its own; `engine.single_node.run` runs a program on a private one as a single autograd node.
+[Note: two buffers] Backward of a linear step reads the gradient of its output and writes that of its input, and no
+other tensor of that size is alive: two buffers, for any depth. On a private tape the result of an activation that keeps
+its input is not stored, unless it is small: it is rebuilt into scratch whenever it is read, and in backward its
+gradient is written over it. The kept input is dead after that, and becomes the buffer for the next layer. A kept output
+of relu is still needed when the gradient of that output has been written. Where there is no dead memory (at the top of
+a chain), backward notes the zeros of the output, one byte each, and writes the gradient over the output.
+
+`Tape` can be used on its own; `engine.single_node.run` runs a program on a private tape as a single autograd node.
 """
 
 from collections.abc import Callable, Iterable
@@ -35,10 +39,10 @@ __all__ = ["Tape", "Var"]
 
 
 class Tape:
-    """A list of steps, each of which knows how to move its output's gradient on to its inputs.
+    """A list of steps, each of which passes the gradient of its output on to its inputs.
 
     `keep=True` leaves every intermediate gradient readable and lets backward run again, each time with fresh gradients.
-    A `private` tape, whose values nobody reads from outside, overwrites and rebuilds them; see [Note: two buffers].
+    A `private` tape overwrites and rebuilds its values, which only its steps may read; see [Note: two buffers].
 
     >>> tape = Tape()
     >>> x = tape.watch(torch.tensor([2.0]))
@@ -57,7 +61,7 @@ class Tape:
         self._steps: list[tuple[Callable[..., None], Var, tuple[Any, ...]]] = []
 
     def watch(self, tensor: Tensor, *, needs_grad: bool = True) -> Var:
-        """An input. Its memory is the caller's and is only read."""
+        """Returns `tensor` as an input of the tape. Its memory belongs to the caller and is only read."""
         if tensor.requires_grad and torch.is_grad_enabled():
             tensor = tensor.detach()
         var = Var(tensor, tensor, needs_grad, fixed=True)
@@ -65,21 +69,25 @@ class Tape:
         return var
 
     def add(self, a: Var, b: Var) -> Var:
-        """A + b, of one shape. Keeps nothing."""
+        """Returns a + b, both of one shape. Keeps nothing for backward."""
         return self._push(add_backward, _pair(torch.add, a, b), (a, b), a.needs_grad or b.needs_grad)
 
     def mul(self, a: Var, b: Var) -> Var:
-        """A · b, elementwise, of one shape. Keeps both."""
+        """Returns a · b, elementwise, both of one shape. Keeps both."""
         return self._push(mul_backward, _pair(torch.mul, a, b), (a, b), a.needs_grad or b.needs_grad, (a, b))
 
     def reshape(self, a: Var, shape: tuple[int, ...]) -> Var:
-        """The same numbers in another shape. Keeps nothing."""
+        """Returns the same numbers in another shape. Keeps nothing."""
         out = self._push(reshape_backward, a.value.reshape(shape), (a,), a.needs_grad)
         a.fixed = out.fixed = True
         return out
 
     def linear(self, x: Var, weight: Var, bias: Var | None = None) -> Var:
-        """X Wᵀ + b, with x of (N, in). Keeps x where the weight needs a gradient; the weight is the caller's own."""
+        """Returns x Wᵀ + b, with x of (N, in). Keeps x if the weight needs a gradient.
+
+        The weight is usually an input of the tape and belongs to the caller; another weight is kept if x needs a
+        gradient.
+        """
         value, scratch = x.tensor, None
         if value is None:
             value, scratch = self.read(x)
@@ -93,7 +101,7 @@ class Tape:
         return self._push(linear_backward, y, (x, weight, bias), needs_grad, reads)
 
     def activate(self, x: Var, activation: str | Activation) -> Var:
-        """An activation. Keeps its input or its output, as the activation says; see [Note: two buffers]."""
+        """Returns the activation of x. Keeps its input or its output, whichever it `keeps`; see [Note: two buffers]."""
         record = resolve(activation)
         value, needs_grad = x.tensor, x.needs_grad
         if record.keeps == "input" and needs_grad and self.private and value is not None and _pays_to_rebuild(value):
@@ -102,7 +110,7 @@ class Tape:
                 y.shape = torch.Size((*x.shape[:-1], x.shape[-1] // 2))
             y.rebuilt = (record, x)
             return y
-        # Where no step reads x in backward, write over it.
+        # Write over x if no step reads it in backward.
         over = self.private and record.in_place and not x.fixed and x.readers == 0 and value is not None
         if record.keeps == "input":
             over = over and not needs_grad
@@ -125,12 +133,12 @@ class Tape:
         reads: Iterable[int] = (),
         reads_output: bool = False,
     ) -> Var:
-        """An op of your own, as a pair of functions on tensors.
+        """Record an op of your own, a pair of functions on tensors, and return its output.
 
         `forward(*values)` returns its output in memory of its own, then whatever else backward needs: statistics, a
-        mask. `backward(turn)` returns one gradient, or None, for each input: in memory of its own, in `turn.room(i)`,
-        or `turn.grad` or a view of it, overwritten only where `turn.owned`; see `Turn`. Keeps the inputs numbered in
-        `reads`, the output with `reads_output`, and what else forward returned.
+        mask. `backward(turn)` returns one gradient, or None, for each input; see `Turn`. A gradient may be in memory of
+        its own, in `turn.room(i)`, or be `turn.grad` or a view of it, which is overwritten only if `turn.owned`. Keeps
+        the inputs numbered in `reads`, the output with `reads_output`, and what else forward returned.
 
         >>> tape = Tape()
         >>> x = tape.watch(torch.tensor([0.5]))
@@ -164,9 +172,11 @@ class Tape:
         return out
 
     def backward(self, output: Var, grad: Tensor | None = None, *, ours: bool = False, again: bool = False) -> None:
-        """Walk the list in reverse, from the gradient of `output` (ones where none is given) to those of the inputs.
+        """Walk the list in reverse, from the gradient of `output` to those of the inputs.
 
-        `ours` says that `grad` may be overwritten; `again` that the values must survive for another backward.
+        grad: the gradient of `output`; ones if None.
+        ours: `grad` may be overwritten.
+        again: the values must survive for another backward.
         """
         if self.consumed:
             raise ConsumedError(
@@ -195,7 +205,7 @@ class Tape:
         self.pool.close()
 
     def read(self, x: Var) -> tuple[Tensor, Lease | None]:
-        """The value of x; where it had to be rebuilt, also the lease on the scratch that it is in."""
+        """Returns the value of x and, if it had to be rebuilt, the lease on the scratch in which it lies."""
         if x.rebuilt is None:
             return x.value, None
         activation, source = x.rebuilt
@@ -204,7 +214,7 @@ class Tape:
         return lease.tensor, lease
 
     def done(self, x: Var, again: bool) -> None:
-        """One reader of the value of x is done; after the last one a private tape writes there."""
+        """Count one reader of the value of x as done; after the last one a private tape reuses the memory."""
         if again:
             return
         x.readers -= 1
@@ -213,7 +223,7 @@ class Tape:
             x.tensor = None
 
     def receive(self, x: Var, arriving: Lease) -> None:
-        """Store the first gradient that arrives, as it is; add the next in place into whichever is owned."""
+        """Store the first gradient of x as it is; add the next in place into whichever is owned, else out of place."""
         held = x.gradient
         if held is None:
             x.gradient = arriving
@@ -230,7 +240,7 @@ class Tape:
             self.pool.release(arriving)
 
     def forget_values(self, output: Var) -> None:
-        """Drop what no step will read in backward, and what autograd saves: the inputs and the output."""
+        """Drop the values that no step reads in backward, and those that autograd saves: the inputs and the output."""
         output.tensor = None
         for var in self._inputs:
             var.tensor = None
@@ -239,11 +249,11 @@ class Tape:
                 out.tensor = None
 
     def held_values(self) -> list[Var]:
-        """The intermediate values that are held for backward."""
+        """Returns the intermediate values that are held for backward."""
         return [var for var in (*(out for _, out, _ in self._steps), *self._kept) if var.tensor is not None]
 
     def _settle(self, x: Var, lease: Lease) -> None:
-        """Leave the gradient of an input in memory that nobody else uses, and that is no larger than it."""
+        """Copy the gradient of an input, unless it is owned and its memory is no larger than it."""
         if lease.owned and (lease.memory is lease.tensor or lease.memory.numel() == x.shape.numel()):
             return
         x.gradient = Lease(lease.tensor.clone())
@@ -257,7 +267,7 @@ class Tape:
         needs_grad: bool,
         reads: tuple[Var, ...] = (),
     ) -> Var:
-        """Note a step, where one of its inputs needs a gradient, and return its output."""
+        """Record a step, if one of its inputs needs a gradient, and return its output. `reads`: what backward reads."""
         out = Var(value, arguments[0] if value is None else value, needs_grad)
         if needs_grad:
             for x in reads:
@@ -266,7 +276,7 @@ class Tape:
         return out
 
 
-# Below this a map is stored, as plain PyTorch stores it: launching a kernel again costs more than the bytes are worth.
+# A smaller map is stored, as plain PyTorch stores it: another kernel launch costs more than its bytes are worth.
 _REBUILD_MIN_BYTES = 1 << 20
 
 
@@ -275,7 +285,10 @@ def _pays_to_rebuild(value: Tensor) -> bool:
 
 
 def _is_maskable(record: Activation, out: Tensor) -> bool:
-    """Only on the CPU: on an accelerator noting the zeros costs a launch, and a map from its caching allocator none."""
+    """Whether backward may note the zeros of `out` and write over it; see [Note: two buffers].
+
+    Only on the CPU: on an accelerator noting the zeros costs a launch, and memory from the caching allocator nothing.
+    """
     return record.zero_where_masked and out.is_cpu
 
 

@@ -1,9 +1,9 @@
-"""The steps of a tape: each takes the gradient of its output and moves it on to its inputs.
+"""Backward of the steps of a tape: each takes the gradient of its output and passes gradients on to its inputs.
 
     step(tape, g, out, again, *arguments)      `again`: the values must survive for another backward
 
-`g` is a lease that the step has to pass on or to release. Values are read through the tape, which writes over them once
-their last reader is done; see [Note: two buffers] in ``tape.py``.
+`g` is a `Lease` that the step has to pass on or to release. After reading a value a step calls `tape.done`: a private
+tape writes over the value once its last reader is done; see [Note: two buffers] in ``tape.py``.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ __all__ = ["activate_backward", "add_backward", "linear_backward", "mul_backward
 
 
 def room(tape: Moves, x: Var, like: Tensor) -> Lease:
-    """Memory for the gradient of x: the caller's to keep where x is an input, else scratch or dead memory."""
+    """Returns memory for the gradient of x. It is no scratch if x is `fixed`, as an input is: its gradient is kept."""
     return tape.pool.give(x.shape, like) if x.fixed else tape.pool.borrow(x.shape, like)
 
 
 def add_backward(tape: Moves, g: Lease, out: Var, again: bool, a: Var, b: Var) -> None:
-    """Both get the same gradient, lent where both want it."""
+    """Pass the same gradient to both inputs; if both need one, each gets a claim on the memory."""
     if a.needs_grad and b.needs_grad:
         tape.receive(a, g.lend())
     tape.receive(b if b.needs_grad else a, g)
 
 
 def reshape_backward(tape: Moves, g: Lease, out: Var, again: bool, a: Var) -> None:
-    """The same memory in another shape, where that can be."""
+    """Pass the same memory on in the shape of the input, if it can be viewed so; else a copy."""
     view = g.tensor.reshape(a.shape)
     if view.data_ptr() == g.tensor.data_ptr():
         tape.receive(a, g.viewed_as(view))
@@ -42,7 +42,7 @@ def reshape_backward(tape: Moves, g: Lease, out: Var, again: bool, a: Var) -> No
 
 
 def mul_backward(tape: Moves, g: Lease, out: Var, again: bool, a: Var, b: Var) -> None:
-    """da = g b, db = g a: the last one is written over g where it is owned."""
+    """da = g b, db = g a: the last one is written over g if that is owned."""
     if a.needs_grad and b.needs_grad:
         into = room(tape, a, g.tensor)
         torch.mul(g.tensor, b.value, out=into.tensor)
@@ -58,7 +58,7 @@ def mul_backward(tape: Moves, g: Lease, out: Var, again: bool, a: Var, b: Var) -
 
 
 def linear_backward(tape: Moves, g: Lease, out: Var, again: bool, x: Var, weight: Var, bias: Var | None) -> None:
-    """dW, db, then dx: over a rebuilt x, into dead memory, or over a kept output of relu."""
+    """dW, db, then dx: dx is written over a rebuilt x, into dead memory, or over a kept output of relu."""
     into = None
     if weight.needs_grad:
         value, into = tape.read(x)
@@ -80,7 +80,10 @@ def linear_backward(tape: Moves, g: Lease, out: Var, again: bool, x: Var, weight
 
 
 def _write_over(tape: Moves, x: Var, again: bool, readers: int) -> Lease | None:
-    """The memory of a kept output of relu, whose zeros are noted first; None where there is better or it is needed."""
+    """Returns the memory of x, a kept output of relu, after noting its zeros in `x.zeros`.
+
+    None if x is no such output, if the tape has dead memory, or if x is read again or belongs to the caller.
+    """
     if not x.maskable or again or x.fixed or not tape.private or x.readers != readers or not tape.pool.is_empty:
         return None
     memory = x.value
@@ -91,8 +94,8 @@ def _write_over(tape: Moves, x: Var, again: bool, readers: int) -> Lease | None:
 def activate_backward(
     tape: Moves, g: Lease, out: Var, again: bool, x: Var, record: Activation, kept: Var | None
 ) -> None:
-    """Over the gradient where it is owned; for a gated one over the kept input, which is as large."""
-    if out.zeros is not None:  # `_write_over` has put g where `out` was, for this tape alone
+    """dx, written over g if that is owned; for a gated activation over the kept input, which is as large as dx."""
+    if out.zeros is not None:  # `_write_over` has returned the memory of `out` for g; only this tape uses it
         assert g.owned
         g.tensor.masked_fill_(out.zeros, 0)
         out.zeros = None

@@ -1,4 +1,4 @@
-"""A value on a tape, and what a step of the tape asks of the tape in backward."""
+"""`Var`: a value on a tape. `Moves`: what the backward of a step calls on its tape."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ __all__ = ["Moves", "Var"]
 class Var:
     """One value on a tape, and the slot for its gradient.
 
-    The value is a tensor, or it is `rebuilt` by an activation from another value whenever it is read. `fixed` memory is
-    never overwritten: it belongs to the caller, or a view shares it.
+    The value is a tensor, or it is `rebuilt` by an activation from another value whenever it is read. If it is `fixed`,
+    its memory is never overwritten: it belongs to the caller, or a view shares it.
     """
 
     __slots__ = (
@@ -40,13 +40,13 @@ class Var:
         self.dtype: torch.dtype = like.dtype
         self.rebuilt: tuple[Activation, Var] | None = None
         self.gradient: Lease | None = None
-        self.readers = 0  # steps that will read the value in backward
-        self.maskable = False  # the activation that made it needs only its zeros
-        self.zeros: Tensor | None = None
+        self.readers = 0  # number of steps that will still read the value in backward
+        self.maskable = False  # whether backward of the activation that made it reads only where it is zero
+        self.zeros: Tensor | None = None  # True where the value was zero; set if a gradient was written over the value
 
     @property
     def value(self) -> Tensor:
-        """The value, where the tape still has it."""
+        """The value, rebuilt if it is not stored; raises ConsumedError if the tape no longer has it."""
         if self.tensor is not None:
             return self.tensor
         if self.rebuilt is None:
@@ -58,21 +58,21 @@ class Var:
 
     @property
     def grad(self) -> Tensor | None:
-        """The gradient, where backward has left one: on inputs, and with `Tape(keep=True)` on every value."""
+        """The gradient, if backward left one, else None: on inputs, and with `Tape(keep=True)` on every value."""
         return None if self.gradient is None else self.gradient.tensor
 
 
 class Moves(Protocol):
-    """What the backward of a step asks of its tape."""
+    """What the backward of a step calls on its tape; see `Tape`."""
 
     pool: Pool
     private: bool
 
     def read(self, x: Var) -> tuple[Tensor, Lease | None]:
-        """The value of an input."""
+        """Returns the value of an input and, if it was rebuilt, the lease on its memory."""
 
     def done(self, x: Var, again: bool) -> None:
-        """The step reads this input no more."""
+        """Called when the step does not read this input any more."""
 
     def receive(self, x: Var, arriving: Lease) -> None:
-        """A gradient of an input, to be taken or added."""
+        """Store a gradient of an input, or add it to the one that is stored."""

@@ -1,18 +1,18 @@
 """The floor: the fewest bytes that can be kept from forward to backward with no product computed twice.
 
-A product is a matmul, a convolution, an attention or a fused recurrent layer. `floor` runs one real step plain, records
-every ATen op that eager PyTorch runs in it, and asks `leangrad.policy` for the cheapest cut of that graph. It is
-one of the policy's adapters, beside those of the two engines.
+A product is a matmul, a convolution, an attention or a fused recurrent layer. `floor` runs one real step in plain
+PyTorch, records every ATen op that eager PyTorch runs in it, and computes the cheapest cut of that graph with
+`leangrad.policy`. It is one of the policy's adapters, beside those of the two engines.
 
-Read in this order: `aten_op` (one call: what it reads and writes, whether it may run twice), `recorded_step` (the
-dispatch mode that writes a step down as a graph of values), `result` (the tensors of the cut, as a table), and `floor`
+Read in this order: `aten_op` (one call of an op: what it reads and writes, whether it may run twice), `recorded_step`
+(the dispatch mode that records a step as a graph of values), `result` (the tensors of the cut, as a table), and `floor`
 itself, here.
 
-[Note: the cut] A value that backward reads is kept, at its own size, or rebuilt, which takes the inputs of its op; a
-product is never rebuilt. Parameters, buffers, the batch, constants and the loss exist anyway and are free; a buffer
-that the forward changes is free in its last state only. A random op is rebuilt from the state of its generator, a few
-integers on the host that count nothing. The floor speaks of kept bytes, not of the peak: while something is rebuilt
-more is alive.
+[Note: the cut] A value that backward reads is either kept, which costs its own size, or rebuilt, which requires the
+inputs of its op. A product is never rebuilt. Parameters, buffers, the batch, constants and the loss exist anyway, so
+keeping them is free; a buffer that the forward changes is free only in its last state. A random op is rebuilt from the
+state of its generator, a few integers on the host that are not counted. The floor is about kept bytes, not about the
+peak: while a value is rebuilt, more memory is held.
 """
 
 from collections.abc import Callable, Iterator
@@ -42,30 +42,31 @@ def floor(
 ) -> Floor:
     """Find the fewest bytes that one training step of a model can keep for backward with no product computed twice.
 
-    The plain step is run once, and every ATen op of it is looked at::
+    The step runs once in plain PyTorch, and every ATen op of it is recorded::
 
         value = loss(model(*batch))
         torch.autograd.grad(value, [*model.parameters(), *inputs_that_require_grad])
 
-    A lean model, a packed one and the modules of `leangrad.nn` run plain in it: the floor is that of the plain model.
-    (So does all else of leangrad in this process while it runs.) Afterwards model, batch, `.grad` and random states are
-    as before, also if the model raises; see [Note: What is put back] in `verify/memory.py`. Hooks of the user's own
-    run, but for those that wait for `.grad`, which nobody writes. What leaves torch and comes back, by NumPy for
-    instance, counts as a constant, which exists anyway. Call it before or after a step: between a forward and its
-    backward, running statistics that are written back count as changed.
+    A lean model, a packed one and the modules of `leangrad.nn` run without leangrad in it, so the floor is that of the
+    plain model. (While `floor` runs, the rest of leangrad is switched off in the whole process.) Afterwards model,
+    batch, `.grad` and random states are as before, even if the model raises; see [Note: What is put back] in
+    `verify/memory.py`. The user's own hooks run, except those that wait for `.grad`, which is not written. A tensor
+    that leaves torch and comes back, through NumPy for instance, counts as a constant, which exists anyway. Call
+    `floor` before or after a step: between a forward and its backward, running statistics that `floor` writes back
+    count as changed in place.
 
     Args:
-        model: a module in the mode it is to be trained in. If no parameter requires a gradient, a tensor of the batch
-            has to.
+        model: a module in the mode in which it will be trained. If no parameter requires a gradient, a tensor of the
+            batch must.
         batch: a tensor; a tuple or list of positional arguments; or a mapping of keyword arguments.
-        loss: called with the model's output, gives a scalar. None means what it means for `leangrad.verify`: the
+        loss: called with the model's output, returns a scalar. None means what it means for `leangrad.verify`: the
             output itself if it is a scalar, its `.loss` or `["loss"]` if it has one, else the mean squares of the
             output.
         autocast: run forward and loss under `torch.autocast` with this dtype, and backward outside of it.
 
     Raises:
-        TypeError, ValueError: an argument is not what is said above.
-        LeangradError: the model runs kernels past torch's dispatcher, so that nobody can tell what they read.
+        TypeError, ValueError: an argument is not as described above.
+        LeangradError: the model launches kernels past torch's dispatcher, so that `floor` cannot see what they read.
         RuntimeError: torch's own, for a checkpoint inside the model with `use_reentrant=True`; pass False.
 
     >>> net = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 1))
@@ -128,7 +129,7 @@ def _check_surroundings() -> None:
 
 
 def _as_policy(value: Value) -> policy.Value:
-    """A recorded value, as the policy sees it. What backward needs is all that the policy asks of backward."""
+    """Convert a recorded value to one of the policy, whose graph has no backward: ``needed`` stands in for it."""
     return policy.Value(
         value.bytes,
         () if value.free else tuple(value.inputs),
@@ -140,7 +141,7 @@ def _as_policy(value: Value) -> policy.Value:
 
 @contextmanager
 def _naming_modules(model: nn.Module, recorder: Recorder) -> Iterator[None]:
-    """Tell the recorder which module is running; torch takes no such hooks on a scripted one, which stays unnamed."""
+    """Keep ``recorder.modules`` up to date by hooks. A scripted module supports no such hooks, and stays unnamed."""
     names = {module: name for name, module in model.named_modules() if not isinstance(module, torch.jit.ScriptModule)}
 
     def enter(module: nn.Module, _: Any) -> None:

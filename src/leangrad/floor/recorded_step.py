@@ -1,21 +1,20 @@
 """The joint forward and backward graph of one real step, as eager PyTorch runs it.
 
-[Note: values] The recorder is a dispatch mode: it sees the ATen ops below autograd and autocast, in forward and in
-backward, on real tensors, so that data-dependent routing, Python scalars and custom autograd Functions are nothing
-special. A node of the graph is a value: the bytes that one tensor holds at one moment. Tensors are told apart by
+[Note: values] The recorder is a dispatch mode. It sees the ATen ops below autograd and autocast, in forward and in
+backward, on real tensors, so data-dependent routing, Python scalars and custom autograd Functions need no special
+treatment. A node of the graph is a value: the bytes that one tensor holds at one moment. Tensors are distinguished by
 their storage and by the bytes of it that they cover, so a transpose is the same value as its base, and a slice is a
-smaller value made from the larger. An in-place op makes a new value; who read the old one still has the old one. Two
-regions of a storage whose bytes interleave count as overlapping, and a slice is made from the first tensor that it
-was cut from: both can only raise the floor.
+smaller value made from the larger one. An in-place op makes a new value; ops that have read the old value keep it as
+their input. Two regions of a storage whose bytes interleave count as overlapping, and a slice is made from the first
+tensor that it was cut from: both can only raise the floor.
 
-[Note: one value] The same op on the same values, constants and random state is one value wherever it runs. What a
-checkpoint computes again in backward is the forward's own value, so a checkpointed model has the graph of the plain
-one.
+[Note: one value] The same op on the same values, constants and random state is one value wherever it runs. A value that
+a checkpoint computes again in backward is forward's own value, so a checkpointed model has the graph of the plain one.
 
-[Note: the gradient] All that depends on the incoming gradient is one node: it can never be kept from the forward.
-What its ops read of other values is what backward needs. Work of the backward that does not depend on the gradient (a
-mask, a derivative) could as well be done in the forward, and is part of the graph like any other; it runs once, hence
-it is never a product.
+[Note: the gradient] Everything that depends on the incoming gradient is one node, because none of it can be kept from
+the forward. The other values that the ops of this node read are what backward needs. Work of the backward that does not
+depend on the gradient (a mask, a derivative) could as well run in the forward, and is part of the graph like any other
+op; it runs once, so it never counts as a product.
 """
 
 import weakref
@@ -46,22 +45,22 @@ class Value:
     bytes: int
     module: str
     inputs: list[int]
-    fixed: bool = False  # cannot be made again: a product of the forward, or not made by an op at all
-    free: bool = False  # exists anyway
+    fixed: bool = False  # cannot be rebuilt: a product of the forward, or not made by an op at all
+    free: bool = False  # exists anyway, so keeping it costs nothing
     needed: bool = False  # read by an op that depends on the incoming gradient
     unwritten: bool = False  # memory that no op has written yet
 
 
 @dataclass(frozen=True)
 class _Region:
-    """Which bytes of its storage a tensor covers: an offset, then (stride, count) for each dimension, in bytes."""
+    """The bytes of its storage that a tensor covers: an offset, then (stride, count) for each dimension, in bytes."""
 
     offset: int
     runs: tuple[tuple[int, int], ...]
 
     @classmethod
     def of(cls, tensor: Tensor) -> "_Region":
-        """Dimensions are sorted and joined, so that a tensor and its transpose cover the same region."""
+        """Return a tensor's region; dimensions are sorted and joined, so that a transpose has the same region."""
         item = tensor.element_size()
         if tensor.numel() == 0:
             return cls(0, ((1, 0),))
@@ -82,14 +81,14 @@ class _Region:
 
     @cached_property
     def bytes(self) -> int:
-        return min(prod(count for _, count in self.runs), self.end - self.offset)  # windows that overlap count once
+        return min(prod(count for _, count in self.runs), self.end - self.offset)  # bytes in several windows count once
 
     def is_apart_from(self, other: "_Region") -> bool:
         return self.end <= other.offset or other.end <= self.offset
 
 
 class _Look(NamedTuple):
-    """What a table shows of a value."""
+    """The properties of a value that the table shows."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -102,30 +101,30 @@ class _Look(NamedTuple):
 
 @dataclass(eq=False)
 class _Storage:
-    """What a storage holds now: the value of the whole, and of each region of it that has been seen."""
+    """What a storage holds now: the value of the whole, and of each region of it that was read or written so far."""
 
     whole: Value
     whole_bytes: int
     regions: dict[_Region, Value]
     foreign: bool  # no recorded op made it: it is the caller's, or a constant
-    parents: dict[_Region, _Region] = field(default_factory=dict)
-    death: object = None
+    parents: dict[_Region, _Region] = field(default_factory=dict)  # of a slice of a slice: the outer slice
+    death: object = None  # weak reference whose callback forgets the storage
 
 
 class Recorder(_torch.DispatchMode):
-    """Runs every op as it is and writes down which value was made from which."""
+    """Runs every op unchanged and records which value was made from which."""
 
     def __init__(self) -> None:
         super().__init__()
         self.values: list[Value] = []
-        self.modules = [""]  # the names of those now running
+        self.modules = [""]  # names of the modules that are running, the innermost last
         self.in_backward = False
         self._gradient = self._add("gradient", _Look((), torch.float32, 0), [])
         self._storages: dict[int, _Storage] = {}
         self._seen: dict[object, list[Value]] = {}
 
     def begin_backward(self, loss: Tensor) -> Tensor:
-        """End the forward: what the caller can still see is free. Returns the gradient that backward starts from."""
+        """End the forward: mark the caller's storages and the loss as free. Returns the gradient of the loss."""
         for storage in list(self._storages.values()):
             self._free(storage)
         self.read(loss).free = True
@@ -135,9 +134,9 @@ class Recorder(_torch.DispatchMode):
         return gradient
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the op; give each tensor that it made or changed its value."""
+        """Run the op, and record the value of each tensor that it made or changed."""
         if any(kind not in (Tensor, nn.Parameter) for kind in types):
-            return NotImplemented  # a wrapper: its own ops come here when it unfolds
+            return NotImplemented  # a wrapper subclass: the ops on its inner tensors arrive here later
         kwargs = kwargs or {}
         op = Op(func, args, kwargs)
         inputs = [self._read_written(tensor, op) for tensor in op.reads]
@@ -174,7 +173,7 @@ class Recorder(_torch.DispatchMode):
         return self.values[-1]
 
     def _make(self, op: str, looks: Sequence[_Look], inputs: Sequence[Value], key: object) -> list[Value]:
-        """A value for each look; see the notes `one value` and `the gradient`."""
+        """Return a value for each look; see the notes `one value` and `the gradient`."""
         if self._gradient in inputs:
             for value in inputs:
                 value.needed = value is not self._gradient
@@ -190,7 +189,7 @@ class Recorder(_torch.DispatchMode):
         return tuple((name, self._freeze(op.given[name], name not in op.unread)) for name in sorted(op.given))
 
     def _freeze(self, tree: Any, is_read: bool) -> object:
-        """Equal for two arguments that give the same result."""
+        """Return a key that is equal for two arguments with which an op gives the same result."""
         if isinstance(tree, Tensor) and tree.layout == torch.strided:
             content = self.read(tree).index if is_read else None
             return content, tree.shape, tree.stride(), tree.dtype, tree.device, tree.is_conj(), tree.is_neg()
@@ -198,12 +197,12 @@ class Recorder(_torch.DispatchMode):
             return tree.layout, self._freeze(stored_tensors(tree), is_read)
         if isinstance(tree, list | tuple):
             return tuple(self._freeze(one, is_read) for one in tree)
-        return type(tree), tree.hex() if isinstance(tree, float) else tree  # 0.0 == -0.0
+        return type(tree), tree.hex() if isinstance(tree, float) else tree  # 0.0 == -0.0, but not in hex
 
     # Storages
 
     def read(self, tensor: Tensor) -> Value:
-        """The value that the tensor holds now."""
+        """Return the value that the tensor holds now."""
         return self._read_region(self._storage(tensor), _Region.of(tensor), tensor)
 
     def _read_written(self, tensor: Tensor, op: Op) -> Value:
@@ -229,14 +228,14 @@ class Recorder(_torch.DispatchMode):
         return storage.regions[region]
 
     def _note_view(self, base: Tensor, view: Tensor) -> None:
-        """A slice of a slice is made from the slice: then either may be kept."""
+        """Record that a slice of a slice is made from the outer slice, so that a cut may keep either."""
         storage, outer, inner = self._storage(base), _Region.of(base), _Region.of(view)
         if inner.bytes < outer.bytes < storage.whole_bytes:
             storage.parents.setdefault(inner, outer)
         self._read_region(storage, inner, view)
 
     def _write(self, tensor: Tensor, value: Value, op: str) -> None:
-        """The tensor's region is `value` from now on; the rest of its storage stays what it was."""
+        """Record that the tensor's region holds `value` from now on; the rest of its storage is unchanged."""
         storage, region = self._storage(tensor), _Region.of(tensor)
         if region.bytes >= storage.whole_bytes:
             storage.whole, storage.whole_bytes, storage.regions = value, region.bytes, {region: value}
@@ -262,7 +261,7 @@ class Recorder(_torch.DispatchMode):
         self._storages[address] = storage
 
         def forget(death: object) -> None:
-            """The address may be another storage's from now on."""
+            """Drop the storage: another one may get its address."""
             self._free(storage)
             if self._storages.get(address) is storage:
                 del self._storages[address]
@@ -271,7 +270,10 @@ class Recorder(_torch.DispatchMode):
         return storage
 
     def _free(self, storage: _Storage) -> None:
-        """A foreign storage exists anyway, in its last state; a constant that died can be made again from Python."""
+        """Mark the last state of a foreign storage as free, in forward only.
+
+        It exists anyway, and a constant whose storage was freed can be made again from Python.
+        """
         if storage.foreign and not self.in_backward:
             for value in (storage.whole, *storage.regions.values()):
                 value.free = True

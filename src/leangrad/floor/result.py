@@ -1,4 +1,4 @@
-"""What `leangrad.floor` gives: the tensors of the cheapest cut, and a table of them."""
+"""The result of `leangrad.floor`: the tensors of the cheapest cut, and a table of them."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ __all__ = ["Floor", "Kept"]
 
 @dataclass(frozen=True)
 class Kept:
-    """One tensor of the cut: the op that made it, and the module that was running."""
+    """One tensor of the cut: the op that made it, and the module that was running then."""
 
     op: str
     shape: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""The comparison of all ways: each is warmed up and measured alone, then all are timed in turns."""
+"""The comparison of all ways: each is warmed up and measured alone, then all are timed in alternation."""
 
 import statistics
 from collections.abc import Callable
@@ -18,14 +18,20 @@ from leangrad.verify.subject import Subject
 
 __all__ = ["Comparison", "Progress"]
 
-Progress = Callable[[str, int, int], object]  # what is going on, the steps done, and all of them
+Progress = Callable[[str, int, int], object]  # called with the current activity, the steps done, and the total
 
-_STEPS_IN_A_TURN = 2  # timed steps of one way before the next has its turn
-_SAME = 0.02  # a smallest budget that is closer to the floor than this part of it shows nothing new
+_STEPS_IN_A_TURN = 2  # timed steps of each way in one round
+_SAME = 0.02  # no budgets below the floor are tried if the smallest is less than this fraction of the floor below it
 
 
 class Comparison:
-    """The ways in their order: each is warmed up and measured alone, then all are timed in turns."""
+    """The comparison: each way is warmed up and measured alone, then all are timed in alternation.
+
+    - `start`: the state that every way starts from.
+    - `reference`: the outcome of the first step in plain PyTorch; None before it, or if two plain steps differ.
+    - `standing`: bytes on the device, without the optimizer's state, when last counted; None before the first way ran.
+    - `done`, `total`: finished steps, and all that are expected, for `progress`.
+    """
 
     def __init__(
         self, subject: Subject, batch: Any, points: int, steps: int, optimizer: MakeOptimizer | None, progress: Progress
@@ -40,8 +46,8 @@ class Comparison:
         self.points = points
         self.rounds = -(-steps // _STEPS_IN_A_TURN)
         self.notes: list[str] = []
-        self.reference: Outcome | None = None  # what plain gave
-        self.standing: int | None = None  # what stood on the device after the first way
+        self.reference: Outcome | None = None
+        self.standing: int | None = None
         self.progress = progress
         self.done = 0
         self.total = sum(way.warm_up_steps for way in (plain_way(), lean_way(), plain_way()))
@@ -49,11 +55,11 @@ class Comparison:
 
     @property
     def meter(self) -> Meter:
-        """What counts the memory of the steps."""
+        """The meter that counts the memory of the steps."""
         return self.setup.meter
 
     def run(self) -> Frontier:
-        """Measure every way."""
+        """Measure every way and return the result."""
         plain = self._settle(plain_way())
         floor = self._settle(lean_way())
         lean = self._budgets(plain, floor) if self.points and not disabled() else []
@@ -68,7 +74,10 @@ class Comparison:
         return Frontier(type(self.setup.subject.model).__name__, str(self.device), rows, "; ".join(self.notes))
 
     def _settle(self, way: Way) -> Training:
-        """Warm a way up, compare it with plain, and measure its memory."""
+        """Warm a way up, compare its outcomes with plain PyTorch, and measure its memory; return its training.
+
+        An error is noted in the training; only an error of plain other than out of memory is raised.
+        """
         training = Training(way, self.setup)
         end = self.done + way.warm_up_steps
         said = way.name if way.budget is None else f"{way.name} {way.budget / 1e6:,.0f} MB"
@@ -105,19 +114,19 @@ class Comparison:
         self.notes.append(f"plain differs from itself by up to {apart:.2g}, so no bits were compared")
 
     def _standing(self) -> int:
-        """What stands on the device beside the optimizer's state."""
+        """Return the bytes that are allocated on the device, without the optimizer's state."""
         state = self.setup.optimizer.state.values() if self.setup.optimizer is not None else ()
         return self.meter.standing_bytes() - bytes_on(self.device, list(state))
 
     def _count_off_leftovers(self) -> None:
-        """Take what earlier ways hold on to, such as their scratch, off the peaks of the later ones."""
+        """Exclude memory that earlier ways still hold, such as their scratch, from the peaks of later ways."""
         if self.standing is not None:
             standing = self._standing()
             self.meter.count_off(standing - self.standing)
             self.standing = standing
 
     def _budgets(self, plain: Training, floor: Training) -> list[Training]:
-        """Lean with budgets from plain's peak down to the smallest."""
+        """Measure lean with budgets from the plain peak down to the smallest that can be met."""
         smallest = self._smallest()
         high = plain.reading.peak_bytes if plain.reading else self.meter.capacity()
         low = floor.reading.peak_bytes if floor.reading else smallest
@@ -140,7 +149,11 @@ class Comparison:
         return self._settle(budget_way(budget, self.meter.budget_for(budget), note))
 
     def _smallest(self) -> int | None:
-        """The smallest peak that lean names, or reaches, with a budget that nobody can meet; None if it fails."""
+        """Return the smallest peak of lean; None if it fails.
+
+        Lean gets a budget that cannot be met. The result is the smallest peak that the error names, or if there is no
+        error, the peak that is reached.
+        """
         self._advance("lean, the smallest", 0)
         self._count_off_leftovers()
         training = Training(budget_way(1, self.meter.budget_for(1)), self.setup)
@@ -150,7 +163,7 @@ class Comparison:
                 self.setup.copies.clear_gradients()
                 training.step()
             training.read()
-        except Exception as error:  # what is wrong with lean is told by the rows of the budgets that can be met
+        except Exception as error:  # if lean itself fails, the rows of the other budgets say so
             training.fail(error)
         self.setup.copies.clear_gradients()
         self.meter.release()
@@ -159,7 +172,7 @@ class Comparison:
         return training.reading.peak_bytes if training.reading else None
 
     def _at_the_smallest(self, smallest: int) -> Training:
-        """Lean at the smallest budget. It may name another one once it has seen more steps."""
+        """Measure lean with the smallest budget; try again if lean names a larger one after it has run more steps."""
         for _ in range(3):
             training = self._with_budget(smallest, "the smallest")
             if not training.smallest_budget:
@@ -172,7 +185,7 @@ class Comparison:
         return Training(no_checkpoint(), self.setup) if way is None else self._settle(way)
 
     def _time(self, trainings: list[Training]) -> None:
-        """Let the ways take turns, each round in another order."""
+        """Time the ways in alternation, each round in another order."""
         for n in range(self.rounds):
             first = n % max(1, len(trainings))
             for training in trainings[first:] + trainings[:first]:
@@ -196,7 +209,7 @@ class Comparison:
 
 
 def _size(training: Training) -> float:
-    """What a row of lean is sorted by: its budget, or the floor's peak."""
+    """Return the key that the rows of lean are sorted by: the budget, or for lean without a budget its peak."""
     if training.way.budget is not None:
         return training.way.budget
     return training.reading.peak_bytes if training.reading else 0

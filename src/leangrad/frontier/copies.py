@@ -1,4 +1,4 @@
-"""Copies of a model that share its tensors, so that many ways to train it stand side by side in the memory of one."""
+"""Copies of a model that share its tensors, so that many ways to train it need the memory of one model only."""
 
 import copy
 from typing import Any
@@ -12,11 +12,13 @@ __all__ = ["Copies"]
 
 
 class Copies:
-    """Makes copies of a model. They have modules of their own, and parameters and buffers in common.
+    """Makes copies of a model; each copy has its own modules, and all copies share one set of parameters and buffers.
 
-    The parameters are others than those of the model: they have gradients and hooks of their own. With `own_values`
-    they have memory of their own too, for an optimizer to write to; else they are aliases of the model's, and nothing
-    is allocated for them. Buffers always have memory of their own. A copy is plain, also that of a lean model.
+    The copies' parameters are not those of the model: they have their own gradients and hooks. With `own_values` they
+    have their own memory too, which an optimizer can write to; without, they are aliases of the model's parameters and
+    allocate nothing. The copies' buffers always have their own memory. A copy is plain, even if the model is lean.
+
+    - `first`: a copy that no way trains; its tensors are those of all copies.
 
     Raises:
         TypeError: the model cannot be copied.
@@ -24,13 +26,13 @@ class Copies:
 
     def __init__(self, model: nn.Module, *, own_values: bool) -> None:
         self._model = model
-        self._tensors: dict[int, Tensor] = {}  # those of the copies, by the ids of the model's
+        self._tensors: dict[int, Tensor] = {}  # the copies' tensors, by the ids of the model's tensors
         try:
             for parameter in model.parameters():
                 self._tensors[id(parameter)] = _parameter(parameter, own_values)
             for buffer in model.buffers():
                 self._tensors[id(buffer)] = copy.deepcopy(buffer.detach())
-            self.first = self.new()  # the copy that stands for all: its tensors are theirs
+            self.first = self.new()
         except Exception as error:
             raise TypeError(
                 f"expected a model that copy.deepcopy can copy, got {type(model).__name__}, which it cannot: "
@@ -38,7 +40,7 @@ class Copies:
             ) from error
 
     def new(self) -> nn.Module:
-        """Another copy."""
+        """Return another copy."""
         made = copy.deepcopy(self._model, dict[int, Any](self._tensors))
         for module in made.modules():
             plain(module)

@@ -1,4 +1,4 @@
-"""What is said of a way that cannot train the model: it ran out of memory, refused, or failed."""
+"""The sentence in the row of a way that could not train the model: it ran out of memory, refused, or failed."""
 
 import torch
 
@@ -6,18 +6,18 @@ from leangrad.errors import LeangradError
 
 __all__ = ["is_out_of_memory", "sentence_of"]
 
-_CPU_WORDS = ("can't allocate memory", "not enough memory")  # of torch's allocators on the CPU, a RuntimeError
+_CPU_WORDS = ("can't allocate memory", "not enough memory")  # in the RuntimeError of torch's CPU allocators
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that the device, or the host, has no memory left."""
+    """Whether an error says that the device or the host is out of memory."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return type(error) is RuntimeError and any(words in str(error) for words in _CPU_WORDS)
 
 
 def sentence_of(error: Exception) -> str:
-    """One line that says why a way has no figures."""
+    """Return one line that says why a way has no figures."""
     if is_out_of_memory(error):
         return "ran out of memory"
     first = next(iter(str(error).splitlines()), "")

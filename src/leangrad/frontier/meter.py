@@ -1,9 +1,10 @@
-"""How much memory a step takes, on the device that the model is on.
+"""Measure how much memory a step uses on the device of the model.
 
-[Note: what a peak counts] On a GPU the peak is what `torch.cuda.max_memory_allocated` would show if this model, its
-batch, its gradients and the state of its optimizer were alone on the device: other tensors that stand there are taken
-off, and added again to the budget that `lean` is told, which means the whole device. On a CPU, where nobody counts the
-process's tensors, it is `leangrad.measure(step).peak_bytes`: what the step takes above what stood before it.
+[Note: what a peak counts] On a GPU the peak is what `torch.cuda.max_memory_allocated` would show if only this model,
+its batch, its gradients and the state of its optimizer were on the device. The bytes of other tensors there are
+subtracted from it, and added again to the budget that is passed to `lean`, because that budget counts the whole device.
+On a CPU, where torch does not count the tensors of the process, the peak is `leangrad.measure(step).peak_bytes`: the
+memory that the step uses above what was allocated before it.
 """
 
 import gc
@@ -19,53 +20,56 @@ from leangrad.trees import tensors_in
 
 __all__ = ["CudaMeter", "Meter", "Reading", "meter_for"]
 
-_BLOCK = 512  # the caching allocator's unit
+_BLOCK = 512  # bytes; the caching allocator rounds sizes up to multiples of this
 
-Step = Callable[[Callable[[], object]], object]  # called with what is to be called when backward begins
+Step = Callable[[Callable[[], object]], object]  # a step; it calls its argument when backward begins
 
 
 @dataclass(frozen=True)
 class Reading:
-    """The memory of one step: its peak, and what is kept when backward begins."""
+    """The memory of one step: its peak, and the bytes that it has allocated and still holds when backward begins."""
 
     peak_bytes: int
     kept_bytes: int
 
 
 class Meter:
-    """Counts the memory of steps on a CPU, and on any device that torch's profiler knows."""
+    """Counts the memory of steps on a CPU, and on any device that torch's profiler supports."""
 
-    is_free = False  # measuring takes a fraction of a second
+    is_free = False  # whether measuring a step takes no extra time; here it takes a fraction of a second
 
     def read(self, step: Step) -> Reading:
-        """Run a step and count."""
+        """Run a step and return its memory."""
         measurement = measure(lambda: step(lambda: None), timed_runs=0)
         return Reading(measurement.peak_bytes, measurement.kept_bytes)
 
     def budget_for(self, peak_bytes: int) -> int:
-        """The budget that `lean` has to be told for a peak of so many bytes."""
+        """Return the budget to pass to `lean` for a peak of ``peak_bytes``; see [Note: what a peak counts]."""
         return peak_bytes
 
     def peak_at(self, budget: int) -> int:
-        """The peak that a budget of `lean` means."""
+        """Return the peak that a budget of `lean` corresponds to: the inverse of `budget_for`."""
         return budget
 
     def capacity(self) -> int | None:
-        """The largest peak that the device has room for; None if nobody can tell."""
+        """Return the largest peak that the device has room for; None if that is not known."""
         return None
 
     def count_off(self, nbytes: int) -> None:
-        """Take so many bytes that have nothing to do with the step off its peak."""
+        """Subtract ``nbytes``, which do not belong to the steps, from the peaks of all later steps.
+
+        This class does nothing: its peaks do not include what was allocated before a step.
+        """
 
     def standing_bytes(self) -> int:
-        """What is allocated now."""
+        """Return the bytes that are allocated on the device now; 0 where they are not counted."""
         return 0
 
     def synchronize(self) -> None:
         """Wait for the device."""
 
     def release(self) -> None:
-        """Give back what steps have left."""
+        """Free the memory that steps have left behind."""
         gc.collect()
 
 
@@ -79,7 +83,7 @@ class CudaMeter(Meter):
         self._offset = torch.cuda.memory_allocated(device) - bytes_on(device, model, batch)
 
     def read(self, step: Step) -> Reading:
-        """Run a step and count."""
+        """Run a step and return its memory."""
         self.synchronize()
         start = torch.cuda.memory_allocated(self._device)
         at_backward: list[int] = []
@@ -90,24 +94,24 @@ class CudaMeter(Meter):
         return Reading(torch.cuda.max_memory_allocated(self._device) - self._offset, kept)
 
     def budget_for(self, peak_bytes: int) -> int:
-        """The budget that `lean` has to be told for a peak of so many bytes."""
+        """Return the budget to pass to `lean` for a peak of ``peak_bytes``; see [Note: what a peak counts]."""
         return peak_bytes + self._offset
 
     def peak_at(self, budget: int) -> int:
-        """The peak that a budget of `lean` means."""
+        """Return the peak that a budget of `lean` corresponds to: the inverse of `budget_for`."""
         return budget - self._offset
 
     def capacity(self) -> int | None:
-        """The largest peak that the device has room for."""
+        """Return the largest peak that the device has room for."""
         free, _ = torch.cuda.mem_get_info(self._device)
         return free + torch.cuda.memory_reserved(self._device) - self._offset
 
     def count_off(self, nbytes: int) -> None:
-        """Take so many bytes that have nothing to do with the step off its peak."""
+        """Subtract ``nbytes``, which do not belong to the steps, from the peaks of all later steps."""
         self._offset += nbytes
 
     def standing_bytes(self) -> int:
-        """What is allocated now."""
+        """Return the bytes that are allocated on the device now."""
         gc.collect()
         return torch.cuda.memory_allocated(self._device)
 
@@ -116,19 +120,22 @@ class CudaMeter(Meter):
         torch.cuda.synchronize(self._device)
 
     def release(self) -> None:
-        """Give back what steps have left."""
+        """Free the memory that steps have left behind, including the caching allocator's unused blocks."""
         gc.collect()
         torch.cuda.empty_cache()
 
 
 def meter_for(model: nn.Module, batch: Any) -> Meter:
-    """The meter of the device that the first parameter of the model is on."""
+    """Return the meter for the device of the model's first parameter."""
     device = next(model.parameters()).device
     return CudaMeter(device, model, batch) if device.type == "cuda" else Meter()
 
 
 def bytes_on(device: torch.device, *roots: Any) -> int:
-    """The bytes that the tensors of models, batches and other nests take on a device, in the allocator's blocks."""
+    """Return the bytes of the tensors in models, batches and other nested structures on a device.
+
+    A storage that several tensors share counts once; sizes are rounded up to the allocator's blocks.
+    """
     sizes: dict[int, int] = {}
     for root in roots:
         found = [*root.parameters(), *root.buffers()] if isinstance(root, nn.Module) else tensors_in(root)

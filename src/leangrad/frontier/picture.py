@@ -1,4 +1,4 @@
-"""The picture of a frontier: a small SVG, written by hand, legible on a light and on a dark page."""
+"""The picture of a frontier: a small SVG, made without a plotting library, legible on light and on dark pages."""
 
 import html
 import math
@@ -12,7 +12,7 @@ __all__ = ["Mark", "draw"]
 _WIDTH, _HEIGHT = 720, 420
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 24, 76, 56
 _KINDS = ("plain", "lean", "checkpoint")
-# It brings its own ground, for a notebook's theme may be another than the reader's system.
+# The picture has its own background, because a notebook's theme may differ from the color scheme of the system.
 _STYLE = """
 .lgf-ground { fill: #ffffff } .lgf text { fill: #24292f; font: 13px system-ui, sans-serif }
 .lgf .lgf-title { font-size: 15px; font-weight: 600 } .lgf .lgf-soft { fill: #57606a } .lgf-grid { stroke: #d8dee4 }
@@ -27,7 +27,12 @@ _STYLE = """
 
 @dataclass(frozen=True)
 class Mark:
-    """A point of the picture: whose it is, where it stands, and what the reader is told who points at it."""
+    """A point of the picture.
+
+    - `way`: the name of the way.
+    - `peak_bytes`, `height`: its position: the peak on the horizontal axis, the time on the vertical axis.
+    - `says`: the text of its tooltip.
+    """
 
     way: str
     peak_bytes: int
@@ -36,12 +41,15 @@ class Mark:
 
     @property
     def kind(self) -> str:
-        """What decides its color and shape: all that is lean looks the same."""
+        """The key of its color and shape: "plain", "lean" (with any budget) or "checkpoint"."""
         return next((kind for kind in _KINDS if self.way.startswith(kind)), "plain")
 
 
 def draw(title: str, marks: Sequence[Mark], height_name: str) -> str:
-    """An SVG of the marks: peak bytes to the right, time upwards."""
+    """Return an SVG of the marks: peak bytes to the right, time upwards.
+
+    height_name: the label of the vertical axis.
+    """
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" class="lgf" role="img">',
         f"<title>{_text(title)}</title>",
@@ -66,7 +74,7 @@ def draw(title: str, marks: Sequence[Mark], height_name: str) -> str:
 
 @dataclass(frozen=True)
 class _Axis:
-    """From the values `low` to `high`, on the page from `start` to `end`, with a tick every `step`."""
+    """An axis: the values from `low` to `high` lie at the coordinates `start` to `end`, with a tick every `step`."""
 
     low: float
     high: float
@@ -137,5 +145,5 @@ def _shape(kind: str, x: float, y: float) -> str:
 
 
 def _text(value: str) -> str:
-    """Text for XML: escaped, without the control characters that no XML may hold."""
+    """Return the text escaped for XML, without control characters, which XML does not allow."""
     return html.escape("".join(letter for letter in value if letter.isprintable()))

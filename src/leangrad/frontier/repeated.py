@@ -1,4 +1,4 @@
-"""The repeated modules of a model, such as the blocks of a transformer: where a checkpoint usually stands."""
+"""The repeated modules of a model, such as the blocks of a transformer: checkpoints are usually put around these."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -13,11 +13,11 @@ _LISTS = (nn.ModuleList, nn.ModuleDict)  # they have no forward
 
 
 def repeated_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """The outermost modules whose class occurs several times at one depth, by their names.
+    """Return the outermost modules whose class occurs several times at one depth, by their names.
 
-    A module counts if it has parameters, and parts or a forward of the user's own: a checkpoint around a single layer
-    of torch saves nothing. A Sequential counts only if it holds no module that could count itself: the stages of a
-    ResNet do not, its blocks do.
+    A module counts if it has parameters, and either submodules or a class that is not torch's: a checkpoint around a
+    single layer of torch saves nothing. A Sequential counts only if it has several children and none of them could
+    count itself: the stages of a ResNet do not count, its blocks do.
 
     >>> class Block(nn.Module):
     ...     def __init__(self):
@@ -33,7 +33,7 @@ def repeated_modules(model: nn.Module) -> dict[str, nn.Module]:
         counts = Counter(type(module) for _, module in level if _may_be_block(module))
         below: list[tuple[str, nn.Module]] = []
         for name, module in level:
-            if module in seen:  # under a second name
+            if module in seen:  # registered under a second name
                 continue
             seen.add(module)
             if counts[type(module)] > 1 and _may_be_block(module):
@@ -64,6 +64,6 @@ def checkpoint_each(modules: dict[str, nn.Module]) -> None:
 
 
 def describe_repeated(modules: dict[str, nn.Module]) -> str:
-    """How many of which class, and the first of them: ``12 × Block, from h.0 on``."""
+    """Return a description with the number of modules of each class and the first name: ``12 × Block, from h.0 on``."""
     counts = Counter(type(module).__name__ for module in modules.values())
     return " and ".join(f"{count} × {name}" for name, count in counts.items()) + f", from {next(iter(modules))} on"

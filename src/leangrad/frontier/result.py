@@ -1,4 +1,4 @@
-"""What a frontier holds, and how it reads as text, as JSON, as a picture and in a notebook."""
+"""`Frontier`, the result of `leangrad.frontier`, as text, as JSON, as a picture and in a notebook."""
 
 import dataclasses
 import html
@@ -14,21 +14,23 @@ from leangrad.timeline.event import format_bytes, format_seconds
 __all__ = ["Frontier", "Point", "text_table"]
 
 _HEADINGS = ("way", "budget", "peak", "kept", "time", "× plain", "gradients", "note")
-_LEFT = ("way", "gradients", "note")  # columns of text; the others are of numbers
+_LEFT = ("way", "gradients", "note")  # columns of text, aligned to the left; the others hold numbers
 
 
 @dataclass(frozen=True)
 class Point:
-    """One way to train the model, and what it takes.
+    """One way to train the model, with its memory and its time; a figure is None if it was not measured.
 
     - `way`: "plain", "lean" (the floor), "lean, budget" or "checkpoint".
-    - `budget`: the peak that it was allowed, in bytes; None without one.
-    - `peak_bytes`: on a GPU the peak of allocated memory; on a CPU what the step takes above what stood before it.
-    - `kept_bytes`: what a step has allocated and still holds when its backward begins.
-    - `seconds`: the median of its timed steps.
-    - `ratio`: its time over plain's, the median over the rounds.
-    - `bitwise`: whether loss and gradients are plain's, bit for bit; None where that could not be told.
-    - `note`: what else there is to say, such as why a way has no figures.
+    - `budget`: the peak that it was allowed, in bytes; None without a budget.
+    - `peak_bytes`: on a GPU the peak of allocated memory; on a CPU the peak of the step above what was allocated before
+      it. See [Note: what a peak counts] in `meter.py`.
+    - `kept_bytes`: the bytes that a step has allocated and still holds when its backward pass begins.
+    - `seconds`: the median time of its timed steps.
+    - `ratio`: its time over that of plain PyTorch: the median of the ratios of single steps.
+    - `bitwise`: whether loss and gradients are bitwise equal to plain PyTorch; None for plain itself, and if that could
+      not be determined.
+    - `note`: a remark, such as why a way has no figures; may be empty.
     """
 
     way: str
@@ -43,12 +45,12 @@ class Point:
 
 @dataclass(frozen=True)
 class Frontier:
-    """Time against peak memory, from plain down to the smallest; see `leangrad.frontier`.
+    """Time against peak memory, from plain down to the smallest peak; see `leangrad.frontier`.
 
-    - `model`: the name of its class.
-    - `device`: where the bytes are counted, such as "cpu" or "cuda:0".
+    - `model`: the name of the model's class.
+    - `device`: the device whose memory is counted, such as "cpu" or "cuda:0".
     - `points`: plain, lean from its largest budget to the smallest, and checkpoint.
-    - `note`: what there is to say of all of them.
+    - `note`: a remark on the whole comparison; may be empty.
     """
 
     model: str
@@ -57,22 +59,22 @@ class Frontier:
     note: str = ""
 
     def table(self) -> str:
-        """The points as a table of text."""
+        """Return the points as a text table."""
         return text_table(_HEADINGS, [_cells(point) for point in self.points], left=_LEFT)
 
     def __str__(self) -> str:
         return "\n".join(line for line in (self.table(), self.note) if line)
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything as plain dicts, lists, numbers and strings."""
+        """Return all attributes as dicts, lists, numbers and strings."""
         return {**dataclasses.asdict(self), "points": [dataclasses.asdict(point) for point in self.points]}
 
     def to_json(self, **kwargs: Any) -> str:
-        """`as_dict()` as JSON; `kwargs` go to `json.dumps`."""
+        """Return `as_dict()` as JSON; `kwargs` are passed to `json.dumps`."""
         return json.dumps(self.as_dict(), **kwargs)
 
     def svg(self) -> str:
-        """The picture: peak to the right, time upwards, a line through the points of lean."""
+        """Return the picture as SVG text: peak to the right, time upwards, a line through the points of lean."""
         has_ratio = any(point.ratio is not None for point in self.points)
         marks = []
         for point in self.points:
@@ -83,13 +85,13 @@ class Frontier:
         return draw(f"{self.model} on {self.device}", marks, "time, × plain" if has_ratio else "time, ms")
 
     def save(self, path: str | Path) -> None:
-        """Write the picture to a file, such as "frontier.svg"."""
+        """Write the picture to an SVG file, such as "frontier.svg"."""
         if Path(path).suffix.lower() != ".svg":
             raise ValueError(f"expected the name of an SVG file, such as 'frontier.svg', got {str(path)!r}")
         Path(path).write_text(self.svg(), encoding="utf-8")
 
     def _repr_html_(self) -> str:
-        """How a notebook shows it."""
+        """Return the picture and the table as HTML, for a notebook."""
         head = "".join(f"<th>{html.escape(heading)}</th>" for heading in _HEADINGS)
         rows = [_cells(point) for point in self.points]
         body = "".join(f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
@@ -112,7 +114,7 @@ def _cells(point: Point) -> tuple[str, ...]:
 
 
 def text_table(headings: tuple[str, ...], rows: Sequence[tuple[str, ...]], *, left: tuple[str, ...]) -> str:
-    """Rows of text in columns, those named in `left` aligned to the left; a column that is empty is left out.
+    """Return rows as a text table; the columns named in `left` are aligned to the left, and empty ones are left out.
 
     >>> print(text_table(("way", "peak", "note"), [("plain", "9 B", ""), ("lean", "10 B", "")], left=("way",)))
     way    peak

@@ -1,4 +1,4 @@
-"""One way at work: a copy of the model, its training step, and what was found out about it."""
+"""The training of one way: a copy of the model, its training step, and its measurements."""
 
 import time
 from collections.abc import Callable
@@ -25,14 +25,14 @@ __all__ = ["MakeOptimizer", "Setup", "Training", "make_optimizer"]
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
-_MOST_STEPS = 60  # until a plan stands
-_DIFFERENCES = 3  # of steps; a model whose steps differ again and again has no plan that stands
-_READINGS = 6  # a plan is corrected three times, and the next step shows it
+_MOST_STEPS = 60  # most warm-up steps, if the plan does not settle before
+_DIFFERENCES = 3  # do not wait for a plan if this many steps differed from the recorded one: it will not settle
+_READINGS = 6  # most measured steps with a budget: a plan is corrected up to three times, each seen in the next step
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What all ways have in common: the model's copies, the batch and the loss, the optimizer, and the meter."""
+    """What the trainings of all ways share: model, batch and loss, the copies, the optimizer, and the meter."""
 
     subject: Subject
     copies: Copies
@@ -41,13 +41,15 @@ class Setup:
 
 
 class Training:
-    """A copy of the model that trains in one way.
+    """A copy of the model that is trained in one way, and its measurements.
 
-    - `reading`, `seconds`: what was measured; None and empty until then.
-    - `is_bitwise`: whether loss and gradients were plain's, bit for bit; None if nobody can tell.
-    - `notes`: what its row says.
-    - `has_failed`: it ran out of memory, refused or failed; the last note says so.
-    - `smallest_budget`: the least that it could take, if it refused its budget.
+    - `reading`: the memory of a step; None until it is measured.
+    - `seconds`: the times of the timed steps; empty until they are measured.
+    - `is_bitwise`: whether loss and gradients were bitwise equal to plain PyTorch; None if that is not known.
+    - `notes`: the remarks of its row.
+    - `has_failed`: whether it ran out of memory, refused its budget or failed, as the last note then says, or cannot
+      train the model at all (`Way.prepare` is None).
+    - `smallest_budget`: if it refused its budget, the smallest budget that the `BudgetError` names; else None.
     """
 
     def __init__(self, way: Way, setup: Setup) -> None:
@@ -63,7 +65,7 @@ class Training:
 
     @property
     def subject(self) -> Subject:
-        """The copy of the model, with batch and loss. It is made when it is first asked for, and may refuse."""
+        """The copy of the model, with batch and loss; made at the first access, which may raise if the way refuses."""
         if self._subject is None:
             assert self.way.prepare is not None
             model = self._setup.copies.new()
@@ -73,12 +75,15 @@ class Training:
 
     @property
     def plan(self) -> str:
-        """What a lean model foresees of the plan that it has come to; nothing for one that has none."""
+        """The ledger's sentence on its plan, with the predicted peak; "" if the model is not lean or has none."""
         model = self.subject.model
         return ledger_of(model).goal_status if is_lean(model) else ""
 
     def step(self, at_backward: Callable[[], object] = lambda: None) -> Tensor:
-        """Forward, backward and the optimizer; the gradients stay. Returns the loss."""
+        """Run forward, backward and the optimizer, keep the gradients, and return the loss.
+
+        at_backward: called when forward has ended and backward begins.
+        """
         arguments, _ = self.subject.fresh_arguments()
         return self._run(arguments, at_backward)
 
@@ -93,8 +98,12 @@ class Training:
         return value.detach()
 
     def warm_up(self, memory: Memory, after_step: Callable[[], object]) -> tuple[Outcome, Outcome]:
-        """Train until nothing changes more; return what the first and the last step gave, from the same state."""
-        first = self._outcome(memory)  # in whose state it still is
+        """Train until steps no longer change; return the outcomes of the first and the last step.
+
+        memory: the state that the first step starts from; it is restored before the last step.
+        after_step: called after each step.
+        """
+        first = self._outcome(memory)  # the model is still in the state of `memory`
         after_step()
         for n in range(_MOST_STEPS):
             if n >= self.way.warm_up_steps - 2 and self._is_settled():
@@ -108,7 +117,10 @@ class Training:
         return first, last
 
     def _is_settled(self) -> bool:
-        """Whether the plan of a lean model stands: on a GPU one without a budget is measured for two dozen steps."""
+        """Whether the plan of a lean model is final; also True if the model is not lean, or its steps differ too often.
+
+        On a GPU, lean without a budget measures about two dozen steps before its plan is final.
+        """
         model = self.subject.model
         if not is_lean(model) or disabled():
             return True
@@ -125,7 +137,7 @@ class Training:
         return outcome
 
     def read(self) -> None:
-        """Measure the memory of a step; with a budget, until the plan is no longer corrected by what was measured."""
+        """Measure the memory of a step; with a budget, repeat until the measured peak no longer corrects the plan."""
         for _ in range(1 if self.way.budget is None else _READINGS):
             before = self.reading
             self._setup.copies.clear_gradients()
@@ -135,7 +147,7 @@ class Training:
                 break
 
     def time(self, steps: int) -> None:
-        """Time some steps; one goes before them, for what another way has left in the caches."""
+        """Time ``steps`` steps, after an untimed one that refills the caches, where another way's data are."""
         meter = self._setup.meter
         for n in range(steps + 1):
             self._setup.copies.clear_gradients()
@@ -148,7 +160,7 @@ class Training:
         self._setup.copies.clear_gradients()
 
     def compare(self, plain: Outcome, outcomes: tuple[Outcome, ...]) -> None:
-        """Say how far these outcomes are from plain's."""
+        """Compare these outcomes with that of plain PyTorch: set `is_bitwise`, and note the differences."""
         found = {(one.kind, one.name): one for outcome in outcomes for one in differences(plain, outcome)}
         apart = [one for one in found.values() if one.kind in ("loss", "gradient", "input gradient")]
         self.is_bitwise = not apart
@@ -162,7 +174,7 @@ class Training:
             self.notes.append(f"leaves another {kind} than plain: {name}{plural}")
 
     def fail(self, error: Exception) -> None:
-        """Note that this way came to an end, and why; let go of its copy of the model."""
+        """Note that this way has failed and why, and drop its copy of the model."""
         if isinstance(error, BudgetError):
             self.smallest_budget = error.smallest
         self.notes.append(sentence_of(error))
@@ -172,7 +184,10 @@ class Training:
 
 
 def make_optimizer(make: MakeOptimizer | None, model: nn.Module) -> torch.optim.Optimizer | None:
-    """The optimizer of the copies of a model, or None; a TypeError if `make` gives something else."""
+    """Return the optimizer that `make` returns for the trainable parameters of ``model``; None if `make` is None.
+
+    Raises a TypeError if `make` returns something else.
+    """
     if make is None:
         return None
     made = make([parameter for parameter in model.parameters() if parameter.requires_grad])

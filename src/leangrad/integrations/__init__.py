@@ -1,12 +1,12 @@
-"""leangrad inside other libraries' trainers. Each library is imported only by the module that bears its name.
+"""leangrad in the trainers of other libraries. Each library is imported only by the module of the same name.
 
 transformers     `LeanCallback`, for Hugging Face's Trainer and for trainers built on it, such as TRL's
 lightning        `Lean`, a callback for Lightning's Trainer, under the name ``lightning`` or ``pytorch_lightning``
-figures          what both log: the share of memory saved, and the peak
-library          one sentence for a library that is missing or too old
+figures          what both callbacks log: the share of memory saved, and the peak
+library          imports a library, or raises an error if it is missing or too old
 
-`attach/training_step.py` is how `lean` reaches a LightningModule. Accelerate, PEFT, Fabric and diffusers need no
-module of ours: docs/ has the lines to copy.
+`attach/training_step.py` applies `lean` to a LightningModule. Accelerate, PEFT, Fabric and diffusers need no module
+here: docs/ has the lines to copy.
 """
 
 import importlib

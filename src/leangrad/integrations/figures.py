@@ -1,8 +1,8 @@
-"""What a trainer logs about a lean model while it trains.
+"""The figures that a trainer logs about a lean model while it trains.
 
-Nothing is measured for it: the share comes from the ledger, which knows of every saved tensor what plain PyTorch would
-have kept, and the peak from the GPU's allocator, whose counters are read and never reset. On a CPU nobody counts; there
-`leangrad.measure(step)` does.
+Logging them costs no measurement. The share comes from the ledger, which knows for every saved tensor what plain
+PyTorch would have kept. The peak comes from the GPU's allocator, whose counters are read and never reset. A CPU has no
+such counters; use `leangrad.measure(step)` there.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ PEAK = "peak_memory_bytes"
 
 
 def lean_figures(model: nn.Module) -> dict[str, float]:
-    """The figures that are known by now; none before the first step has been recorded.
+    """Return the figures of ``model`` that are known by now, by name.
 
-    lean_saved_share: of the bytes that plain keeps from forward to backward, the share that is not kept, in all lean
-        modules in ``model``. Of a checkpointed segment it is what counts when backward runs the segment again.
+    lean_saved_share: share of the bytes that plain PyTorch keeps from forward to backward and lean does not, over all
+        lean modules in ``model``. A checkpointed segment counts with what is kept when backward runs it again. Missing
+        until a first step has been recorded.
     peak_memory_bytes: ``torch.cuda.max_memory_allocated`` of the model's GPU, since the process began or the user reset
         it: parameters, gradients and optimizer included. Only on a GPU.
 

@@ -1,4 +1,4 @@
-"""The library that a module of this folder is for: imported, or refused in one sentence."""
+"""Imports the library that a module of this folder supports, or raises an ImportError that says what to install."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ __all__ = ["require"]
 
 
 def require(name: str, minimum: str, *, user: str, package: str = "") -> ModuleType:
-    """The module ``name``, whose version is at least ``minimum``; an ImportError that says what to do if it is not.
+    """Import and return the module ``name``; raises ImportError if it is missing or older than ``minimum``.
 
-    user: what of leangrad needs it. package: what is installed for it, if that has another name.
+    user: the part of leangrad that needs it, as named in the error.
+    package: name of the package to install, if it differs from that of the module.
 
     >>> require("torch", "2.11", user="this example").__name__
     'torch'
@@ -26,7 +27,7 @@ def require(name: str, minimum: str, *, user: str, package: str = "") -> ModuleT
         module = importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] != name.partition(".")[0]:
-            raise  # the library is there, and lacks another
+            raise  # the library is installed, but one of its dependencies is not
         raise ImportError(f"{user} needs {package} {minimum} or newer, which is not installed; {mend}") from None
     version = str(getattr(importlib.import_module(name.partition(".")[0]), "__version__", minimum))
     if _numbers(version) < _numbers(minimum):
@@ -35,6 +36,6 @@ def require(name: str, minimum: str, *, user: str, package: str = "") -> ModuleT
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """The release of a version: (5, 22, 2) of 5.22.2.dev0."""
+    """Return the release numbers of a version: (5, 22, 2) for 5.22.2.dev0."""
     found = re.match(r"\d+(\.\d+)*", version)
     return tuple(int(number) for number in found[0].split(".")) if found else ()

@@ -1,9 +1,9 @@
-"""`Lean`: leangrad as a callback of Lightning's Trainer, under the name ``lightning`` or ``pytorch_lightning``.
+"""`Lean`: leangrad as a callback of Lightning's Trainer, for the package ``lightning`` or ``pytorch_lightning``.
 
     trainer = Trainer(callbacks=[Lean()])
 
-`leangrad.lean(model)` before `trainer.fit(model)` does the same: `attach/training_step.py` says how it reaches
-`training_step`. The callback also logs what is saved, and gives the model back as it was when `fit` ends.
+`leangrad.lean(model)` before `trainer.fit(model)` does the same; `attach/training_step.py` explains how it applies to
+`training_step`. The callback also logs the share of memory saved, and undoes `lean` when `fit` ends.
 """
 
 from __future__ import annotations
@@ -22,12 +22,15 @@ from leangrad.lean import is_lean, lean, plain
 
 __all__ = ["Lean"]
 
-PACKAGES = {"lightning.pytorch": "lightning", "pytorch_lightning": "pytorch-lightning"}  # by the module's name
+PACKAGES = {"lightning.pytorch": "lightning", "pytorch_lightning": "pytorch-lightning"}  # package by module name
 MINIMUM = "2.5"
 
 
 def _callback_classes() -> tuple[type, ...]:
-    """The Callback of each name of Lightning that the program has imported; of the one that is installed, if none."""
+    """Return the Callback class of each Lightning package that the program has imported.
+
+    If it has imported none, that of the installed package.
+    """
     names = [name for name in PACKAGES if sys.modules.get(name) is not None]
     if not names:
         installed = (name for name in PACKAGES if importlib.util.find_spec(name.partition(".")[0]) is not None)
@@ -40,7 +43,7 @@ _classes: dict[tuple[type, ...], type] = {}
 
 
 def _class_for(*bases: type) -> type:
-    """The first of these as a Callback of each name of Lightning, which has a class of its own."""
+    """Return a subclass of ``bases`` with the name and docstring of the first: one class for each tuple of bases."""
     kind = bases[0]
     if bases not in _classes:
         _classes[bases] = type(kind.__name__, bases, {"__module__": kind.__module__, "__doc__": kind.__doc__})
@@ -52,31 +55,32 @@ class Lean(*_callback_classes()):  # type: ignore[misc]
 
     settings: those of ``leangrad.lean``: ``budget="20GB"``, ``slowdown=1.1``, ``exact=False``, ...
 
-    With automatic optimization the whole ``training_step`` is lean, the loss included; with manual optimization each
-    submodule that it calls. ``lean_saved_share`` is logged, of the bytes that plain keeps from forward to backward the
-    share that is not kept, and on a GPU ``peak_memory_bytes``, torch's own peak, which is not reset. When ``fit`` ends
-    the model is as it was; checkpoints are those of the plain model at any time. A model that is lean already stays as
-    it is, with its own settings. For a compiled module the callback does nothing, and says what to do instead.
+    With automatic optimization the whole ``training_step`` is lean, including the loss; with manual optimization each
+    submodule that it calls is lean. The callback logs ``lean_saved_share``, the share of the bytes that plain PyTorch
+    keeps from forward to backward and lean does not, and on a GPU ``peak_memory_bytes``, torch's own peak, which it
+    does not reset. When ``fit`` ends the callback undoes ``lean``; checkpoints equal those of the plain model at any
+    time. A model that is already lean keeps its own settings. For a compiled module the callback does nothing but warn
+    what to do instead.
 
     >>> from lightning.pytorch import Trainer  # doctest: +SKIP
     >>> Trainer(callbacks=[Lean(slowdown=1.1)]).fit(model, data)  # doctest: +SKIP
     """
 
     def __new__(cls, **settings: Any) -> Lean:
-        """One that is a Callback of the Lightning that the program uses."""
+        """Make an instance that is also a Callback of each Lightning package that the program uses."""
         bases = [base for base in _callback_classes() if not issubclass(cls, base)]
         made: Lean = object.__new__(_class_for(cls, *bases) if bases else cls)
         return made
 
     def __init__(self, **settings: Any) -> None:
-        lean(nn.Identity(), **settings)  # what is wrong with them is said here, not when training begins
+        lean(nn.Identity(), **settings)  # raises an error for wrong settings now, not when training begins
         self.settings = settings
-        self._is_ours = False  # the model was made lean by this callback
+        self._is_ours = False  # whether this callback made the model lean
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A strategy that spawns processes sends its callbacks there."""
+        """Pickle the settings only: a strategy that spawns processes sends its callbacks to them."""
         kind = type(self)
-        named = kind.__bases__[0] if kind in _classes.values() else kind  # one that can be found by its name
+        named = kind.__bases__[0] if kind in _classes.values() else kind  # a class that pickle finds by its name
         return functools.partial(named, **self.settings), ()
 
     def setup(self, trainer: Any, pl_module: nn.Module, stage: str) -> None:
@@ -100,17 +104,17 @@ class Lean(*_callback_classes()):  # type: ignore[misc]
             )
 
     def on_fit_start(self, trainer: Any, pl_module: nn.Module) -> None:
-        """The same anew, with the layers that the module has made in ``setup`` and ``configure_model`` since then."""
+        """Make the model lean again, with the layers that its ``setup`` and ``configure_model`` have made since."""
         if self._is_ours:
             lean(pl_module, **self.settings)
 
     def teardown(self, trainer: Any, pl_module: nn.Module, stage: str) -> None:
-        """Give the model back as it was when ``fit`` ends."""
+        """Undo ``lean`` when ``fit`` ends."""
         if stage == "fit":
             self._give_back(pl_module)
 
     def on_exception(self, trainer: Any, pl_module: nn.Module, exception: BaseException) -> None:
-        """The same when ``fit`` ends by an exception, where Lightning calls no ``teardown``."""
+        """Undo ``lean`` when an exception ends ``fit``: then Lightning does not call ``teardown``."""
         self._give_back(pl_module)
 
     def _give_back(self, pl_module: nn.Module) -> None:

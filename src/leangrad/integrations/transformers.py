@@ -1,9 +1,9 @@
-"""`LeanCallback`: leangrad in Hugging Face's Trainer, and in the trainers that are built on it, such as TRL's.
+"""`LeanCallback`: leangrad in Hugging Face's Trainer, and in trainers that are built on it, such as those of TRL.
 
     trainer = Trainer(model, args, train_dataset=dataset, callbacks=[LeanCallback()])
 
-`leangrad.lean(model)` before `Trainer(model, ...)` does the same. The callback also says what it does beside the
-trainer's other options, logs what is saved, and gives the model back as it was when training ends.
+`leangrad.lean(model)` before `Trainer(model, ...)` does the same. The callback also prints how it works together with
+the trainer's other options, logs the share of memory saved, and undoes `lean` when training ends.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ __all__ = ["LeanCallback"]
 
 TrainerCallback = require("transformers", "4.56", user="leangrad.integrations.transformers").TrainerCallback
 
-# Accelerate, which compiles for the Trainer, knows a list of backends and takes no others.
+# Accelerate, which compiles for the Trainer, accepts only a fixed list of backends.
 COMPILE = 'call model.compile(backend="leangrad") before the Trainer: the compiled model is then lean by itself'
 
-# Which callback made a model lean.
+# The callback that made a model lean, by model.
 _owners: weakref.WeakKeyDictionary[nn.Module, LeanCallback] = weakref.WeakKeyDictionary()
 
 
 def _checkpoints(args: Any, model: nn.Module) -> bool:
-    """Whether blocks are checkpointed; before transformers 5.23 it was called gradient checkpointing."""
+    """Whether the Trainer checkpoints blocks; before transformers 5.23 the option was called gradient checkpointing."""
     if hasattr(args, "activation_checkpointing"):
         return bool(args.activation_checkpointing or getattr(model, "is_activation_checkpointing", False))
     return bool(args.gradient_checkpointing or getattr(model, "is_gradient_checkpointing", False))
@@ -45,12 +45,12 @@ class LeanCallback(TrainerCallback):  # type: ignore[misc, valid-type]
 
     settings: those of ``leangrad.lean``: ``budget="20GB"``, ``slowdown=1.1``, ``exact=False``, ...
 
-    When training begins it prints one line that says what is done, also beside ``gradient_checkpointing`` and Liger.
-    The trainer's logs get ``lean_saved_share``, of the bytes that plain keeps from forward to backward the share that
-    is not kept, and on a GPU ``peak_memory_bytes``, torch's own peak, which is not reset. When training ends the model
-    is as it was; ``summary()`` still tells what was kept and why. A model that is lean already stays as it is, with its
-    own settings. Under ``torch.compile`` leangrad is a backend: call ``model.compile(backend="leangrad")`` and leave
-    ``torch_compile`` off; the callback then does nothing.
+    When training begins the callback prints one line about what it does, also together with ``gradient_checkpointing``
+    and Liger. It adds to the trainer's logs ``lean_saved_share``, the share of the bytes that plain PyTorch keeps from
+    forward to backward and lean does not, and on a GPU ``peak_memory_bytes``, torch's own peak, which it does not
+    reset. When training ends it undoes ``lean``; ``summary()`` still returns what was kept and why. A model that is
+    already lean keeps its own settings. With ``torch.compile`` leangrad is a backend: call
+    ``model.compile(backend="leangrad")`` and leave ``torch_compile`` off; the callback then does nothing.
 
     >>> from transformers import Trainer  # doctest: +SKIP
     >>> trainer = Trainer(model, args, train_dataset=dataset, callbacks=[LeanCallback()])  # doctest: +SKIP
@@ -59,21 +59,21 @@ class LeanCallback(TrainerCallback):  # type: ignore[misc, valid-type]
     """
 
     def __init__(self, **settings: Any) -> None:
-        lean(nn.Identity(), **settings)  # what is wrong with them is said here, not when training begins
+        lean(nn.Identity(), **settings)  # raises an error for wrong settings now, not when training begins
         self.settings = settings
-        self._model: weakref.ref[nn.Module] | None = None  # that this callback watches
-        self._training: weakref.ref[Any] | None = None  # the TrainerState of the training in which it does
+        self._model: weakref.ref[nn.Module] | None = None  # the model whose training this callback logs; None: none
+        self._training: weakref.ref[Any] | None = None  # the TrainerState of that training
         self._summary = "no training has begun with this LeanCallback yet"
 
     def summary(self) -> str:
-        """What is kept, rebuilt and shared, and why; after training, of the last step that was recorded."""
+        """Return what is kept, rebuilt and shared, and why; after training, for the last step that was recorded."""
         model = None if self._model is None else self._model()
         return self._summary if model is None or not is_lean(model) else ledger_of(model).summary()
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **kwargs: Any
     ) -> None:
-        """Make the model lean, and say so in one line."""
+        """Make the model lean, and print one line about it."""
         if model is None:
             return
         told = self._begin(args, state, model)
@@ -81,7 +81,7 @@ class LeanCallback(TrainerCallback):  # type: ignore[misc, valid-type]
             print(f"leangrad: {told}")
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
-        """Add the figures to the logs of training, for the callbacks that come after this one and for the history."""
+        """Add the figures to the logs of training, for later callbacks and for ``state.log_history``."""
         model = None if self._model is None else self._model()
         if model is None or logs is None or not {"loss", "train_loss"} & logs.keys():
             return
@@ -91,7 +91,7 @@ class LeanCallback(TrainerCallback):  # type: ignore[misc, valid-type]
             state.log_history[-1].update(figures)
 
     def on_train_end(self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **kwargs: Any) -> None:
-        """Give the model back as it was."""
+        """Store the summary, and undo ``lean`` if this callback made the model lean."""
         self._summary, self._model = self.summary(), None
         if model is not None and _owners.get(model) is self:
             del _owners[model]
@@ -110,7 +110,7 @@ class LeanCallback(TrainerCallback):  # type: ignore[misc, valid-type]
         if owner is not None and owner is not self:
             if owner._training is not None and owner._training() is state:
                 return "this model has a LeanCallback already; the second one does nothing"
-            owner = self  # the other's training has ended by an exception
+            owner = self  # an exception has ended the training of the other callback
         self._model = weakref.ref(model)
         if owner is None:
             unused = ", and the settings of LeanCallback are not used" if self.settings else ""

@@ -1,14 +1,14 @@
 """The passes of activated batch norm over a map, in Triton; all formulas are in `ops/abn.py`.
 
-A map of M values per channel is (rows, channels), where S is 1, or planes, (samples, channels, positions), where M
-counts samples × positions and S positions. A program owns a block of channels and every `splits`-th tile of BLOCK_M
-values of them, so that all programs move through memory together.
+A map with M values per channel is either rows, (rows, channels), with S = 1; or planes, (samples, channels, positions),
+with M = samples × positions and S = positions. A program processes a block of channels, and of these every `splits`-th
+tile of BLOCK_M values, so that all programs move through memory together.
 
-[Note: two launches] A reduction leaves one row per program in a (splits, channels) table; each program of the pass that
-follows reads its channels' rows and reduces them for itself. That costs it a few µs of reading from the L2 cache, less
-than a third launch would, and there are no atomics: results do not depend on timing. The second pass walks backwards,
-and finds the end of the map still in the cache. Where a map is so small that a program can have all values of its
-channels to itself (`ONCE`), it reduces them on the spot, and there is one launch.
+[Note: two launches] A reduction stores one row per program in a (splits, channels) table. Each program of the next pass
+reads the rows of its channels and reduces them itself. That costs a few µs of reading from the L2 cache, less than a
+third launch would, and needs no atomics: results do not depend on timing. The second pass walks backwards, so that it
+finds the end of the map still in the cache. If a map is so small that one program can process all values of its
+channels (`ONCE`), that program reduces them itself, and there is a single launch.
 
 `vectors` is (mean, invstd, γ̂, β), a (4, channels) float32 tensor.
 """
@@ -73,7 +73,7 @@ def _gradient(kept, dz, residual, center, scale, bias, p, ACT: tl.constexpr, INV
         away = kept - center[None, :]
         dy = dz
         if ACT != "identity":
-            # As in `_output`: y has the sign that it had there.
+            # The formula of `_output`, so that y has the same sign as in forward.
             dy = dz * derivative(away * scale[None, :] + bias[None, :] + residual, p, ACT)
     return away, dy
 
@@ -96,7 +96,7 @@ def share(
     x_ptr, c, split, splits, M, C, S, tiles,
     ROWS: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Mean and squared deviations of every `splits`-th tile, by Welford's update in every lane of the tile."""
+    """Mean and sum of squared deviations of every `splits`-th tile, by Welford's update in every lane of the tile."""
     mean = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
     m2 = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
     for tile in range(split, tiles, splits):
@@ -106,7 +106,7 @@ def share(
         delta = tl.where(inside, x - mean, 0.0)
         mean += delta * (1.0 / step)
         m2 += delta * (x - mean)
-    # Every lane saw every step, but for those that the last tile of the map leaves out.
+    # Every lane has a value in every step, except lanes beyond the end of the map in its last tile.
     steps = (tiles - 1 - split) // splits + 1
     m = (split + (steps - 1) * splits) * BLOCK_M + tl.arange(0, BLOCK_M)
     count = tl.where(m < M, steps, steps - 1).to(tl.float32)[:, None]
@@ -128,7 +128,7 @@ def _moments(
         inside = (split < splits)[:, None] & (c < C)[None, :]
         at = table_ptr + split[:, None] * C + c[None, :]
         steps = (tiles - 1 - split) // splits + 1
-        # The share that holds the last tile lacks what that reaches over the end of the map.
+        # The share with the last tile lacks the part of that tile that lies beyond the end of the map.
         size = steps * BLOCK_M - tl.where((tiles - 1) % splits == split, tiles * BLOCK_M - M, 0)
         size = tl.where(split < splits, size, 0).to(tl.float32)
         total = count + size
@@ -187,7 +187,7 @@ def stats_kernel(
     x_ptr, table_ptr, M, C, S, tiles,
     ROWS: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Mean and squared deviations of this program's share."""
+    """Store the mean and the sum of squared deviations of this program's share of the tiles."""
     c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     split, splits = tl.program_id(1), tl.num_programs(1)
     center, m2 = share(x_ptr, c, split, splits, M, C, S, tiles, ROWS, WIDE, BLOCK_M, BLOCK_C)
@@ -200,7 +200,7 @@ def stats_kernel(
 def finish_stats_kernel(
     table_ptr, out_ptr, M, C, tiles, splits, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr
 ):  # fmt: skip
-    """(mean, biased variance), where they are wanted by themselves."""
+    """Store (mean, biased variance), for a caller that needs only these."""
     c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     mean, var = _moments(table_ptr, c, M, C, tiles, splits, BLOCK_M, BLOCK_C, BLOCK_P)
     tl.store(out_ptr + c, mean, mask=c < C)
@@ -216,7 +216,7 @@ def forward_kernel(
     ONCE: tl.constexpr,
     ROWS: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """z from x and the table of shares; the first split also stores the vectors and moves the running statistics."""
+    """z from x and the table of shares; split 0 also stores the vectors and updates the running statistics."""
     c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     split, splits = tl.program_id(1), tl.num_programs(1)
     if ONCE:
@@ -237,7 +237,7 @@ def forward_kernel(
         tl.store(vectors_ptr + c, mean, mask=c < C)
         tl.store(vectors_ptr + C + c, invstd, mask=c < C)
         kept_weight = weight
-        if CHECK:  # as `poison` in nn/abn_spare.py does
+        if CHECK:  # as `poison` in nn/abn/invertibility.py does
             gamma, beta = tl.abs(weight), tl.abs(bias)
             inverts = (gamma >= lower) & (beta <= ratio * gamma) & (6 * gamma + beta <= upper)
             kept_weight = tl.where(inverts, weight, float("nan"))
@@ -292,7 +292,7 @@ def sums_kernel(
     ACT: tl.constexpr, INVERTED: tl.constexpr, HAS_RESIDUAL: tl.constexpr, STORE_DY: tl.constexpr,
     ROWS: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Σ dy and Σ x̂·dy of this program's share; stores dy where it is the gradient of a residual."""
+    """Store Σ dy and Σ x̂·dy of this program's share; with STORE_DY, also dy, the gradient of a residual."""
     c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     split, splits = tl.program_id(1), tl.num_programs(1)
     sum_dy, sum_xhat_dy = _share_of_sums(
@@ -308,9 +308,9 @@ def sums_kernel(
 def finish_sums_kernel(
     table_ptr, out_ptr, M, C, tiles, splits, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr
 ):  # fmt: skip
-    """(Σ dy, Σ x̂·dy), where they are wanted by themselves."""
+    """Store (Σ dy, Σ x̂·dy), for a caller that needs only these."""
     c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
-    which = tl.program_id(1)  # of the two
+    which = tl.program_id(1)  # 0: Σ dy, 1: Σ x̂·dy
     tl.store(
         out_ptr + which * C + c, _total(table_ptr + which * splits * C, c, C, splits, BLOCK_C, BLOCK_P), mask=c < C
     )
@@ -322,7 +322,7 @@ def backward_kernel(
     ACT: tl.constexpr, INVERTED: tl.constexpr, HAS_RESIDUAL: tl.constexpr, ONCE: tl.constexpr,
     ROWS: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """dx from the table of sums; the first split also stores dγ̂ and dβ."""
+    """dx from the table of sums; split 0 also stores dγ̂ and dβ."""
     c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     split, splits = tl.program_id(1), tl.num_programs(1)
     if ONCE:
@@ -356,7 +356,7 @@ def input_kernel(
     ACT: tl.constexpr, INVERTED: tl.constexpr, HAS_RESIDUAL: tl.constexpr, TRAINING: tl.constexpr,
     ROWS: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """dx from given sums (times `part` they are means), or in eval mode without; one tile per program."""
+    """dx from given sums (`part` · sum is the mean), or without sums, of eval mode; one tile per program."""
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     offsets, inside = _tile(tiles - 1 - tl.program_id(0), c, M, C, S, ROWS, WIDE, BLOCK_M)
     center, factor, scale, bias = _source(vectors_ptr, c, C, INVERTED)

@@ -1,4 +1,4 @@
-"""Activations inside of Triton kernels, in float32: value, derivative, inverse. `p` is the slope or alpha."""
+"""Activations for use in Triton kernels, in float32: value, derivative, inverse. `p` is the slope or alpha."""
 
 # mypy: disable-error-code="no-untyped-def"
 

@@ -1,4 +1,4 @@
-"""Code that is written by code: compiled under a name by which tracebacks and `inspect` find its lines."""
+"""Compiles generated source code, under a file name by which tracebacks and `inspect` find its lines."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["compiled"]
 
 
 def compiled(text: str, what: str) -> CodeType:
-    """The text of a module as code, to be run by ``exec``; ``what`` it is, for a reader of a traceback.
+    """Compile ``text``, the source of a module, for ``exec``; ``what`` describes it in tracebacks.
 
     >>> scope = {}
     >>> exec(compiled("def twice(x):\\n    return 2 * x\\n", "an example"), scope)

@@ -1,7 +1,7 @@
 """The end of the attention context's backward in one pass over its maps: dX = g + (s/D)·P, and Σ X⊙P in float64.
 
-Each program sums the tiles that it walks, and leaves one float64 in a table; there are no atomics, so that the sum does
-not depend on timing. Without this pass dX takes one of its own, and the sum three for every chunk.
+Each Triton program sums its tiles and stores one float64 in a table. There are no atomics, so the sum does not depend
+on timing. Without this kernel dX takes a pass of its own, and the sum takes three passes for every chunk.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -19,7 +19,7 @@ from torch import Tensor
 __all__ = ["finish_backward"]
 
 BLOCK, WARPS = 2048, 8
-PROGRAMS = 4  # per processor
+PROGRAMS = 4  # per multiprocessor
 
 
 @triton.jit
@@ -47,7 +47,7 @@ def _finish_kernel(
 
 
 def finish_backward(g: Tensor, p: Tensor, x: Tensor | None, strength: Tensor, into: Tensor | None) -> Tensor | None:
-    """Write g + (s/D)·P into `into`, which may be g, and return Σ X⊙P, where x is given. All maps are contiguous."""
+    """Write g + (s/D)·P to `into`, if given (it may be g), and return Σ X⊙P if x is given. All maps are contiguous."""
     n = g.numel()
     tiles = triton.cdiv(n, BLOCK)
     programs = min(tiles, PROGRAMS * _processors(g.device))

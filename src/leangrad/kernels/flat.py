@@ -1,14 +1,15 @@
-"""Passes over many flat buffers at once, at the speed of the memory: their norm, and a product with a factor.
+"""Passes over many flat buffers at once, at memory bandwidth: their norms, and their product with a factor.
 
     norms of pieces:  sqrt(Σ x²)                       product:  out = x · factor, rounded once
 
-torch multiplies a bfloat16 vector by a float32 number that lies on the device at a quarter of the speed of an H200's
-memory, because its kernel for mixed operands loads element by element, and takes the norm of many vectors at half.
+torch multiplies a bfloat16 vector by a float32 number on the device at a quarter of an H200's memory bandwidth, because
+its kernel for mixed operands loads element by element. It computes the norm of many vectors at half the bandwidth.
 
 [Note: tables]
-One launch serves all buffers: the host needs longer for a launch than the device for a buffer. A kernel gets a table
-with one column for each buffer: its first piece, where to read, where to write, how many elements. A program finds its
-buffer by its number. The table is sent once, as long as the buffers stay where they are.
+One launch processes all buffers, because a launch takes the host longer than a buffer takes the device. The kernel gets
+a table with one column for each buffer: the number of its first piece, the address to read, the address to write, the
+number of elements. A program finds its buffer by its program id. The table is copied to the device once, and reused as
+long as the buffers keep their addresses.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -31,7 +32,7 @@ __all__ = ["piece_norms", "scale"]
 
 BLOCK, WARPS = 4096, 8
 PIECE = 4 * BLOCK
-ALIGNMENT = 16  # elements, and bytes: what lies so can be loaded in vectors
+ALIGNMENT = 16  # of counts (elements) and addresses (bytes): allows vector loads
 
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -41,7 +42,7 @@ def _place(
     table_ptr, ROW: tl.constexpr, TYPE: tl.constexpr,
     COLUMNS: tl.constexpr, ALIGNED: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
-    """Of this program's piece: the address of its buffer in ROW of the table, its first element, the buffer's end."""
+    """The address in ROW of the table of this program's buffer, the first element of its piece, the buffer's end."""
     piece = tl.program_id(0)
     firsts = tl.load(table_ptr + tl.arange(0, COLUMNS))
     column = tl.sum((firsts <= piece).to(tl.int32), 0) - 1
@@ -83,7 +84,7 @@ def _scale_kernel(
 
 
 class _Table:
-    """See [Note: tables]."""
+    """A table on the device: see [Note: tables]. `places`: (read address, write address, elements) of each buffer."""
 
     def __init__(self, places: tuple[tuple[int, int, int], ...], device: torch.device) -> None:
         pieces = [triton.cdiv(count, PIECE) for _, _, count in places]
@@ -99,7 +100,7 @@ class _Table:
 
 @lru_cache(maxsize=16)
 def _table(places: tuple[tuple[int, int, int], ...], device: torch.device, stream: int) -> _Table:
-    """The table for buffers that are read, written and sized so, sent on this stream."""
+    """The table for buffers with these addresses and sizes, copied to the device on this stream; cached."""
     return _Table(places, device)
 
 
@@ -110,7 +111,7 @@ def _table_of(flats: Sequence[Tensor], outs: Sequence[Tensor]) -> _Table:
 
 
 def piece_norms(flats: Sequence[Tensor]) -> Tensor:
-    """The 2-norms of all pieces of the vectors, which share a device and dtype, in float32.
+    """The 2-norms of all pieces of the vectors, in float32; the vectors share a device and a dtype.
 
     The norm of these norms is that of all vectors together.
     """
@@ -124,9 +125,9 @@ def piece_norms(flats: Sequence[Tensor]) -> Tensor:
 
 
 def scale(flats: Sequence[Tensor], factor: Tensor, outs: Sequence[Tensor]) -> None:
-    """`out = flat * factor` for each, computed in float32. `factor` is one float32 on the device.
+    """`out = flat * factor` for each pair, computed in float32. `factor` is one float32 number on the device.
 
-    The flats share a device and dtype, and so do the outs, which may be the flats.
+    All flats share a device and a dtype, and so do all outs, which may be the flats themselves.
     """
     table = _table_of(flats, outs)
     with torch.cuda.device(flats[0].device) if flats[0].is_cuda else nullcontext():

@@ -1,12 +1,12 @@
-"""Starting a Triton kernel again and again with the same signature, at a fraction of the usual cost.
+"""Launches a Triton kernel repeatedly with the same signature, at a fraction of the usual cost.
 
-Triton's own `kernel[grid](...)` looks at every argument of every call to find the compiled version that serves them:
+Triton's own `kernel[grid](...)` inspects every argument of every call to find the compiled version for them. This costs
 20 to 60 µs of Python, while many kernels here run for less than 10. A `Launch` is made once for a layer's shape, dtypes
-and constants. Its first call goes through Triton, which compiles; later calls go straight to what was compiled.
+and constants. Its first call goes through Triton, which compiles; later calls start the compiled kernel directly.
 
-That is sound because all that Triton specializes on is fixed: the constants are the same objects, the dtypes belong to
+This is sound because all that Triton specializes on is fixed: the constants are the same objects, the dtypes belong to
 the key under which the launch was made, floats are never specialized on their value, and the alignment of pointers is
-checked at each call. Whatever does not fit goes through Triton again.
+checked at each call. A call that does not fit goes through Triton again.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ __all__ = ["Launch", "scratch", "stream_for"]
 
 _address = Tensor.data_ptr
 
-ALIGNMENT = 16  # bytes; what Triton asks of a pointer before it loads vectors from there
+ALIGNMENT = 16  # bytes; the alignment of a pointer that Triton requires for vector loads
 
-# What a compiled kernel must have to be started directly; a Triton without it is always asked the usual way.
+# Attributes that a compiled kernel needs to be started directly; without them each call goes through Triton.
 NEEDED = {"run", "function", "packed_metadata"}
 
 
-_runtime = triton.knobs.runtime  # knows whether somebody (a profiler) wants to hear of launches
+_runtime = triton.knobs.runtime  # has the hooks that a profiler sets to observe launches
 
 
 def stream_for(device: torch.device) -> int | None:
-    """The current stream, for launches on `device`; None where each has to go through Triton."""
+    """The current stream, for launches on `device`; None if each launch has to go through Triton."""
     if INTERPRETED or current_device() != device.index:
         return None
     enter, leave = _runtime.launch_enter_hook, _runtime.launch_exit_hook
@@ -48,7 +48,7 @@ def stream_for(device: torch.device) -> int | None:
 
 
 class _Scratch(threading.local):
-    """One buffer per stream and thread: what a stream runs is in order, but two threads may take turns at one."""
+    """One buffer per stream and thread: a stream runs in order, but two threads may interleave launches on it."""
 
     def __init__(self) -> None:
         self.of: dict[tuple[torch.device, int], Tensor] = {}
@@ -58,8 +58,8 @@ _scratch = _Scratch()
 
 
 def scratch(device: torch.device, stream: int | None, size: int) -> Tensor:
-    """A float32 buffer of at least so many elements, to be used by the launches that follow at once, and not kept."""
-    if stream is None or is_capturing():  # a graph must own what it writes to
+    """A float32 buffer of at least `size` elements, for the launches that follow immediately; it must not be kept."""
+    if stream is None or is_capturing():  # a CUDA graph must own the memory that it writes to
         return torch.empty(size, dtype=torch.float32, device=device)
     of, place = _scratch.of, (device, stream)
     buffer = of.get(place)
@@ -69,9 +69,9 @@ def scratch(device: torch.device, stream: int | None, size: int) -> Tensor:
 
 
 class Launch:
-    """`kernel[grid](*tensors, *floats, *constants, num_warps=warps, **options)`, over and over.
+    """Calls `kernel[grid](*tensors, *floats, *constants, num_warps=warps, **options)` repeatedly.
 
-    The constants are ints, bools and strings; the floats may differ between calls. All tensors lie on `device`, and
+    The constants are ints, bools and strings; the floats may differ between calls. All tensors are on `device`, and
     have the same dtypes at every call.
     """
 
@@ -87,10 +87,10 @@ class Launch:
         self.kernel, self.device, self.constants = kernel, device, constants
         self.options = {"num_warps": warps, **options}
         self.grid = (*grid, 1, 1)[:3]
-        self.compiled: tuple[Any, tuple[Any, ...]] | None = None  # what starts it, and what that takes after the stream
+        self.compiled: tuple[Any, tuple[Any, ...]] | None = None  # from `_last_call`; None before the first call
 
     def __call__(self, stream: int | None, tensors: tuple[Tensor, ...], floats: tuple[float, ...] = ()) -> None:
-        """Run on `stream`, which is what `stream_for` said."""
+        """Run on `stream`, which `stream_for` has returned."""
         pointers = [*map(_address, tensors)]
         misaligned = reduce(operator.or_, pointers) % ALIGNMENT
         if misaligned or self.compiled is None or stream is None:
@@ -111,14 +111,14 @@ class Launch:
 
 
 def _last_call(run: Any, middle: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-    """What Triton's launcher calls in the end, and what that takes between the stream and a kernel's own arguments.
+    """The function that Triton's launcher calls in the end, and its arguments between the stream and the kernel's own.
 
-    The launcher itself only looks whether the kernel needs memory from the host, in three calls of Python. Which
-    arguments it passes on differs between releases, so a copy of it is called, whose end only listens. Where that does
-    not say the expected, the answer is the launcher and what that takes.
+    The launcher itself only checks whether the kernel needs memory that the host allocates, in three Python calls.
+    Which arguments it passes on differs between Triton releases, so this calls a copy of the launcher whose last
+    function only records its arguments. If they are not as expected, returns the launcher itself and `middle`.
     """
     heard: list[tuple[Any, ...]] = []
-    own = object()  # stands for the kernel's arguments
+    own = object()  # a placeholder for the kernel's own arguments
     try:
         listener, end = copy.copy(run), run.launch
         if listener.global_scratch_size or listener.profile_scratch_size:

@@ -1,15 +1,15 @@
-"""An activation rebuilt and run backward in one pass, in place: h = act(z) again, and dz = g act'(z).
+"""Rebuilds an activation and runs its backward in one pass, in place: h = act(z) again, and dz = g act'(z).
 
     g, z = g · act'(z), act(z)
 
-One launch instead of two, z is read once, and no memory is asked for: z is dead when h is there, and g when dz is. The
-C++ for one element says what torch's own kernels compute, rounding by rounding, and is compiled at run time by the
-compiler that made those, so the bits are theirs.
+This takes one launch instead of two, reads z once, and allocates no memory: h is written over z, and dz over g. The C++
+code for one element computes what torch's own kernels compute, with the same roundings, and is compiled at run time by
+the compiler that built those kernels, so the bits are the same.
 
-[Note: proof] That is not taken on trust. Before its first use on a device a kernel is compared with torch's two ops on
-every value that z can have. dz is a product with g, and a power of two in g moves only its exponent: so each z is tried
-with every mantissa that g can have, and with 16 more gradients of random bits. A single bit that differs means that
-the kernel is never used there. A float32 has too many values for that; it is left to the two ops.
+[Note: proof] The sameness of the bits is checked. Before its first use on a device a kernel is compared with torch's
+two ops on every value that z can have. dz is a product with g, and a power of two in g changes only the exponent: so
+each z is tried with every mantissa that g can have, and with 16 more gradients of random bits. If a single bit differs,
+the kernel is never used on that device. float32 has too many values for this check; it is left to the two ops.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = ["rebuild_and_backward"]
 OnePass = Callable[[Tensor, Tensor], None]
 Launch = Callable[..., None]
 
-# One element, in float32.
+# C++ for one element, in float32: h and dz from z and g.
 _CODE = {
     "gelu": """
         const float twice_cdf = 1.0f + erff(z * 0.70710678118654752440f);
@@ -61,7 +61,7 @@ _WIDEN = {
     torch.float16: 'float x; asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits)); return x;',
 }
 
-_ELEMENTS, _WARPS = 8, 4  # of a thread: 16 bytes of either map; of a block
+_ELEMENTS, _WARPS = 8, 4  # per thread: 16 bytes of each map; per block
 _SOURCE = """
 typedef unsigned short half_t;
 union Eight { uint4 all; half_t each[8]; };
@@ -103,9 +103,9 @@ _lock = threading.Lock()
 
 
 def rebuild_and_backward(record: Activation, z: Tensor) -> OnePass | None:
-    """The pass `(g, z) -> None` for this activation and maps like z, on the current stream; None where none is proven.
+    """The pass `(g, z) -> None` for this activation and maps like z, on the current stream; None if none is proven.
 
-    Both must be contiguous memory of their own. g is dz afterwards, and z is h.
+    g and z must be contiguous, in memory that nothing else uses: afterwards g holds dz, and z holds h.
 
     >>> from leangrad.ops.activation import ACTIVATIONS
     >>> print(rebuild_and_backward(ACTIVATIONS["gelu"], torch.ones(1)))  # not on the CPU
@@ -131,7 +131,7 @@ def _run(launch: Launch, stream: int, g: Tensor, z: Tensor) -> None:
 def _launch_of(record: Activation, dtype: torch.dtype, device: torch.device) -> Launch | None:
     key = (record.name, record.forward, record.backward, dtype, device.index)
     if key not in _proven:
-        if torch.cuda.is_current_stream_capturing():  # no proof can be read inside a CUDA graph: ask again later
+        if torch.cuda.is_current_stream_capturing():  # results cannot be read during graph capture: try again later
             return None
         with _lock:
             if key not in _proven:
@@ -146,7 +146,7 @@ def _prove(record: Activation, dtype: torch.dtype, device: torch.device) -> Laun
     launch = compile_kernel(source, "again", "OOl", _WARPS)
     try:
         return launch if launch is not None and _agrees(launch, record, dtype, device) else None
-    except (RuntimeError, TypeError):  # a torch that starts kernels in another way
+    except (RuntimeError, TypeError):  # this torch release starts kernels in another way
         return None
 
 
@@ -167,5 +167,5 @@ def _agrees(launch: Launch, record: Activation, dtype: torch.dtype, device: torc
 
 
 def _differ(a: Tensor, b: Tensor) -> Tensor:
-    """Whether a bit differs, but for those of NaN."""
+    """Whether any bit differs, except in elements that are NaN in both."""
     return ((a.view(torch.int16) != b.view(torch.int16)) & ~(a.isnan() & b.isnan())).any()

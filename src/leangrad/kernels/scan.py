@@ -1,14 +1,15 @@
 """The diagonal scan in Triton, forward and backward; all formulas are in `ops/scan.py`.
 
-Time is cut into chunks of L steps, and a program owns a tile of L steps by BLOCK channels, for one state after another.
-Both directions take three launches, and chunks run side by side:
+Time is cut into chunks of L steps. A program processes a tile of L steps by BLOCK channels, one state after another.
+Forward and backward take three launches each:
 
-    1. what each chunk adds to its end (forward), or to the gradient of its start (backward), by itself;
-    2. these, carried from chunk to chunk: the states, or the gradients of the states, at the boundaries;
-    3. everything inside the chunk, from its boundary: a scan of the tile in registers.
+    1. what each chunk alone adds to the state at its end (forward), or to the gradient of its start (backward);
+    2. these sums carried from chunk to chunk: the states, or their gradients, at the boundaries;
+    3. everything inside each chunk, from its boundary: a scan of the tile in registers.
 
-There are no atomics: sums over channels go through a table of one row a tile, so results do not depend on timing.
-Lanes beyond the end of a sequence load dt = 0, for which every form has ā = 1 and w = 0: they change nothing.
+In 1 and 3 all chunks run in parallel. There are no atomics: sums over channels go through a table with one row per
+tile, so results do not depend on timing. Lanes beyond the end of a sequence load dt = 0, for which every form has ā = 1
+and w = 0, so they change nothing.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -22,9 +23,9 @@ from torch import Tensor
 
 __all__ = ["backward", "forward"]
 
-TILE = 2048  # elements of a tile: 16 a thread
+TILE = 2048  # elements per tile: 16 per thread
 WARPS = 4
-CARRY_STEPS = 64  # chunks that are carried over in one tile
+CARRY_STEPS = 64  # chunks that `_carry_kernel` crosses in one tile
 
 
 # ---- pieces ---------------------------------------------------------------------------------------------------------
@@ -91,7 +92,7 @@ def _ends_kernel(
     u_ptr, gate_ptr, dt_ptr, A_ptr, B_ptr, bounds_ptr, totals_ptr, T, D, N, batch,
     FORM: tl.constexpr, HAS_GATE: tl.constexpr, HAS_B: tl.constexpr, L: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """What the chunk's own steps leave at its end, and the sum of its dt."""
+    """Store what the chunk's own steps add to the state at its end, and the sum of its dt."""
     k, b = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     c = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     t = k * L + tl.arange(0, L)
@@ -115,7 +116,7 @@ def _starts_kernel(
     dz_ptr, dt_ptr, A_ptr, C_ptr, grads_ptr, totals_ptr, T, D, N, batch,
     HAS_C: tl.constexpr, L: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The gradient that the chunk's own outputs leave at its start, and the sum of its dt."""
+    """Store what the chunk's own outputs add to the gradient of the state at its start, and the sum of its dt."""
     k, b = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     c = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     t = k * L + tl.arange(0, L)
@@ -199,7 +200,7 @@ def _inputs_kernel(
     FORM: tl.constexpr, HAS_GATE: tl.constexpr, HAS_B: tl.constexpr, HAS_C: tl.constexpr, HAS_D: tl.constexpr,
     L: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """All gradients of a chunk. Its share of dA replaces the gradient of its end, which nobody else reads."""
+    """All gradients of a chunk. Its share of dA replaces the gradient of its end, which no other program reads."""
     k, b = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     c = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     row = tl.arange(0, L)
@@ -211,7 +212,7 @@ def _inputs_kernel(
     dt = _load(dt_ptr + at, t, begin, last, c, D)
     dz = _load(dz_ptr + at, t, begin, last, c, D)
     v = _load_drive(u_ptr + at, gate_ptr + at, t, begin, last, c, D, HAS_GATE)
-    # One step earlier, to have the state before each step; one later, for the gradient that comes back from there.
+    # Loaded from one step earlier, for the state before each step; from one later, for the gradient of that later step.
     dt_before = _load(dt_ptr + at, t - 1, begin, last, c, D)
     v_before = _load_drive(u_ptr + at, gate_ptr + at, t - 1, begin, last, c, D, HAS_GATE)
     dt_after = _load(dt_ptr + at, t + 1, begin, last, c, D)
@@ -274,14 +275,14 @@ def _inputs_kernel(
 
 
 # ---- launches -------------------------------------------------------------------------------------------------------
-# `maps` are (u, gate, dt) and `columns` (B, C), contiguous; A is (N, D) and D (D,), float32. None where there is none.
+# `maps` are (u, gate, dt) and `columns` (B, C), contiguous; A is (N, D) and D (D,), float32. An absent input is None.
 
 Maps = tuple[Tensor, Tensor | None, Tensor]
 Columns = tuple[Tensor | None, Tensor | None]
 
 
 def _grid(u: Tensor, chunks: int, L: int) -> tuple[tuple[int, int, int], int]:
-    """The grid of a launch by tiles, and the channels of a tile."""
+    """The grid of a launch with one program per tile, and the channels per tile."""
     batch, _, D = u.shape
     block = min(max(16, TILE // L), max(16, triton.next_power_of_2(D)))
     return (chunks, batch, triton.cdiv(D, block)), block
@@ -299,7 +300,7 @@ def _carry(bounds: Tensor, totals: Tensor, A: Tensor, reverse: bool) -> None:
 def forward(
     maps: Maps, A: Tensor, columns: Columns, D: Tensor | None, bounds: Tensor, z: Tensor, *, form: str, chunk: int
 ) -> None:
-    """Write z, and the states at the end of every chunk into bounds[1:]; bounds[0] is the start."""
+    """Write `z`, and the states at the end of every chunk to `bounds[1:]`; `bounds[0]` is the state at the start."""
     (u, gate, dt), (B, C) = maps, columns
     chunks, (batch, T, width), N = bounds.shape[0] - 1, u.shape, A.shape[0]
     grid, block = _grid(u, chunks, chunk)
@@ -321,7 +322,10 @@ def backward(
     maps: Maps, A: Tensor, columns: Columns, D: Tensor | None, bounds: Tensor, dz: Tensor, end: Tensor | None,
     *, form: str, chunk: int,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """The gradients of u, gate, dt, A, B, C, D and the start; those of A, B, C, D and the start are float32."""
+    """The gradients of u, gate, dt, A, B, C, D and the start; from A on they are float32.
+
+    dz: the gradient of z. end: the gradient of the last state, None for 0.
+    """
     (u, gate, dt), (B, C) = maps, columns
     chunks, (batch, T, width), N = bounds.shape[0] - 1, u.shape, A.shape[0]
     grid, block = _grid(u, chunks, chunk)

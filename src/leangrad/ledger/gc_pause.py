@@ -1,9 +1,9 @@
-"""Python's collector pauses while a region is open.
+"""Pauses Python's automatic garbage collection while a region is open.
 
 [Note: no collection for what dies by itself]
-A ledger makes thousands of small objects in forward, which live until backward has used them and die there without any
-help. Python's collector only sees them grow in number, and looks through all that the process holds: a tenth of a
-second and more where large libraries are imported, for nothing. So it pauses while a region is open.
+A ledger makes thousands of small objects in forward. They live until backward has used them, and their reference counts
+free them there. Python's collector only sees their number grow, and searches all objects of the process: that takes a
+tenth of a second or more where large libraries are imported, and finds nothing. So it is paused while a region is open.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import gc
 
 
 class GcPause:
-    """From here until ``end`` the collector does not run of itself, if it did before."""
+    """Pauses automatic garbage collection, if it was enabled, from construction until `end`."""
 
     def __init__(self) -> None:
         self._is_on = gc.isenabled()
@@ -20,7 +20,7 @@ class GcPause:
             gc.disable()
 
     def end(self) -> None:
-        """Let it go on; a second time does nothing."""
+        """Resume automatic garbage collection; a second call does nothing."""
         if self._is_on:
             self._is_on = False
             gc.enable()

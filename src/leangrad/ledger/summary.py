@@ -1,8 +1,8 @@
-"""What the ledger did, as a table for people: what was kept and why, what is rebuilt, and how much that saves.
+"""The printed table of what the ledger did: what was kept and why, what is rebuilt, and how much that saves.
 
-[Note: rows of the summary] Tensors that differ only in which of several like blocks they belong to are one row: the
-numbers in `layers.0.norm`, `layers.1.norm` become `layers.*.norm`. A number stands for a block if the module has
-others inside; in `nn.Sequential(nn.Linear(...), nn.ReLU(), ...)` it names a layer and stays.
+[Note: rows of the summary] Tensors that differ only in which of several similar blocks they belong to share one row:
+the numbers in `layers.0.norm`, `layers.1.norm` become `layers.*.norm`. A number stands for a block if its module
+contains other modules; in `nn.Sequential(nn.Linear(...), nn.ReLU(), ...)` it names a layer and stays.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ ORDER = ("kept", "rebuilt", "shape only", "shared")
 
 
 def summarize(entries: Sequence[Entry], *, small_bytes: int = 0, status: str = "") -> str:
-    """A table of the entries, the totals below it, and the ``status``: a sentence on whether steps follow them.
+    """Return a table of ``entries``, the totals below it, and ``status``: a sentence on whether steps follow them.
 
-    small_bytes: what was kept without being looked into.
+    small_bytes: the bytes of tensors that were kept without being examined, because they are small.
     """
     if not entries and not small_bytes:
         return "\n".join(filter(None, (NO_STEP, status)))
@@ -38,7 +38,7 @@ def summarize(entries: Sequence[Entry], *, small_bytes: int = 0, status: str = "
 
 @dataclass
 class SummaryRow:
-    """Like tensors; see [Note: rows of the summary]."""
+    """A row of the table, for a group of similar tensors; see [Note: rows of the summary]."""
 
     made_by: str
     op: str
@@ -50,7 +50,7 @@ class SummaryRow:
 
 
 def rows_of(entries: Iterable[Entry]) -> list[SummaryRow]:
-    """The rows of the table, in no order."""
+    """Return the rows of the table, unsorted."""
     entries = list(entries)
     blocks = _blocks({name for e in entries for name in (e.made_by, e.module)})
     groups: dict[tuple[str, ...], list[Entry]] = {}
@@ -65,7 +65,7 @@ def rows_of(entries: Iterable[Entry]) -> list[SummaryRow]:
 
 
 def _blocks(names: set[str]) -> set[str]:
-    """The modules that have others of these inside."""
+    """Return the paths of the modules that contain one of ``names``."""
     found: set[str] = set()
     for name in names:
         while "." in name:
@@ -75,20 +75,20 @@ def _blocks(names: set[str]) -> set[str]:
 
 
 def _like(name: str, blocks: set[str]) -> str:
-    """The path of a module, with * for each number of a block."""
+    """Return the path of a module with each block number replaced by *."""
     parts = name.split(".")
     paths = [".".join(parts[: i + 1]) for i in range(len(parts))]
     return ".".join("*" if part.isdigit() and path in blocks else part for part, path in zip(parts, paths, strict=True))
 
 
 def _common(names: Iterable[str]) -> str:
-    """Names of one likeness as one: * where they differ."""
+    """Merge names that differ only in block numbers into one, with * where they differ."""
     columns = zip(*(name.split(".") for name in dict.fromkeys(names)), strict=True)
     return ".".join(part[0] if len(set(part)) == 1 else "*" for part in columns)
 
 
 def _aligned(table: Sequence[tuple[str, ...]], right: tuple[int, ...]) -> list[str]:
-    """Lines in which each column is as wide as its widest cell; a column without any content is left out."""
+    """Return the table as aligned lines, columns ``right`` flush right; a column without content is left out."""
     columns = [i for i in range(len(table[0])) if any(row[i] for row in table[1:])]
     widths = {i: max(len(row[i]) for row in table) for i in columns}
     return [
@@ -98,7 +98,7 @@ def _aligned(table: Sequence[tuple[str, ...]], right: tuple[int, ...]) -> list[s
 
 
 def bytes_for_backward(entries: Iterable[Entry], small_bytes: int) -> tuple[int, int]:
-    """What plain PyTorch keeps of these tensors for backward, and what the ledger keeps."""
+    """Return the bytes of these tensors that plain PyTorch keeps for backward, and those that the ledger keeps."""
     plain = lean = small_bytes
     for e in entries:
         if e.outcome != "shared":
@@ -122,13 +122,13 @@ def _megabytes(count: int) -> str:
 
 # --------------------------------------------------------------------------------------------------- in a user's words
 
-# What is never computed twice because it is work; every other op of which that is said has no rule.
+# Ops that are never computed twice because they are expensive; any other op with that reason has no rule.
 _PRODUCT = re.compile(r"mm$|mv$|^v?dot$|matmul|linear|conv|attention|rnn|lstm|gru|einsum|cdist")
 _NODE = re.compile(r"\b(\w+?)Backward(\d*)\b")
 
 
 def op_name(node: str) -> str:
-    """The name of an op as torch writes it, from that of its node; of a user's own Function, its class.
+    """Return an op's name as torch writes it, from the name of its node; for a user's Function, its class name.
 
     >>> op_name("NativeLayerNormBackward0"), op_name("MyFunctionBackward")
     ('native_layer_norm', 'MyFunction')
@@ -141,7 +141,7 @@ def op_name(node: str) -> str:
 
 
 def in_words(why: str) -> str:
-    """A reason with ops by their own names, and an op without a rule told from a product.
+    """Return a reason with the names of ops, not nodes, and distinguish products from ops without a rule.
 
     >>> in_words("AddmmBackward0 is never computed twice")
     'a product is never computed twice'

@@ -1,10 +1,10 @@
-"""The fused loss as an op of torch's, which a captured graph can call: ``torch.ops.leangrad.linear_cross_entropy``.
+"""The fused loss as a custom op that a captured graph can call: ``torch.ops.leangrad.linear_cross_entropy``.
 
-[Note: one op] It gives the loss and, because all else of them is known (see [Note: gradients in forward] in `fused`),
-the gradients of input, weight and bias in float32. Its backward is a product with one number and a cast, in torch's own
-ops, which a compiler may put into other kernels. What nobody needs is empty, and is not computed: without any gradient
-there is one product. Which are needed the caller has to say: a compiler traces the op with tensors that stand for
-others, and may compile it for many calls.
+[Note: one op] The op returns the loss and the gradients of input, weight and bias in float32, which are known in
+forward but for a factor (see [Note: gradients in forward] in `fused`). Its backward multiplies them by one number and
+casts them, in torch's own ops, which a compiler may fuse into other kernels. A gradient that is not needed is not
+computed, and its output is empty: without any gradient only one product runs. The caller must say which gradients are
+needed: a compiler traces the op with fake tensors, and may use the compiled graph for many calls.
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ def _op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`leangrad.linear_cross_entropy` of input (N, D) and target (N,), with the projection in ``dtype``.
 
-    Returns the loss; the factor that the gradients lack beside that of the loss; the gradients of input, weight and
-    bias, in float32 or, for a ``dtype`` of float64, in that; empty where they are not needed.
+    Returns the loss; a factor; and the gradients of input, weight and bias, which have yet to be multiplied by that
+    factor and by the gradient of the loss. The gradients are float32, or float64 if ``dtype`` is. One that is not
+    needed is an empty tensor.
     """
     wide = _wide(dtype)
     scale = None if logit_scale is None else torch.full((), logit_scale, dtype=wide, device=input.device)

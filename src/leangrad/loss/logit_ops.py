@@ -1,9 +1,9 @@
-"""Which ops may stand between a projection to a vocabulary and its loss, so that nobody needs the logits.
+"""Rules for the ops that may stand between a projection to a vocabulary and its loss, without the logits' values.
 
-Lazy logits (`leangrad.loss.lazy`) ask here when an op is called on them, the compiled engine when it finds a loss in a
-graph. A rule is told what is known of logits without their values (`Logits`) and what else the op is given, and says
-what the op does to them (`Change`); None: it needs values. In a graph sizes may be symbolic, and what an op is given
-may be a node: only the vocabulary has to be a number.
+Lazy logits (`leangrad.loss.lazy`) apply a rule when an op is called on them, the compiled engine when it finds a loss
+in a graph. A rule takes what is known of logits without their values (`Logits`) and the other arguments of the op, and
+returns what the op does to the logits (`Change`), or None if the op needs their values. In a graph, sizes may be
+symbolic and arguments may be nodes; only the size of the vocabulary must be a number.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from leangrad.ledger import MIN_BYTES
 
 __all__ = ["RULES", "Change", "Logits", "fit_dtypes", "is_large", "is_vocabulary", "softcap_and_scale", "takes_loss"]
 
-RATIO = 2  # outputs for an input, at least
-CLASSES = 256  # at least
+RATIO = 2  # fewest outputs per input of a projection to a vocabulary
+CLASSES = 256  # fewest outputs of one
 
 
 def is_vocabulary(outputs: int, inputs: int) -> bool:
-    """Whether a projection with so many outputs and inputs may be one to a vocabulary.
+    """Whether a projection with these numbers of outputs and inputs may be one to a vocabulary.
 
     >>> is_vocabulary(50257, 768), is_vocabulary(3072, 768), is_vocabulary(768, 768), is_vocabulary(10, 4)
     (True, True, False, False)
@@ -34,45 +34,51 @@ def is_vocabulary(outputs: int, inputs: int) -> bool:
 
 
 def is_large(nbytes: int) -> bool:
-    """Whether logits of so many bytes are worth a thought."""
+    """Whether logits of ``nbytes`` bytes are large enough to be worth saving."""
     return nbytes >= MIN_BYTES
 
 
 def fit_dtypes(given: Collection[torch.dtype], *, is_autocast: bool) -> bool:
-    """Whether the fused loss takes a projection whose input, weight and bias have these dtypes."""
+    """Whether the fused loss accepts a projection whose input, weight and bias have the dtypes ``given``."""
     if is_autocast:
-        return LOW_OR_SINGLE.issuperset(given)  # autocast leaves float64 as it is
+        return LOW_OR_SINGLE.issuperset(given)  # autocast does not cast float64
     return len(set(given)) == 1 and (LOW_OR_SINGLE | {torch.float64}).issuperset(given)
 
 
 @dataclass(frozen=True)
 class Logits:
-    """What is known of logits without their values: some rows of y = before·z, or after·tanh(before·z)."""
+    """What is known of logits without their values: some rows of before·z, or of after·tanh(before·z).
+
+    z is the output of the projection, x its input.
+    """
 
     shape: tuple[Any, ...]
     dtype: torch.dtype
     device: torch.device
-    hidden: int  # the columns of x
+    hidden: int  # number of columns of x
     before: float = 1.0
-    after: float | None = None
+    after: float | None = None  # None: there is no tanh
     is_transposed: bool = False  # the vocabulary is the second of three dimensions
-    is_part: bool = False  # not the rows of the projection as it gives them
-    bias_dtype: torch.dtype | None = None  # of a bias that can still be added; None: none can
+    is_part: bool = False  # True: rows were selected or reshaped since the projection
+    bias_dtype: torch.dtype | None = None  # dtype of a bias that can still be added; None: none can
 
 
 @dataclass(frozen=True)
 class Change:
-    """What an op does to logits: it takes rows, and ``pick`` takes the same of x, or it changes each value."""
+    """What an op does to logits: it selects rows, and ``pick`` selects the same rows of x, or it changes each value.
 
-    op: Callable[..., Any]  # of values, and of ``bias`` if there is one
+    ``shape``, ``dtype``, ``before`` and ``after`` are those of the result; None: as before.
+    """
+
+    op: Callable[..., Any]  # called with the values, and with ``bias`` if there is one
     pick: Callable[[Any], Any] | None = None
-    shape: tuple[Any, ...] | None = None  # where it is another, and not known by ``pick`` alone
+    shape: tuple[Any, ...] | None = None  # the new shape, unless ``pick`` determines it
     dtype: torch.dtype | None = None
     before: float | None = None
     after: float | None = None
     bias: Any = None
     is_transposed: bool = False
-    is_same: bool = False  # it gives what it is given
+    is_same: bool = False  # the op returns its input
 
 
 Rule = Callable[..., Change | None]
@@ -89,12 +95,12 @@ def _reshape(logits: Logits, *shape: Any, **kwargs: Any) -> Change | None:
             return None
         return Change(lambda t: t.reshape(new), lambda x: x.reshape((*new[:-1], hidden)), shape=new)
     if not sizes or type(sizes[-1]) is not int or sizes[-1] not in (-1, words):
-        return None  # in a graph, where the shape of what comes out is known and looked at
+        return None  # in a graph, where the caller reads the shape of the result off the graph
     return Change(lambda t: t.reshape(sizes), lambda x: x.reshape((*sizes[:-1], hidden)))
 
 
 def _resolved(sizes: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...] | None:
-    """``sizes`` with its -1 filled in; None where it is no shape of these logits, which torch will say better."""
+    """Return ``sizes`` with its -1 filled in; None if they do not fit ``shape``, for which torch's own call raises."""
     known, count = 1, torch.Size(shape).numel()
     for n in sizes:
         known *= 1 if n == -1 else n
@@ -114,7 +120,7 @@ def _flatten(logits: Logits, start_dim: int = 0, end_dim: int = -1) -> Change | 
 
 
 def _slice(logits: Logits, index: Any) -> Change | None:
-    """Basic indexing that leaves the vocabulary as it is."""
+    """Basic indexing that does not index the vocabulary."""
     parts = index if isinstance(index, tuple) else (index,)
     if not all(one is Ellipsis or type(one) in (int, slice) for one in parts) or logits.is_transposed:
         return None
@@ -138,7 +144,7 @@ def _is_whole(part: slice, count: int) -> bool:
 
 
 def _transpose(logits: Logits, a: Any, b: Any) -> Change | None:
-    """(rows, length, vocabulary) to (rows, vocabulary, length), as `F.cross_entropy` takes it."""
+    """Transpose (rows, length, vocabulary) to (rows, vocabulary, length), which `F.cross_entropy` expects."""
     if len(logits.shape) != 3 or logits.is_transposed or {a, b} not in ({1, 2}, {-1, -2}, {1, -1}, {2, -2}):
         return None
     rows, length, words = logits.shape
@@ -155,7 +161,7 @@ def _contiguous(logits: Logits, *, memory_format: torch.memory_format = torch.co
         return None
     if not logits.is_part and not logits.is_transposed:
         return Change(_same, is_same=True)
-    return Change(_same, _same, shape=logits.shape)  # a copy, if these are a part of others
+    return Change(_same, _same, shape=logits.shape)  # a copy, if these are some of the rows or transposed
 
 
 def _same(t: Any) -> Any:
@@ -169,7 +175,7 @@ def _cast(logits: Logits, dtype: torch.dtype) -> Change | None:
 
 
 def _to(logits: Logits, *args: Any, **kwargs: Any) -> Change | None:
-    """A dtype, or the device that it is on."""
+    """A cast to a dtype; a device is accepted only if the logits are on it."""
     kwargs = {key: value for key, value in kwargs.items() if key != "non_blocking"}
     if any(key not in ("dtype", "device") for key in kwargs):
         return None
@@ -199,7 +205,7 @@ def _divide(logits: Logits, other: Any, **kwargs: Any) -> Change | None:
 
 
 def _add(logits: Logits, other: Any, **kwargs: Any) -> Change | None:
-    """A bias that the head itself does not have; one, and before all else."""
+    """Add a bias to the projection's output: one bias, and before any other change of the values."""
     words = logits.shape[-1]
     if (
         kwargs
@@ -215,7 +221,7 @@ def _add(logits: Logits, other: Any, **kwargs: Any) -> Change | None:
         or logits.after is not None
     ):
         return None
-    return Change(lambda t, b: t + b.reshape(-1), bias=other)  # of rows, whatever shape they are given
+    return Change(lambda t, b: t + b.reshape(-1), bias=other)  # whatever shape ``other`` has
 
 
 def _tanh(logits: Logits) -> Change | None:
@@ -225,7 +231,7 @@ def _tanh(logits: Logits) -> Change | None:
 def takes_loss(
     logits: Logits, target_dtype: torch.dtype, *, size_average: Any, reduce: Any, weight: Tensor | None
 ) -> bool:
-    """Whether `F.cross_entropy` of these logits and classes of this dtype is the fused loss."""
+    """Whether the fused loss can compute `F.cross_entropy` of these logits, with targets of ``target_dtype``."""
     return (
         len(logits.shape) == (3 if logits.is_transposed else 2)
         and size_average is None
@@ -237,7 +243,7 @@ def takes_loss(
 
 
 def softcap_and_scale(logits: Logits) -> tuple[float | None, float | None]:
-    """How the fused loss says before and after.
+    """Return the ``softcap`` and ``logit_scale`` of the fused loss that equal ``before`` and ``after``.
 
     >>> of = {"shape": (2, 3), "dtype": torch.float32, "device": torch.device("cpu"), "hidden": 4}
     >>> softcap_and_scale(Logits(**of)), softcap_and_scale(Logits(**of, before=0.5, after=2.0))
@@ -247,7 +253,7 @@ def softcap_and_scale(logits: Logits) -> tuple[float | None, float | None]:
     return logits.after, None if scale == 1.0 else scale
 
 
-# By the name of the function or method.
+# The rules, by the name of the function or method.
 RULES: dict[str, Rule] = {
     "view": _reshape,
     "reshape": _reshape,

@@ -1,4 +1,4 @@
-"""What `linear_cross_entropy` equals, in torch's own ops: all logits at once, differentiable as often as one likes."""
+"""`linear_cross_entropy` in torch's own ops: all logits at once, differentiable any number of times."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ __all__ = ["Options", "Tensors", "plain_linear_cross_entropy"]
 
 
 class Tensors(NamedTuple):
-    """The tensors of one call: input (..., D), linear_weight (V, D), linear_bias (V,), logit_scale (), target (...)."""
+    """The tensors of one call of `linear_cross_entropy`.
+
+    input: (..., D); linear_weight: (V, D); linear_bias: (V,); logit_scale: (); weight: (V,), of the classes;
+    target: (...).
+    """
 
     input: Tensor
     linear_weight: Tensor
@@ -23,7 +27,7 @@ class Tensors(NamedTuple):
 
 
 class Options(NamedTuple):
-    """What else it takes."""
+    """The arguments of one call of `linear_cross_entropy` that are not tensors."""
 
     reduction: str
     ignore_index: int
@@ -33,7 +37,7 @@ class Options(NamedTuple):
 
 
 def plain_linear_cross_entropy(tensors: Tensors, options: Options) -> Tensor:
-    """The loss by `F.linear` and `F.cross_entropy`."""
+    """Compute the loss with `F.linear` and `F.cross_entropy`."""
     target = tensors.target.reshape(-1)
     z = F.linear(tensors.input, tensors.linear_weight, tensors.linear_bias)
     z = z.reshape(len(target), len(tensors.linear_weight))

@@ -1,6 +1,6 @@
-"""What watches the one instrumented run: the profiler, marks around module calls, and an eye on older memory.
+"""The instruments of a measured run: the profiler, marks around module calls, and a watch on older memory.
 
-Nothing here allocates memory of a tensor while the step runs, so that nothing of it is counted.
+None of them allocates tensor memory while the step runs, so their own memory is not counted.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ __all__ = ["Recording", "record"]
 
 
 def record(run: Callable[[], object]) -> tuple[Trace, list[Change]]:
-    """Call `run` once under the profiler; return the trace, and when older CPU memory was released."""
+    """Call `run` once under the profiler; return the trace and the releases of older CPU memory."""
     recording = Recording()
     recording.start()
     try:
@@ -42,9 +42,9 @@ def record(run: Callable[[], object]) -> tuple[Trace, list[Change]]:
 
 
 class Recording:
-    """A stretch of the program under the profiler, from `start` to `stop`, which are called on one thread.
+    """Profiles a part of the program from `start` to `stop`, both called on the same thread.
 
-    lines: note the source line of each op in a module, too.
+    lines: also record the source line of each op in a module.
     """
 
     def __init__(self, *, lines: bool = False) -> None:
@@ -54,7 +54,7 @@ class Recording:
         self._profiler: profile | None = None
 
     def start(self) -> None:
-        """Begin."""
+        """Start the profiler, the marks and the watch on older memory."""
         if _torch.is_profiling():
             raise LeangradError(
                 "expected no profiler to be running, but torch's profiler is on; leangrad.measure uses the profiler "
@@ -66,17 +66,17 @@ class Recording:
             self._freed = entered.enter_context(_watching_older_storages())
             self._profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
             entered.enter_context(_running(self._profiler))
-            torch.empty(1)  # the reader looks for this allocation before the step to know that memory is reported
+            torch.empty(1)  # before the step mark: `read_trace` uses it to check that memory is reported
             entered.enter_context(_marking_modules(lines=self._lines))
             entered.enter_context(record_function(STEP_MARK))
             self._open = entered.pop_all()
 
     def close(self) -> None:
-        """End, and leave everything as it was before."""
+        """Stop profiling, and restore everything that `start` changed."""
         self._open.close()
 
     def stop(self) -> tuple[Trace, list[Change]]:
-        """End; return the trace, and when older CPU memory was released."""
+        """Stop profiling; return the trace and the releases of older CPU memory."""
         assert self._profiler is not None
         self.close()
         with tempfile.TemporaryDirectory(prefix="leangrad-") as folder, _torch.muted_kineto():
@@ -88,7 +88,7 @@ class Recording:
 
 @contextlib.contextmanager
 def _running(profiler: profile) -> Iterator[None]:
-    """Profile, without torch 2.11's warning that a second cycle would clear the first: there is one.
+    """Run the profiler without torch 2.11's warning that a second cycle would clear the first: there is only one.
 
     `acc_events=True` would silence it too, but builds every event in Python: seconds for a step of some thousand ops.
     """
@@ -103,7 +103,10 @@ def _running(profiler: profile) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _no_automatic_collection() -> Iterator[None]:
-    """Keep cycles until the step ends: when Python would collect them depends on everything else in the process."""
+    """Turn Python's garbage collection off, so that cycles stay alive until the step ends.
+
+    When Python collects them otherwise depends on everything else in the process.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -134,8 +137,8 @@ class _Paths(threading.local):
 def _marking_modules(*, lines: bool) -> Iterator[None]:
     """Put a mark into the trace around each call of a module, and with ``lines`` around each op in it.
 
-    Not by hooks: code that looks for them (torch.compile's guards, the fast paths of transformer layers and of
-    leangrad.nn) would then run otherwise than in the untouched runs.
+    The marks are not made by module hooks: code that checks for hooks (torch.compile's guards, the fast paths of
+    transformer layers and of leangrad.nn) would then run differently from the runs without instruments.
     """
     paths = _Paths()
     call = nn.Module.__call__
@@ -160,26 +163,26 @@ def _marking_modules(*, lines: bool) -> Iterator[None]:
 
 
 class _MarkingLines(TorchFunctionMode):
-    """Puts a mark with the source line that called it around each op.
+    """Puts a mark around each op, with the source line that called the op.
 
-    Not around a model with compiled parts: what is compiled under a function mode is compiled anew without it.
+    Not used around a model with compiled parts: torch.compile would compile them under the mode and again without it.
     """
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if torch.compiler.is_compiling() or getattr(func, "__name__", "") == "__get__":  # of .shape and the like
+        if torch.compiler.is_compiling() or getattr(func, "__name__", "") == "__get__":  # attributes such as .shape
             return func(*args, **(kwargs or {}))
         with record_function(LINE_MARK + _source_line()):
             return func(*args, **(kwargs or {}))
 
 
-# Where the sources of torch and of leangrad are.
+# Folders of the sources of torch and of leangrad.
 _OURS = tuple(os.path.dirname(str(file)) + os.sep for file in (torch.__file__, os.path.dirname(__file__)))
 
 
 def _source_line() -> str:
-    """The line outside torch and leangrad that is running, as "file.py:12" with the file below what it was found in."""
+    """Return the innermost running line outside torch and leangrad, such as "file.py:12"; empty if there is none."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_OURS):
         frame = frame.f_back
@@ -188,7 +191,7 @@ def _source_line() -> str:
 
 @functools.cache
 def _short(path: str) -> str:
-    """A file's path without what is of this machine: below the working folder or a folder of imports; else its name."""
+    """Return `path` relative to the working folder or a folder of `sys.path`, whichever is longest; else its name."""
     for folder in sorted({os.getcwd(), *sys.path}, key=len, reverse=True):
         if folder and path.startswith(folder + os.sep):
             return path[len(folder) + 1 :]
@@ -197,7 +200,7 @@ def _short(path: str) -> str:
 
 @contextlib.contextmanager
 def _watching_older_storages() -> Iterator[list[Change]]:
-    """Note when memory that stood before is released: the CPU's profiler only reports blocks that it saw made.
+    """Record releases of older CPU memory: the profiler reports only blocks whose allocation it saw.
 
     Without this, a step that begins with `zero_grad()` would seem to hold both the old gradients and the new.
     """
@@ -221,13 +224,13 @@ def _watching_older_storages() -> Iterator[list[Change]]:
 
 
 def _watch_tensors(watch: Callable[[torch.UntypedStorage], None]) -> None:
-    # Not subclasses: their methods may be anything, and those that wrap tensors wrap some that are found here.
+    # Subclasses are skipped: their methods may do anything, and the tensors that they wrap are found here as well.
     for tensor in [found for found in gc.get_objects() if type(found) in (torch.Tensor, nn.Parameter)]:
         if tensor.device.type != "cpu":
             continue
-        # A sparse tensor, or one of a transform, has no storage of its own.
+        # A sparse tensor, or one of a `torch.func` transform, has no storage of its own.
         with contextlib.suppress(RuntimeError, NotImplementedError):
             watch(tensor.untyped_storage())
-            # A gradient that Python has not asked for is known to its tensor only.
+            # A gradient that Python has not accessed yet is reachable only through its tensor.
             if tensor.is_leaf and tensor.grad is not None:
                 watch(tensor.grad.untyped_storage())

@@ -1,4 +1,4 @@
-"""What a measurement holds, and how it reads as text and as JSON."""
+"""`Measurement`: the memory and the time of one step, and its forms as text, report and JSON."""
 
 import dataclasses
 import json
@@ -16,9 +16,9 @@ __all__ = ["Measurement", "own_bytes", "temporaries_of"]
 class Measurement:
     """The memory and the time of one step; see `leangrad.measure`.
 
-    - `peak_bytes`: the most that was alive at once of what the step allocated.
-    - `kept_bytes`: what the step had allocated and not yet released when its first backward began; 0 with no backward.
-    - `seconds`: the median of the untouched runs.
+    - `peak_bytes`: the most bytes that were alive at once, of those that the step allocated.
+    - `kept_bytes`: bytes allocated by the step and not released when its first backward began; 0 with no backward.
+    - `seconds`: the median of the runs without instruments.
     - `temporaries`: the largest allocations that were released in the phase that made them, largest first.
     - `timeline`: every allocation and release, in order.
     - `device`: where the bytes are counted, such as "cpu" or "cuda:0".
@@ -32,17 +32,18 @@ class Measurement:
     device: str
 
     def live_bytes_after(self, phase: Phase) -> int:
-        """The bytes alive when `phase` last ended, above the start of the step.
+        """Return the live bytes when `phase` last ended, minus those at the start of the step.
 
-        After "forward" that is what backward will find; after "backward", mostly gradients; after "other", which
-        holds the optimizer and the end of the step, what the step leaves behind. 0 if the phase did not occur.
+        After "forward" these are the bytes that backward starts with; after "backward", mostly gradients; after
+        "other", which is the optimizer and the end of the step, what the step leaves behind. 0 if the phase did not
+        occur.
         """
         if phase not in get_args(Phase):
             raise ValueError(f"expected a phase out of {get_args(Phase)}, got {phase!r}")
         return next((event.live_bytes for event in reversed(self.timeline) if event.phase == phase), 0)
 
     def alive_at(self, index: int) -> tuple[Allocation, ...]:
-        """The step's own allocations that are alive after `timeline[index]`, largest first."""
+        """Return the step's own allocations that are alive after `timeline[index]`, largest first."""
         alive: dict[int, Event] = {}
         for event in self.timeline[: range(len(self.timeline))[index] + 1]:
             if event.bytes > 0:
@@ -52,14 +53,14 @@ class Measurement:
         return _largest_first(Allocation(e.op, e.module, e.bytes, e.phase) for e in alive.values())
 
     def alive_at_peak(self) -> tuple[Allocation, ...]:
-        """The step's own allocations that are alive at the peak, largest first."""
+        """Return the step's own allocations that are alive at the peak, largest first."""
         if not self.timeline:
             return ()
         own = own_bytes(self.timeline)
         return self.alive_at(max(range(len(own)), key=own.__getitem__))
 
     def report(self, title: str = "The memory of a step") -> Report:
-        """The same as a report: in sentences, and as a page to look around in."""
+        """Return this measurement as a `Report`, which prints as text and saves as an interactive page."""
         step = StepRecord("the step", self.timeline, {}, self.kept_bytes, self.seconds, self.device)
         return Report(title, (step,))
 
@@ -71,11 +72,11 @@ class Measurement:
         return self.report()._repr_html_()
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything as plain dicts, lists, numbers and strings."""
+        """Return all fields as plain dicts, lists, numbers and strings."""
         return dataclasses.asdict(self)
 
     def to_json(self, **kwargs: Any) -> str:
-        """`as_dict()` as JSON; `kwargs` go to `json.dumps`."""
+        """Return `as_dict()` as JSON; `kwargs` are passed to `json.dumps`."""
         return json.dumps(self.as_dict(), **kwargs)
 
     def __str__(self) -> str:
@@ -92,8 +93,8 @@ class Measurement:
 
 
 def own_bytes(timeline: tuple[Event, ...]) -> list[int]:
-    """What the step itself had allocated and not released, after each event."""
-    older = 0  # bytes of blocks from before the step that it has released
+    """Return the bytes that the step itself had allocated and not released, after each event."""
+    older = 0  # bytes that the step has released, of blocks allocated before it
     own = []
     for event in timeline:
         if event.block == BEFORE_THE_STEP:
@@ -103,7 +104,7 @@ def own_bytes(timeline: tuple[Event, ...]) -> list[int]:
 
 
 def temporaries_of(timeline: tuple[Event, ...], at_most: int = 10) -> tuple[Allocation, ...]:
-    """The largest allocations that were released in the phase that made them, largest first."""
+    """Return the largest allocations that were released in the phase that made them, largest first."""
     alive: dict[int, Event] = {}
     found = []
     for event in timeline:

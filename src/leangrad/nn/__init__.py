@@ -1,4 +1,4 @@
-"""Modules that keep each activation once: `MLP`, `Dense`, `InPlaceABN`, ..."""
+"""Modules that keep each activation for backward only once: `MLP`, `Dense`, `InPlaceABN`, ..."""
 
 from leangrad.nn.abn import ABN, InPlaceABN, InPlaceABNSync
 from leangrad.nn.context import AttentionContext

@@ -1,4 +1,4 @@
-"""A short convolution over time that sees the past only, and can go on where it stopped."""
+"""A short causal convolution over time, which can process a sequence in parts."""
 
 from typing import Any
 
@@ -9,12 +9,13 @@ __all__ = ["CausalConv"]
 
 
 class CausalConv(nn.Conv1d):
-    """A depthwise convolution over time: each channel by itself, each step from the last `kernel` ones.
+    """A causal depthwise convolution over time: each channel by itself, each output from the last `kernel` inputs.
 
     Equals `F.conv1d(x.mT, weight, bias, groups=width, padding=kernel - 1)[..., :T].mT`, and has the parameters of that
-    `nn.Conv1d`. Keeps the caller's own x for backward.
+    `nn.Conv1d`. Keeps the caller's own x for backward; with a tail, a copy of the tail and x.
 
-    Called with the last inputs of the part before, (batch, kernel − 1, width), it goes on from there.
+    To process a sequence in parts, pass the last inputs of the previous part as `tail`, (batch, kernel − 1, width);
+    then the new tail is returned too.
 
     >>> conv = CausalConv(3, kernel=4)
     >>> x = torch.randn(2, 9, 3)
@@ -31,11 +32,11 @@ class CausalConv(nn.Conv1d):
         super().__init__(width, width, kernel, groups=width, padding=kernel - 1, device=device, dtype=dtype)
 
     def initial_state(self, batch: int) -> Tensor:
-        """Zeros, (batch, kernel − 1, width)."""
+        """Returns the tail of an empty sequence: zeros, (batch, kernel − 1, width)."""
         return self.weight.new_zeros(batch, self.kernel_size[0] - 1, self.in_channels)
 
     def forward(self, x: Tensor, tail: Tensor | None = None) -> tuple[Tensor, Tensor | None]:  # type: ignore[override]
-        """(batch, T, width) to the same, and the new tail where there was one."""
+        """Returns the outputs for x of (batch, T, width), in the same shape, and the new tail; None without `tail`."""
         before = self.kernel_size[0] - 1
         if tail is None:
             return self._convolve(x)[:, : x.shape[1]].contiguous(), None
@@ -47,7 +48,10 @@ class CausalConv(nn.Conv1d):
         return self._convolve(x)[:, steps].contiguous(), x[:, x.shape[1] - before :].clone()
 
     def _convolve(self, x: Tensor) -> Tensor:
-        """With `kernel − 1` steps more at the end. Contiguous afterwards, as the scan and the projections read it."""
-        if x.shape[1] == 0:  # torch refuses to convolve nothing
+        """Returns the convolution of x, with `kernel − 1` more steps at the end.
+
+        Callers drop these steps and make the result contiguous, because the scan and the projections read it so.
+        """
+        if x.shape[1] == 0:  # torch raises on an empty input
             return x
         return super().forward(x.mT).mT

@@ -1,9 +1,9 @@
-"""Dense layers whose activations are kept once and moved out by backward: `Dense`, `MLP`.
+"""Dense layers that keep each activation once and free it in backward: `Dense`, `MLP`.
 
-A chain of layers (`leangrad.engine.chain`) is one autograd node. It keeps the caller's own input, and one map a
-layer: the output where the activation can run backward from it (relu, tanh, ...), else the input of the activation.
-Whatever the chain cannot serve (hooks on a child, a child that was replaced, a tensor subclass, `torch.compile`,
-`torch.func`) runs as the plain `nn.Sequential` that an `MLP` also is.
+A chain of layers (`leangrad.engine.chain`) is one autograd node. It keeps the caller's own input, and one map per
+layer: the output of the activation if its backward can run from that (relu, tanh, ...), else its input. Calls that the
+chain does not support (hooks on a child, a child that was replaced, a tensor subclass, `torch.compile`, `torch.func`)
+run in plain PyTorch; an `MLP` then runs as the `nn.Sequential` that it also is.
 """
 
 from collections.abc import Sequence
@@ -34,20 +34,21 @@ class Activate(nn.Module):
         self.record = resolve(activation, parameter)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply it."""
+        """Apply the activation to x."""
         return activate(x, self.record)
 
     def extra_repr(self) -> str:
-        """The name and the parameter."""
+        """Show the name and the parameter."""
         return repr(self.record)
 
 
 class Dense(nn.Linear):
-    """A linear layer and its activation, which keep one map between them.
+    """A linear layer and its activation, which together keep one map.
 
     Equals `nn.Sequential(nn.Linear(in_features, out_features, bias), act)`, with the parameters of the `nn.Linear`.
     For swiglu and geglu the weight has 2 · out_features rows: the gates, then the values. Keeps for backward the
-    caller's own x, and (..., out_features) once; a second backward without `retain_graph=True` is a ConsumedError.
+    caller's own x, and one map, with as many features as the weight has rows, if there is an activation. A second
+    backward without `retain_graph=True` raises ConsumedError.
 
     >>> layer = Dense(3, 4, activation="gelu")
     >>> layer(torch.ones(2, 3)).shape
@@ -70,12 +71,12 @@ class Dense(nn.Linear):
         self.record = record
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., in_features) to (..., out_features)."""
+        """Returns (..., out_features) for x of (..., in_features)."""
         program = _Program([self.record], [self.weight, self.bias])
         return program.plain(x, self.weight, self.bias) if is_watched() else _forward(x, program)
 
     def extra_repr(self) -> str:
-        """As nn.Linear, and the activation."""
+        """Show the arguments of `nn.Linear`, and the activation."""
         return f"{super().extra_repr()}, activation={self.record}"
 
 
@@ -83,9 +84,10 @@ class MLP(nn.Sequential):
     """Dense layers in a row, as one autograd node.
 
     Equals `nn.Sequential(nn.Linear(s0, s1), act, nn.Linear(s1, s2), act, ..., nn.Linear(.., sn))`, bit for bit, and its
-    state_dict is that one's. Keeps for backward the caller's own x and one map for each hidden layer; its backward
-    holds two gradient maps at any time. `output_activation` is applied to the last layer. With swiglu or geglu
-    each hidden `nn.Linear` is twice as wide as its size. One size means no layers: the input itself is returned.
+    state_dict has the same keys. Keeps for backward the caller's own x and one map for each layer with an activation
+    (two for a hidden map below 1 MiB whose activation runs backward from its input); backward holds at most two
+    gradient maps at any time. `output_activation` is applied to the last layer. With swiglu or geglu each hidden
+    `nn.Linear` has twice as many rows as its size. One size means no layers: the input itself is returned.
 
     >>> mlp = MLP([2, 8, 1], "tanh", output_activation="sigmoid")
     >>> mlp(torch.zeros(5, 2)).shape, list(mlp.state_dict())
@@ -116,7 +118,7 @@ class MLP(nn.Sequential):
         super().__init__(*children)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., sizes[0]) to (..., sizes[-1])."""
+        """Returns (..., sizes[-1]) for x of (..., sizes[0])."""
         program = None if is_watched() else self._program()
         if program is None:
             y: Tensor = super().forward(x)
@@ -124,7 +126,7 @@ class MLP(nn.Sequential):
         return _forward(x, program) if program.records else x
 
     def _program(self) -> "_Program | None":
-        """The children as a chain, or None if one of them is not what this class made, or has hooks."""
+        """Returns the children as a chain; None if one of them has hooks or is not of a kind that `__init__` makes."""
         children = bare_modules(self)
         if children is None:
             return None
@@ -142,22 +144,25 @@ class MLP(nn.Sequential):
 
 
 class _Program:
-    """The layers of a chain (the activation of each, or None; its weight and its bias), and the ways to run it."""
+    """The layers of a chain, and the three ways to run it.
+
+    records: activation of each layer, or None. parameters: weight and bias of each layer, in turn.
+    """
 
     def __init__(self, records: list[Activation | None], parameters: list[Tensor | None]):
         self.records, self.parameters = records, parameters
 
     def record(self, tensors: Sequence[Tensor | None], needs: Sequence[bool]) -> tuple[Tensor, Chain]:
-        """Forward, with what backward needs."""
+        """Run forward; returns the output, and the `Chain` that holds what backward needs."""
         run = Chain(self.records, needs)
         return run.forward(tensors), run
 
     def infer(self, x: Tensor, *parameters: Tensor | None) -> Tensor:
-        """Forward with no backward: each activation is written over its input."""
+        """Run forward without a backward to follow: activations are written over their inputs where possible."""
         return Chain(self.records, (False,) * (1 + len(parameters))).forward((x, *parameters))
 
     def plain(self, x: Tensor, *parameters: Tensor | None) -> Tensor:
-        """The same on autograd's own ops."""
+        """Compute the same on autograd's own ops."""
         for record, weight, bias in zip(self.records, parameters[::2], parameters[1::2], strict=True):
             assert weight is not None
             x = F.linear(x, weight, bias)
@@ -167,11 +172,11 @@ class _Program:
 
 
 def _forward(x: Tensor, program: _Program) -> Tensor:
-    """Run the layers as one node, or plainly where that is all that can be done."""
+    """Run the layers as one autograd node; on autograd's own ops if a node cannot be used."""
     parameters = program.parameters
     if not are_ordinary(x, *parameters):
         return program.plain(x, *parameters)
-    if not autocast_may_be_on() or not autocast_enabled(x.device.type):  # to ask for a device is dear
+    if not autocast_may_be_on() or not autocast_enabled(x.device.type):  # the second query is slow
         return _run(x, program, parameters)
     if any(record is not None and record.float32_in_autocast for record in program.records):
         return program.plain(x, *parameters)
@@ -183,21 +188,21 @@ def _forward(x: Tensor, program: _Program) -> Tensor:
 
 
 def _run(x: Tensor, program: _Program, parameters: list[Tensor | None]) -> Tensor:
-    """As one node, or with no backward where nobody asks for one."""
+    """Run the layers as one autograd node, or without backward if no gradient is needed."""
     try:
         rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
         if torch.is_grad_enabled() and any(t.requires_grad for t in (x, *parameters) if t is not None):
             y = run_recorded(program.record, program.plain, rows, *parameters)
         else:
             y = program.infer(rows, *parameters)
-    except (RuntimeError, IndexError):  # torch sees what does not fit; say which argument it was
+    except (RuntimeError, IndexError):  # arguments are checked only if torch raises, to name the wrong one
         _check(x, parameters[0])
         raise
     return y if rows is x else y.view(*x.shape[:-1], y.shape[-1])
 
 
 def _autocast(t: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """What autocast does to an argument of `F.linear`: every floating dtype but float64 becomes its own."""
+    """Cast an argument of `F.linear` as autocast does: every floating dtype but float64 becomes `dtype`."""
     return t if t is None or not t.is_floating_point() or t.dtype == torch.float64 else t.to(dtype)
 
 

@@ -1,4 +1,4 @@
-"""A Transformer block that is told the noise level: `DiffusionBlock`; EDM preconditioning; embeddings of time.
+"""`DiffusionBlock`, a Transformer block with a condition such as the timestep; EDM preconditioning; time embeddings.
 
 Preconditioning (Karras et al. 2022), for data of standard deviation σ_d and a noise level σ, σ² = (1 − ᾱ)/ᾱ:
 
@@ -32,8 +32,9 @@ class DiffusionBlock(ResidualBlock):
         r = x + dropout(attention(norm1(x) * (1 + scale1) + shift1))
         y = r + dropout(ffn(norm2(r) * (1 + scale2) + shift2))
 
-    `film` begins at zero: at first the condition changes nothing. Keeps for backward what a `TransformerBlock` keeps,
-    and the scales and shifts, 4·B·width elements. `options` are those of `TransformerBlock`.
+    The weight and bias of `film` are zero at first, so the condition has no effect at the start of training. Keeps for
+    backward the same as a `TransformerBlock`, and the scales and shifts, 4·B·width elements. `options` are those of
+    `TransformerBlock`.
 
     >>> block = DiffusionBlock(16, 4, condition_width=8)
     >>> block(torch.ones(2, 5, 16), embed_time(torch.tensor([1.0, 10.0]), 8)).shape
@@ -51,11 +52,14 @@ class DiffusionBlock(ResidualBlock):
         nn.init.zeros_(self.film.bias)
 
     def forward(self, x: Tensor, condition: Tensor, mask: Tensor | None = None) -> Tensor:
-        """(B, T, width) and (B, condition_width) to (B, T, width); masks are as in `TransformerBlock`."""
+        """Returns (B, T, width) for x of (B, T, width) and a condition of (B, condition_width).
+
+        mask: as in `TransformerBlock`.
+        """
         return self._run(x, mask, self._film_of(x, condition))
 
     def plain(self, x: Tensor, condition: Tensor, mask: Tensor | None = None) -> Tensor:
-        """The same on autograd's own ops: the modules that the block consists of, one after another."""
+        """Compute the same on autograd's own ops: the child modules of the block, one after another."""
         return self._run_plain(x, mask, self._film_of(x, condition))
 
     def _film_of(self, x: Tensor, condition: Tensor) -> Film:
@@ -69,7 +73,7 @@ class DiffusionBlock(ResidualBlock):
 
 @dataclass(frozen=True)
 class Preconditioning:
-    """The coefficients of EDM for some noise levels; each has the shape of σ.
+    """EDM coefficients of the noise levels `sigma`: `input` is c_in, `skip` c_skip, `output` c_out; all of one shape.
 
     >>> c = precondition(torch.tensor([2.0]), data_std=1.0)
     >>> c.skip
@@ -82,7 +86,7 @@ class Preconditioning:
     output: Tensor
 
     def denoise(self, network: Any, x: Tensor) -> Tensor:
-        """D(x; σ) = c_skip x + c_out F(c_in x), with the coefficients along the first dimension of x.
+        """Returns D(x; σ) = c_skip x + c_out F(c_in x) for F = `network`; σ belongs to the first dimension of x.
 
         >>> x = torch.randn(3, 2)
         >>> c = precondition(torch.zeros(3))
@@ -95,14 +99,14 @@ class Preconditioning:
 
     @property
     def loss_weight(self) -> Tensor:
-        """1/c_out², which makes the loss of the network the same at every noise level."""
+        """The loss weight 1/c_out², which makes the loss of the network F the same at every noise level."""
         return self.output.square().reciprocal()
 
 
 def precondition(
     sigma: Tensor | None = None, *, alpha_bar: Tensor | None = None, data_std: float = 0.5
 ) -> Preconditioning:
-    """The coefficients of EDM for noise levels, given as σ or as ᾱ, with σ² = (1 − ᾱ)/ᾱ.
+    """Returns the EDM coefficients for noise levels, which are given as σ or as ᾱ, with σ² = (1 − ᾱ)/ᾱ.
 
     >>> precondition(alpha_bar=torch.tensor([0.5])).sigma
     tensor([1.])
@@ -119,7 +123,7 @@ def precondition(
 
 
 def embed_time(time: Tensor, width: int, longest: float = 10_000.0) -> Tensor:
-    """Times of (B,) as (B, width): cosines, then sines, of frequencies from 1 down to 1/longest.
+    """Returns the embedding (B, width) of times (B,): cosines, then sines, with frequencies from 1 towards 1/longest.
 
     >>> embed_time(torch.zeros(1), 4)
     tensor([[1., 1., 0., 0.]])

@@ -1,8 +1,9 @@
 """The scans of state-space models as differentiable functions: `selective_scan` (Mamba) and `rg_lru` (Griffin).
 
-Both are one autograd node over `ops/scan.py`. It keeps the caller's own inputs and the states at chunk boundaries; the
-states between them are rebuilt, chunk by chunk, in backward. Nothing kept is overwritten, so `retain_graph=True` works.
-A second derivative, and calls under `torch.compile` and `torch.func`, run `_plain`, the same on torch's own ops.
+Each is one autograd node over `ops/scan.py`. It keeps the caller's own inputs and the states at chunk boundaries;
+backward rebuilds the states between them, chunk by chunk. It overwrites nothing that is kept, so `retain_graph=True`
+works. A second derivative, and calls under `torch.compile` and `torch.func`, run `_plain`, the same scan on torch's own
+ops.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from leangrad.overridable import overridable
 
 __all__ = ["rg_lru", "selective_scan"]
 
-FEW_STEPS = 4
+FEW_STEPS = 4  # without gradients, up to this many steps run `_infer`
 
 
 def selective_scan(
@@ -53,8 +54,8 @@ def selective_scan(
         A: (width, N), positive for a state that decays; D: (width,).
         B, C: (batch, T, N).
         state: (batch, width, N). The last one is float32, or float64 if an input is.
-        softplus: take F.softplus(dt), in float32, in the place of dt; then that is rebuilt in backward, not kept.
-        chunk: steps between two kept states, a power of two; by default near √T / 2.
+        softplus: use F.softplus(dt), in float32, in place of dt; backward computes it again, it is not kept.
+        chunk: steps between two kept states, a power of two; by default near √T / 2, from 16 to 128.
 
     Keeps for backward the inputs themselves, and ceil(T / chunk) + 1 states of batch · N · width float32 values.
 
@@ -94,15 +95,15 @@ def rg_lru(
     Equals, step by step over t (with `state` starting at 0 if it is None):
 
         a = torch.exp(8 * r[:, t] * F.logsigmoid(lam))
-        state = a * state + (1 - a) * i[:, t] * x[:, t]      # rms=True: sqrt(1 - a**2) in the place of 1 - a
+        state = a * state + (1 - a) * i[:, t] * x[:, t]      # rms=True: sqrt(1 - a**2) in place of 1 - a
         h[:, t] = state
 
     Args:
         x, r, i: (batch, T, width): the input, the recurrence gate and the input gate, both between 0 and 1.
         lam: (width,), λ.
         state: (batch, width). The last one is float32, or float64 if an input is.
-        rms: the form that keeps the variance of its input. Its slope is infinite at r = 0; there it is taken as 0.
-        chunk: steps between two kept states, a power of two; by default near √T / 2.
+        rms: use the form that preserves the variance of its input. Its slope is infinite at r = 0, where 0 is used.
+        chunk: steps between two kept states, a power of two; by default near √T / 2, from 16 to 128.
 
     Keeps for backward the inputs themselves, and ceil(T / chunk) + 1 states of batch · width float32 values.
 
@@ -150,12 +151,15 @@ def _check(name: str, x: Tensor | None, shape: tuple[int, ...], like: Tensor) ->
 
 
 class _Kind(NamedTuple):
-    form: str
-    softplus: bool = False  # of dt
+    form: str  # of w, see `ops/scan.py`
+    softplus: bool = False  # apply softplus to dt
 
 
 def _run(kind: _Kind, chunk: int | None, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
-    """`tensors`: u, dt, A (width, N), B, C, D, gate, state (batch, width, N)."""
+    """Run a scan; returns its output and the last state.
+
+    tensors: u, dt, A (width, N), B, C, D, gate, state (batch, width, N).
+    """
     u = tensors[0]
     assert u is not None
     if chunk is None:
@@ -184,7 +188,7 @@ class _ScanFunction(torch.autograd.Function):
         ctx.kind, ctx.chunk = kind, chunk
         ctx.save_for_backward(*tensors, bounds)
         ctx.set_materialize_grads(False)
-        # A copy: the boundaries are kept, and the last state is the caller's to change.
+        # A copy: the boundaries are kept for backward, and the caller may change the last state in place.
         return z, bounds[-1].transpose(1, 2).clone(memory_format=torch.contiguous_format)
 
     @staticmethod
@@ -225,7 +229,10 @@ def _backward(
     chunk: int,
     needs: Sequence[bool],
 ) -> tuple[Tensor | None, ...]:
-    """The gradients in the order and the shapes of `_run`."""
+    """Returns the gradients of the tensors of `_run`, in that order and those shapes.
+
+    outer: gradients of the output and of the last state.
+    """
     scan, (dz, end) = _scan_of(kind, tensors), outer
     dz = torch.zeros_like(scan.u) if dz is None else dz
     found = ops.backward(scan, bounds, dz, None if end is None else end.transpose(1, 2), chunk, needs_dA=needs[2])
@@ -239,8 +246,8 @@ def _backward(
 def _differentiate(
     kind: _Kind, tensors: Sequence[Tensor | None], needs: Sequence[bool], outer: tuple[Tensor | None, Tensor | None]
 ) -> list[Tensor | None]:
-    """The gradients of `_plain`, with a graph of their own."""
-    # A tensor that is given twice must get two gradients: one alias for each place.
+    """Returns the gradients of `_plain`, which can be differentiated again."""
+    # One alias per argument: a tensor that is passed twice must get two gradients.
     aliases = [None if t is None else t.view_as(t) for t in tensors]
     wanted = [alias for alias, need in zip(aliases, needs, strict=True) if alias is not None and need]
     pairs = [(y, g) for y, g in zip(_plain(kind, *aliases), outer, strict=True) if g is not None]
@@ -250,7 +257,7 @@ def _differentiate(
 
 
 def _without_autocast(u: Tensor) -> AbstractContextManager[Any]:
-    """Products over states and channels are sums of many terms: they stay in float32."""
+    """Returns a context without autocast: products over states and channels sum many terms, and stay in float32."""
     return _torch.autocast_off(u.device.type)
 
 
@@ -258,7 +265,7 @@ def _without_autocast(u: Tensor) -> AbstractContextManager[Any]:
 
 
 def _plain(kind: _Kind, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The same by doubling: log2(T) passes over all states, so that a compiler does not see T steps."""
+    """Run the scan on torch's own ops, by doubling: log2(T) passes over all states, not T steps for a compiler."""
     scan, start = _scan_of(kind, tensors), tensors[-1]
     dtype = ops.state_dtype(scan)
     u, dt = scan.u.to(dtype), scan.dt.to(dtype)
@@ -286,7 +293,7 @@ def _plain(kind: _Kind, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def _plain_weight(form: str, x: Tensor, dt: Tensor) -> Tensor:
-    """w of `ops/scan.py`, whose derivatives are right at x = 0 as well."""
+    """Returns w of `ops/scan.py`, for x = dt·A, by formulas whose derivatives are right at x = 0 too."""
     if form == "ema":
         return -torch.expm1(-x)
     if form == "rms":
@@ -302,7 +309,7 @@ def _plain_weight(form: str, x: Tensor, dt: Tensor) -> Tensor:
 
 
 def _infer(kind: _Kind, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
-    """A few steps without gradients, as when a model is run step by step: no buffers, and as few calls as can be."""
+    """Run a few steps without gradients, as step-by-step generation does: no buffers, and as few calls as possible."""
     scan, state = _scan_of(kind, tensors), tensors[-1]
     dtype, form = ops.state_dtype(scan), scan.form
     u, dt, A = scan.u.to(dtype), scan.dt.to(dtype).unsqueeze(2), scan.A.to(dtype)

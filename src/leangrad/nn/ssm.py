@@ -1,8 +1,8 @@
 """State-space blocks whose scans keep the states at chunk boundaries only: `RGLRU`, `RGLRUBlock`, `MambaBlock`.
 
-All are batch first, (batch, T, width) in and out. Called with a sequence alone they return the outputs, and so stand in
-an `nn.Sequential`; called with a state as well they return (outputs, state), and that state goes into the next call: so
-they run step by step, or over a sequence in parts. Norms and residual sums are left to the model around them.
+Inputs and outputs are (batch, T, width). Called with a sequence alone, a module returns the outputs, and so works in an
+`nn.Sequential`. Called with a state too, it returns (outputs, state), and the next call takes that state: so it can run
+step by step, or over a sequence in parts. The model around the modules adds norms and residual sums.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BlockState = tuple[Tensor, Tensor]  # the last inputs of the convolution, and th
 
 
 class RGLRU(nn.Module):
-    """The real-gated linear recurrent unit: gates from the input, then the scan.
+    """The real-gated linear recurrent unit: computes two gates from the input, then runs the scan.
 
     Equals, with r and i from linear maps of x by heads,
 
@@ -35,10 +35,10 @@ class RGLRU(nn.Module):
 
     Args:
         width: of the input, the gates and the state.
-        heads: each head's gates see that head's part of the input only; must divide width.
-        rms: √(1 − a²) in the place of 1 − a, as published.
+        heads: number of heads; the gates of a head depend only on that head's part of the input. Must divide width.
+        rms: use √(1 − a²) in place of 1 − a, as published.
 
-    Keeps for backward the input, the two gates, and a state each `leangrad.ops.scan.chunk_length(T)` steps.
+    Keeps for backward the input, the two gates, and one state per `leangrad.ops.scan.chunk_length(T)` steps.
 
     >>> unit = RGLRU(8, heads=2)
     >>> x = torch.randn(3, 10, 8)
@@ -68,7 +68,7 @@ class RGLRU(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Gates as in nn.Linear; λ such that a^8 at an open gate is uniform in [0.9, 0.999]."""
+        """Initialize the gates as `nn.Linear`, and λ such that a at r = 1, σ(λ)^8, is uniform in [0.9, 0.999]."""
         self.recurrence_gate.reset_parameters()
         self.input_gate.reset_parameters()
         with torch.no_grad():
@@ -76,7 +76,7 @@ class RGLRU(nn.Module):
             self.lam.copy_(torch.logit(a))
 
     def initial_state(self, batch: int) -> Tensor:
-        """Zeros, (batch, width)."""
+        """Returns the state before the first step: zeros, (batch, width)."""
         return torch.zeros(batch, self.width, device=self.lam.device, dtype=_state_dtype(self.lam))
 
     @overload
@@ -84,19 +84,19 @@ class RGLRU(nn.Module):
     @overload
     def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]: ...
     def forward(self, x: Tensor, state: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        """(batch, T, width) to the same; with a state, (outputs, state)."""
+        """Returns outputs of (batch, T, width) for x of (batch, T, width); with a state, (outputs, state)."""
         _check_input(x, self.width)
         r, i = torch.sigmoid(self.recurrence_gate(x)), torch.sigmoid(self.input_gate(x))
         h, end = rg_lru(x, r, i, self.lam, state, rms=self.rms)
         return h if state is None else (h, end)
 
     def extra_repr(self) -> str:
-        """The sizes and the form."""
+        """Show the sizes and the form."""
         return f"{self.width}, heads={self.heads}, rms={self.rms}"
 
 
 class RGLRUBlock(nn.Module):
-    """The recurrent block of Griffin: two branches, one a GELU, one a short convolution and an RG-LRU.
+    """The recurrent block of Griffin: a short convolution and an RG-LRU in one branch, multiplied by a GELU branch.
 
     Equals, with a causal depthwise convolution,
 
@@ -105,10 +105,10 @@ class RGLRUBlock(nn.Module):
 
     Args:
         width: of input and output.
-        inner: of the two branches; width by default.
+        inner: width of the two branches; `width` by default.
         heads, rms: see `RGLRU`.
-        kernel: steps that the convolution sees.
-        bias: of the two projections.
+        kernel: steps that the convolution reads.
+        bias: whether the two projections have biases.
 
     Keeps for backward each map once: the input, both halves of the projection, the unit's input, its gates and output,
     and the gated output; and the scan's boundary states.
@@ -140,7 +140,7 @@ class RGLRUBlock(nn.Module):
         self.out_proj = nn.Linear(self.inner, width, bias=bias, **made)
 
     def initial_state(self, batch: int) -> BlockState:
-        """Zeros: the last inputs of the convolution, (batch, kernel − 1, inner), and the unit's state."""
+        """Returns zeros: the last inputs of the convolution, (batch, kernel − 1, inner), and the state of the unit."""
         return self.conv.initial_state(batch), self.unit.initial_state(batch)
 
     @overload
@@ -148,7 +148,7 @@ class RGLRUBlock(nn.Module):
     @overload
     def forward(self, x: Tensor, state: BlockState) -> tuple[Tensor, BlockState]: ...
     def forward(self, x: Tensor, state: BlockState | None = None) -> Tensor | tuple[Tensor, BlockState]:
-        """(batch, T, width) to the same; with a state, (outputs, state)."""
+        """Returns outputs of (batch, T, width) for x of (batch, T, width); with a state, (outputs, state)."""
         _check_input(x, self.width)
         gate, y = self.in_proj(x).chunk(2, -1)
         tail, start = (None, None) if state is None else state
@@ -172,12 +172,12 @@ class MambaBlock(nn.Module):
         out_proj(z * F.silu(gate))
 
     Args:
-        width: of input and output; inside it is expand · width.
-        states: N, for each channel.
-        kernel: steps that the convolution sees.
-        rank: of the map that gives dt; width / 16, rounded up, by default.
-        dt_min, dt_max: where dt begins, drawn evenly in its logarithm.
-        bias: of in_proj and out_proj.
+        width: of input and output; the inner width is expand · width.
+        states: N, the number of states per channel.
+        kernel: steps that the convolution reads.
+        rank: of the map that computes dt; width / 16, rounded up, by default.
+        dt_min, dt_max: range of the initial dt, whose logarithm is drawn uniformly.
+        bias: whether in_proj and out_proj have biases.
 
     Keeps for backward each map once: the input, both halves of the first projection, the convolution's output, u, dt
     before softplus, z and the gated z; the output of x_proj; and the scan's boundary states.
@@ -220,7 +220,7 @@ class MambaBlock(nn.Module):
         self._reset_scan()
 
     def reset_parameters(self) -> None:
-        """Projections as in nn.Linear; A = 1 … N, D = 1, and a bias that gives dt its range."""
+        """Initialize the projections as `nn.Linear`, A = 1 … N, D = 1, and the bias of dt_proj for the range of dt."""
         for part in (self.in_proj, self.conv, self.x_proj, self.dt_proj, self.out_proj):
             part.reset_parameters()
         self._reset_scan()
@@ -237,7 +237,7 @@ class MambaBlock(nn.Module):
             self.D.fill_(1)
 
     def initial_state(self, batch: int) -> BlockState:
-        """Zeros: the last inputs of the convolution, (batch, kernel − 1, inner), and (batch, inner, states)."""
+        """Returns zeros: the last inputs of the convolution, (batch, kernel − 1, inner), and (batch, inner, states)."""
         scan = torch.zeros(batch, *self.A_log.shape, device=self.A_log.device, dtype=_state_dtype(self.A_log))
         return self.conv.initial_state(batch), scan
 
@@ -246,7 +246,7 @@ class MambaBlock(nn.Module):
     @overload
     def forward(self, x: Tensor, state: BlockState) -> tuple[Tensor, BlockState]: ...
     def forward(self, x: Tensor, state: BlockState | None = None) -> Tensor | tuple[Tensor, BlockState]:
-        """(batch, T, width) to the same; with a state, (outputs, state)."""
+        """Returns outputs of (batch, T, width) for x of (batch, T, width); with a state, (outputs, state)."""
         _check_input(x, self.width)
         u, gate = self.in_proj(x).chunk(2, -1)
         tail, start = (None, None) if state is None else state
@@ -259,7 +259,7 @@ class MambaBlock(nn.Module):
         return y if tail is None else (y, (tail, end))
 
     def extra_repr(self) -> str:
-        """The sizes."""
+        """Show the sizes."""
         return f"{self.width}, states={self.states}, rank={self.rank}"
 
 

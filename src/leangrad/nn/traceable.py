@@ -1,4 +1,4 @@
-"""May a module's forward be replaced by what tracing it once saw? `why_not_traceable` reads its source and says."""
+"""Checks, from its source, whether a module's forward may be replaced by its trace: `why_not_traceable`."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch import nn
 
 __all__ = ["why_not_traceable"]
 
-# Reading one of these, code may depend on what a trace does not see, or do what it does not record.
+# Code that uses one of these may depend on values that a trace does not see, or have effects that it does not record.
 NAMES = {"isinstance", "type", "hasattr", "print", "random", "np", "numpy", "super", "locals", "globals", "id"}
 ATTRIBUTES = {"training", "is_grad_enabled", "requires_grad", "is_autocast_enabled", "rand", "data", "item", "detach_"}
 STATEMENTS = (ast.With, ast.AsyncWith, ast.Global, ast.Nonlocal, ast.Try, ast.Delete, ast.Assert, ast.Yield, ast.Import)
 
 
 def why_not_traceable(module: nn.Module) -> str:
-    """Why the forward of `module` may do more than its trace shows; empty if nothing speaks against it.
+    """Returns why the forward of `module` may do more than its trace shows; an empty string if no reason is found.
 
     >>> why_not_traceable(nn.Bilinear(1, 1, 1))
     ''
@@ -30,7 +30,10 @@ def why_not_traceable(module: nn.Module) -> str:
 
 
 def _why_not(function: Callable[..., Any], owner: type, seen: set[Any]) -> str:
-    """Look at one function, then at those of the user's own that it calls."""
+    """Does the check of `why_not_traceable` for `function`, and for functions outside of torch that it calls.
+
+    owner: class whose methods `self` has. seen: functions that were checked already.
+    """
     seen.add(function)
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
@@ -63,7 +66,7 @@ def _obstacle(node: ast.AST) -> str:
 
 
 def _called(tree: ast.AST, function: Callable[..., Any], owner: type) -> list[Callable[..., Any]]:
-    """Methods of `owner` and functions of the user's own modules that are called by name."""
+    """Returns the methods of `owner` and the global functions, except torch's own, that `function` calls by name."""
     scope = getattr(function, "__globals__", {})
     targets = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
     found = [getattr(owner, t.attr, None) for t in targets if isinstance(t, ast.Attribute) and _is_self(t.value)]

@@ -16,7 +16,7 @@ aten: Any = torch.ops.aten
 
 @dataclass(frozen=True)
 class Activation:
-    """One of the activations that both the eager code and the kernels know; `param` is the slope or alpha."""
+    """An activation that both the eager code and the kernels implement; `param` is the slope or alpha."""
 
     name: str = "leaky_relu"
     param: float = 0.01
@@ -48,7 +48,7 @@ def activate_(y: Tensor, act: Activation) -> Tensor:
 
 
 def activation_backward(dz: Tensor, y: Tensor, act: Activation, is_result: bool, out: Tensor | None = None) -> Tensor:
-    """dz·act'(y), in `out` if given; with `is_result` from z in the place of y."""
+    """Returns dz·act'(y), written into `out` if given; for the identity `dz` itself. If `is_result`, `y` is z."""
     if act.name == "identity":
         return dz
     dy = torch.empty_like(dz) if out is None else out

@@ -1,12 +1,12 @@
-"""Activations: a forward with `out=`, a backward that may be written over the gradient it reads.
+"""Activations: each has a forward with `out=`, and a backward that may write over the gradient it reads.
 
-Every activation is one frozen record in `ACTIVATIONS`: two functions, and what the second needs of the first.
+Every activation is one frozen record in `ACTIVATIONS`: two functions, and which tensor backward needs of forward.
 
     y  = forward(x, parameter, out)          out=None allocates; out may be x where `in_place`
     dx = backward(g, kept, parameter, into)  into=None allocates (with grad mode on: differentiably); into may be g
 
-`kept` is the input x or the output y, as `keeps` says: the output only where plain PyTorch's own backward from it gives
-the same bits. To add one, write the two functions and one line in the table.
+`kept` is the input x or the output y: see `keeps`, which is "output" only if plain PyTorch's own backward op gives the
+same bits from y. To add an activation, write the two functions and one line in the table.
 """
 
 from collections.abc import Callable
@@ -23,13 +23,13 @@ __all__ = ["ACTIVATIONS", "FRESH", "OVER", "Activation", "resolve"]
 
 aten: Any = torch.ops.aten
 
-# Elements of scratch where a backward of torch cannot write into a given buffer: small enough to stay in cache.
+# Elements of scratch for backward ops of torch that cannot write into a given buffer: small enough to stay in cache.
 _CHUNK = 1 << 18
 
 
 @dataclass(frozen=True)
 class Activation:
-    """One activation: how to run it, how to run it backward, and what lies between the two.
+    """One activation: its forward, its backward, and what backward needs of forward.
 
     >>> ACTIVATIONS["tanh"].keeps
     'output'
@@ -45,14 +45,14 @@ class Activation:
     in_place: bool = True  # forward may be given its input as `out`
     gated: bool = False  # x is (..., 2N): a gate and a value; y is (..., N)
     float32_in_autocast: bool = False  # CUDA autocast runs it in float32
-    zero_where_masked: bool = False  # dx is g, with 0 where y <= 0: backward needs no more of y than that
+    zero_where_masked: bool = False  # dx is g, with 0 where y <= 0: all that backward needs of y
 
     def __repr__(self) -> str:
         return f"{self.name}({self.parameter_name}={self.parameter})" if self.parameter_name else self.name
 
 
 def resolve(activation: str | Activation, parameter: float | None = None) -> Activation:
-    """The record of an activation by its name, with another slope, alpha or beta where `parameter` is given.
+    """Returns the record of an activation, given by its name or itself; `parameter` replaces its slope, alpha or beta.
 
     >>> resolve("leaky_relu", 0.2)
     leaky_relu(negative_slope=0.2)
@@ -76,7 +76,7 @@ def resolve(activation: str | Activation, parameter: float | None = None) -> Act
 
 
 def _forward_of(op: Any) -> Callable[..., Tensor]:
-    """`run(out, *args)`: `op(*args)`, written into `out` where it is given."""
+    """Returns `run(out, *args)`, which computes `op(*args)`, into `out` if that is not None."""
     fresh, into_out = op.default, direct(op.out)
 
     def run(out: Tensor | None, *args: Any) -> Tensor:
@@ -87,7 +87,7 @@ def _forward_of(op: Any) -> Callable[..., Tensor]:
 
 
 def _backward_of(op: Any, **options: Any) -> Callable[..., Tensor]:
-    """`run(into, *args)`: the same for the backward ops of torch, which call their buffer `grad_input`."""
+    """Returns `run(into, *args)`: as `_forward_of`, for torch's backward ops, which call their buffer `grad_input`."""
     fresh, into_grad = op.default, direct(op.grad_input)  # looked up once: finding them costs as much as calling them
 
     def run(into: Tensor | None, *args: Any) -> Tensor:
@@ -101,11 +101,12 @@ def _backward_of(op: Any, **options: Any) -> Callable[..., Tensor]:
 
 
 def _run_in_chunks(op: Any, into: Tensor | None, g: Tensor, x: Tensor, *, rounds_alike: bool) -> Tensor:
-    """The same for a backward op that cannot write into a buffer: bounded scratch instead of a whole map.
+    """Run a backward op that cannot write into a buffer chunk by chunk, so that its scratch is smaller than a map.
 
-    rounds_alike: the scalar loop of its CPU kernel rounds as the vector loop does. Each thread runs the former over the
-    last elements of its part of a tensor. The parts of a chunk end elsewhere than those of the whole, so with several
-    threads another op runs on the whole: as much scratch as plain PyTorch takes.
+    rounds_alike: whether the scalar loop of its CPU kernel rounds as the vector loop does. Each thread runs the scalar
+        loop over the last elements of its part of a tensor. The parts of a chunk end at other elements than those of
+        the whole tensor. So with several threads an op that does not round alike runs on the whole tensor, with as much
+        scratch as plain PyTorch uses.
     """
     if into is None:
         dx: Tensor = op.default(g, x)
@@ -131,7 +132,7 @@ _aten_silu_backward = _backward_of(aten.silu_backward)
 _aten_sigmoid_backward = _backward_of(aten.sigmoid_backward)
 _aten_tanh_backward = _backward_of(aten.tanh_backward)
 _aten_softplus_backward = _backward_of(aten.softplus_backward)
-_threshold_into = direct(aten.threshold_backward.grad_input)  # these two without a call between, for chains of layers
+_threshold_into = direct(aten.threshold_backward.grad_input)  # these two are called directly, for chains of layers
 _gelu_into = direct(aten.gelu_backward.grad_input)
 _aten_gelu_tanh_backward = _backward_of(aten.gelu_backward, approximate="tanh")
 
@@ -142,7 +143,7 @@ _aten_gelu_tanh_backward = _backward_of(aten.gelu_backward, approximate="tanh")
 def _relu(x: Tensor, parameter: float, out: Tensor | None) -> Tensor:
     if out is None:
         return torch.relu(x)
-    return x.relu_() if out is x else torch.clamp_min(x, 0, out=out)  # relu is clamp_min, and lacks `out`
+    return x.relu_() if out is x else torch.clamp_min(x, 0, out=out)  # relu has no `out`; clamp_min equals it
 
 
 def _relu_backward(g: Tensor, y: Tensor, parameter: float, into: Tensor | None) -> Tensor:
@@ -261,7 +262,7 @@ def _mish_backward(g: Tensor, x: Tensor, parameter: float, into: Tensor | None) 
     if into is None and torch.is_grad_enabled():  # torch has no derivative of mish_backward
         t = torch.tanh(F.softplus(x))
         return g * (t + x * torch.sigmoid(x) * (1 - t * t))
-    return _run_in_chunks(aten.mish_backward, into, g, x, rounds_alike=False)  # of exp and log1p
+    return _run_in_chunks(aten.mish_backward, into, g, x, rounds_alike=False)  # because of exp and log1p
 
 
 # softmax over the last dimension: dx = y (g - Σ g y)
@@ -273,7 +274,8 @@ def _softmax(x: Tensor, parameter: float, out: Tensor | None) -> Tensor:
 
 def _softmax_backward(g: Tensor, y: Tensor, parameter: float, into: Tensor | None) -> Tensor:
     dx = softmax_backward(g, y)
-    return dx if into is None else into.copy_(dx)  # a row needs all of g: torch does not promise to write over it
+    # Every element of dx depends on its whole row of g: torch does not promise that dx may be written over g.
+    return dx if into is None else into.copy_(dx)
 
 
 # Gated: x = [a, b] along the last dimension; y = f(a) b; da = f'(a) g b, db = g f(a)
@@ -338,8 +340,8 @@ ACTIVATIONS: dict[str, Activation] = {
     )
 }
 
-# forward(x, parameter, None) and forward(x, parameter, x) of those that are no more than one function of torch: a long
-# chain of small layers takes as long as the host needs, and every call between costs a microsecond.
+# forward(x, parameter, None) and forward(x, parameter, x), for the activations that are a single function of torch. A
+# long chain of small layers takes as long as the host needs, and every call in between costs a microsecond.
 FRESH: dict[Callable[..., Tensor], Callable[[Tensor], Tensor]] = {
     _relu: torch.relu,
     _gelu: F.gelu,

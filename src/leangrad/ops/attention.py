@@ -25,11 +25,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, d
 #
 #     a' = a cos − b sin        b' = b cos + a sin
 #
-# The gradient is turned back: the same with −sin.
+# The gradient is turned back: by the same formula with −sin.
 
 
 def rotary_tables(length: int, width: int, theta: float, like: Tensor) -> tuple[Tensor, Tensor]:
-    """The cosines and sines for `length` positions and heads of `width`, each (length, 1, width/2), in float32 first.
+    """Returns cosines and sines for `length` positions and heads of `width`, each (length, 1, width/2).
+
+    They are computed in float32, or float64 if `like` is, and returned in the dtype of `like`.
 
     >>> rotary_tables(4, 8, 10_000.0, torch.empty(0))[0].shape
     torch.Size([4, 1, 4])
@@ -42,7 +44,7 @@ def rotary_tables(length: int, width: int, theta: float, like: Tensor) -> tuple[
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x of (B, T, heads, d), turned.
+    """Returns x of (B, T, heads, d), turned by its positions' angles.
 
     >>> rotate(torch.ones(1, 1, 1, 2), torch.zeros(1, 1, 1), torch.ones(1, 1, 1)).flatten()
     tensor([-1.,  1.])
@@ -52,7 +54,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The same in place, with the same bits; on a CPU one sequence at a time, so that little else is allocated."""
+    """`rotate` in place, with the same bits; on a CPU one sequence at a time, so that little else is allocated."""
     for row in x.split(1) if x.device.type == "cpu" else (x,):
         a, b = row.chunk(2, -1)
         from_a, from_b = a * sin, b * sin

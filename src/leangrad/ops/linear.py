@@ -2,8 +2,8 @@
 
     dx = g W        dW = gᵀ x        db = Σ_rows g
 
-Each result is written into the buffer that is given, whatever was in it before; without one it is allocated. The
-products are the ones that autograd's own backward of `F.linear` computes, operand by operand, so the bits are the same.
+Each result is written into the buffer that is passed, whatever is in it; without one it is allocated. The products are
+the ones that autograd's own backward of `F.linear` computes, operand by operand, so the bits are the same.
 """
 
 from functools import cache
@@ -23,7 +23,7 @@ __all__ = [
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
-    """Y = x Wᵀ + b. Equals `F.linear(x, weight, bias)`.
+    """Returns y = x Wᵀ + b. Equals `F.linear(x, weight, bias)`.
 
     >>> linear(torch.ones(2, 3), torch.ones(4, 3), None, out=torch.full((2, 4), float("nan"))).unique()
     tensor([3.])
@@ -36,22 +36,25 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = 
 
 
 def linear_backward_input(g: Tensor, weight: Tensor, into: Tensor | None = None) -> Tensor:
-    """Dx = g W, of the shape of x. `into` must not overlap g."""
+    """Returns dx = g W, in the shape of x. `into` must not overlap g."""
     return torch.mm(g, weight, out=into)
 
 
 def linear_backward_weight(g: Tensor, x: Tensor, into: Tensor | None = None) -> Tensor:
-    """DW = gᵀ x, of the shape of W."""
+    """Returns dW = gᵀ x, in the shape of W."""
     return torch.mm(g.t(), x) if into is None else torch.mm(g.t(), x, out=into)
 
 
 def linear_backward_bias(g: Tensor, into: Tensor | None = None) -> Tensor:
-    """Db = Σ_rows g, of the shape of b."""
+    """Returns db = Σ_rows g, in the shape of b."""
     return g.sum(0) if into is None else torch.sum(g, 0, out=into)
 
 
 def write_wider(left: Tensor, right: Tensor, into: Tensor, add: bool) -> None:
-    """The product in the dtype of `into`, wider than its factors': summed and written in it, with no temporary."""
+    """Write `left @ right` into `into`, or add it if `add`; `into` has a wider dtype than the factors.
+
+    The product is summed and written in that dtype, with no temporary.
+    """
     if add:
         torch.addmm(into, left, right, out_dtype=into.dtype, out=into)
     else:
@@ -60,7 +63,7 @@ def write_wider(left: Tensor, right: Tensor, into: Tensor, add: bool) -> None:
 
 @cache
 def writes_wider(device: torch.device, dtype: torch.dtype, wider: torch.dtype) -> bool:
-    """Whether `write_wider` works here: CUDA has such a product, not for every pair of dtypes. Tried once."""
+    """Whether `write_wider` works; tried once. Only CUDA has such a product, and not for every pair of dtypes."""
     if device.type != "cuda":
         return False
     ones = torch.ones(16, 16, dtype=dtype, device=device)

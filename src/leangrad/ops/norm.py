@@ -9,13 +9,14 @@ Each is one frozen record in `NORMS`, with the same two functions:
     y, statistics = forward(x, weight, bias, eps, out)
     dx, dweight, dbias = backward(g, x, statistics, weight, bias, needs, into)
 
-`out` may have another dtype than x: then y is rounded into it. `into` may be g. `needs` says whether dweight and dbias
-are wanted. The statistics, one or two numbers a row, belong to the x they were made from, and are cheap to make again.
+`out` may have another dtype than x: then y is rounded into it. `into` may be g. `needs`: whether dweight and dbias are
+needed. The statistics, one or two numbers per row, belong to the x from which they were computed, and are cheap to
+compute again.
 
 [Note: rows at a time] Torch has no norm that writes into a given buffer: its `out=` computes a new map and copies it.
-On a CPU, where new memory is paid for in page faults, rows are taken a few at a time instead, through scratch that
-stays in cache. A norm works row by row, so the bits are those of one call. (A layer norm's sums over rows are taken in
-one call, since torch has one that makes nothing else.)
+On a CPU, where new memory costs page faults, a few rows at a time are processed instead, through scratch that stays in
+cache. A norm works row by row, so the bits are those of one call. (The sums over rows of a layer norm are computed in
+one call, since torch has one that computes nothing else.)
 """
 
 from collections.abc import Callable, Iterator
@@ -32,13 +33,13 @@ __all__ = ["NORMS", "Norm", "Statistics"]
 Statistics = tuple[Tensor, ...]
 Gradients = tuple[Tensor, Tensor | None, Tensor | None]
 
-# Elements that are taken at a time: small enough to stay in cache, large enough that the calls do not show.
+# Elements that are processed at a time: small enough to stay in cache, large enough that the calls cost little.
 _CHUNK = 1 << 18
 
 
 @dataclass(frozen=True)
 class Norm:
-    """One kind of norm: how to run it, and how to run it backward.
+    """One kind of norm: its forward and its backward.
 
     >>> y, statistics = NORMS["layer"].forward(torch.tensor([[1.0, 3.0]]), None, None, 0.0, None)
     >>> y, len(statistics)
@@ -53,12 +54,12 @@ class Norm:
 
 
 def _fits(x: Tensor) -> bool:
-    """Whether one chunk holds it; on devices whose allocator keeps memory any does."""
+    """Whether x is processed as one chunk: it is small, or on a device whose caching allocator keeps freed memory."""
     return x.numel() <= _CHUNK or not x.is_cpu
 
 
 def _chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """The same few rows of each tensor at a time."""
+    """Yields the same few rows of each tensor at a time."""
     first = tensors[0]
     if _fits(first):
         return iter((tensors,))
@@ -107,7 +108,7 @@ def _layer_backward(
     return into, dweight, dbias
 
 
-# RMS norm: one fused kernel where torch has it, else the formula, in float32 at least, as torch's own composite has it
+# RMS norm: one fused kernel if torch has it, else the formula, in float32 or wider, as in torch's own composite
 
 
 def _rms(
@@ -148,14 +149,14 @@ def _rms_backward(
         return fused[0] if into is None else into.copy_(fused[0]), fused[1], None
     into = torch.empty_like(x) if into is None else into
     wide_weight = None if weight is None else _wide(weight)
-    sums: list[Tensor] = []  # of the chunks: adding them up one after another would round once for each
+    sums: list[Tensor] = []  # one per chunk: adding each to a running sum would round once per chunk
     for into_c, g_c, x_c, r in _chunks(into, g, x, rstd):
         wide_x, gw = _wide(x_c), _wide(g_c)
         if needs[0]:
             sums.append((gw * (wide_x * r)).sum(0))
         if wide_weight is not None:
             gw = gw * wide_weight
-        # As autograd has it, product by product, for the same bits: g w r − x (r³ Σ g w x)/D.
+        # As autograd computes it, product by product, for the same bits: g w r − x (r³ Σ g w x)/D.
         slope = (gw * wide_x).sum(-1, keepdim=True).mul_(-0.5).mul_(r.pow(3)).div_(x.shape[1])
         into_c.copy_((gw * r).add_((2 * wide_x).mul_(slope)))
     dweight = torch.stack(sums).sum(0).to(weight.dtype) if sums and weight is not None else None

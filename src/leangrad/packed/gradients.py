@@ -1,4 +1,4 @@
-"""`pack_gradients`: the front door, and the passes over the whole buffer."""
+"""`pack_gradients`, the entry point, and `PackedGradients` with its passes over the whole buffer."""
 
 import itertools
 from collections.abc import Iterator
@@ -19,16 +19,16 @@ from .reduction import Reduction
 from .report import Report, Row
 from .slots import SLOTS, Slot
 
-#: Gradients are allocated in ranges of about this size: small enough that the one that is being filled does not
-#: raise the peak, large enough that a pass over all of them is a few large kernels.
+#: Gradients are allocated in ranges of about this size: small enough that a range that is only partly filled does not
+#: raise the peak, large enough that a pass over all ranges is a few large kernels.
 RANGE_BYTES = 32 * 1024 * 1024
 
-#: At most this much of the wider gradients is cast in one call on a GPU; both forms of it stand for that long.
+#: On a GPU, at most this many bytes of wider gradients are cast in one call; during it both forms are allocated.
 CAST_BYTES = 512 * 1024 * 1024
 
 
 class PackedGradients:
-    """The packed gradients of one model; `pack_gradients` makes it."""
+    """The packed gradients of one model; `pack_gradients` returns it."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype | None, range_bytes: int | None) -> None:
         self._model, self._dtype, self._range_bytes = model, dtype, range_bytes
@@ -57,10 +57,10 @@ class PackedGradients:
             SLOTS.add(parameter, slot)
             self._hooks.append(parameter.register_post_accumulate_grad_hook(slot.arrived))
             if slot.range.dtype != parameter.dtype and ranges.HAS_GRAD_DTYPE:
-                parameter.grad_dtype = None  # any: autograd adds in place to whatever dtype stands there
+                parameter.grad_dtype = None  # any dtype: autograd adds in place to the `.grad` that is there
 
     def unpack(self) -> None:
-        """Give the model its own forwards back. `.grad` stays as it is, except that it gets its parameter's dtype."""
+        """Restore the forwards of the model's classes. `.grad` stays, but is cast to the dtype of its parameter."""
         for handle in self._hooks:
             handle.remove()
         for module in self._modules:
@@ -84,19 +84,19 @@ class PackedGradients:
     # -- passes over the buffer ---------------------------------------------------------------------------------
 
     def flats(self) -> list[Tensor]:
-        """The ranges that hold a gradient, as vectors in parameter order; zero where a parameter has no gradient.
+        """Returns the ranges that hold a gradient, as vectors in parameter order; zero where there is no gradient.
 
-        Each is the memory of the gradients themselves: what is done to it is done to them.
+        Each vector is the memory of the gradients themselves: a change of it changes them.
         """
         self._check_parameters()
         flats = self._settled()
         for range_ in self.ranges:
-            range_.forget_zeros()  # whoever has the vector may write anywhere in it
+            range_.forget_zeros()  # the caller may write anywhere in the vectors
         return flats
 
     @torch.no_grad()
     def norm(self) -> Tensor:
-        """The 2-norm of all gradients together, in float32 or wider: `torch.nn.utils.get_total_norm(grads)`."""
+        """Returns the 2-norm of all gradients together, in float32 or wider; as `torch.nn.utils.get_total_norm`."""
         norm = self._norm(self._settled())
         self._check_parameters()
         return norm
@@ -106,10 +106,10 @@ class PackedGradients:
         """`torch.nn.utils.clip_grad_norm_(parameters, max_norm)`: returns the norm before clipping.
 
         The norm is float32 or wider, and so is the factor on a GPU with Triton; torch rounds both to the dtype of the
-        gradients. `cast=True` leaves the gradients as `cast_()` would, in the pass that scales them.
+        gradients. `cast=True` also casts the gradients, as `cast_()` does, in the pass that scales them.
         """
         norm = self._norm(self._settled())
-        self._check_parameters()  # which a GPU does not wait for: it is busy with the norm
+        self._check_parameters()  # after the norm was launched: the GPU computes it meanwhile
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         self._scale(self._cast(factor) if cast else self._standing(), factor)
         return norm
@@ -122,7 +122,7 @@ class PackedGradients:
 
     @torch.no_grad()
     def all_finite(self) -> Tensor:
-        """Whether no gradient holds an Inf or a NaN, as a tensor of one bool (on CUDA nothing waits for it)."""
+        """Whether no gradient holds an Inf or a NaN, as a tensor of one bool; it does not synchronize with a GPU."""
         parts = are_finite(self._settled())
         self._check_parameters()
         for _, parameter in self._outside:
@@ -136,15 +136,15 @@ class PackedGradients:
     def cast_(self) -> None:
         """Round gradients that were accumulated in a wider dtype to their parameter's, as torch's optimizers need them.
 
-        Range by range, on a GPU in eight or more parts, so that both forms of no more than that stand at a time. The
-        next gradient to arrive after `zero_grad` is accumulated in the wider dtype again.
+        Casts range by range, on a GPU up to an eighth of all bytes in one call, so that no more than that is allocated
+        in both dtypes at a time. After `zero_grad` gradients are accumulated in the wider dtype again.
         """
         self._check_parameters()
         self._settled()
         self._cast(None)
 
     def _settled(self) -> list[Tensor]:
-        """Every range that stands, with zeros wherever there is no gradient."""
+        """Returns every allocated range as a vector, with zeros wherever there is no gradient."""
         for parameter, slot in self._pairs:
             slot.settle(parameter)
         for range_ in self.ranges:
@@ -174,7 +174,7 @@ class PackedGradients:
                 parameter.grad.mul_(factor)
 
     def _cast(self, factor: Tensor | None) -> list[Tensor]:
-        """Cast, times `factor`, what has a wider dtype than its parameter; return the vectors that have not."""
+        """Cast the ranges that have a wider dtype than their parameters, times `factor`; returns the other vectors."""
         owners = {slot: parameter for parameter, slot in self._pairs}
         standing = [range_ for range_ in self.ranges if range_.base() is not None]
         for group in cast_groups([range_ for range_ in standing if range_.dtype != range_.parameter_dtype]):
@@ -183,22 +183,23 @@ class PackedGradients:
                 for slot in range_.slots:
                     parameter = owners[slot]
                     if parameter.grad is not None:
-                        parameter.grad = None  # a stand-in of the wider dtype cannot be replaced in one assignment
+                        parameter.grad = None  # a `.grad` of the wider dtype cannot be replaced in one assignment
                         parameter.grad = narrowed.as_strided(slot.shape, slot.stride, slot.offset)
         return [flat for range_ in standing if (flat := range_.flat()) is not None]
 
     # -- processes ----------------------------------------------------------------------------------------------
 
     def all_reduce(self, group: dist.ProcessGroup | None = None) -> None:
-        """Average all gradients over the processes of `group`, now. `reducing` overlaps the same with backward."""
+        """Average all gradients over the processes of `group`. `reducing` does the same, overlapped with backward."""
         with self.reducing(group):
             pass
 
     @contextmanager
     def reducing(self, group: dist.ProcessGroup | None = None) -> Iterator[None]:
-        """Average the gradients over the processes of `group` while the backward inside is still running.
+        """Average the gradients over the processes of `group` while the backward inside the context is still running.
 
-        Each range is sent when it is full. Earlier micro-batches run before, outside; one backward runs inside:
+        Each range is sent when it is full. Run earlier micro-batches before, outside of the context; one backward
+        inside:
 
             for batch in batches[:-1]:
                 model(batch).backward()
@@ -223,7 +224,7 @@ class PackedGradients:
     # -- what happened ------------------------------------------------------------------------------------------
 
     def report(self) -> Report:
-        """How each parameter's gradient arrived: written, added, copied or plain, and why."""
+        """Returns how each parameter's gradient arrived: written, added, copied or plain, and why."""
         rows = [
             Row(slot.name, slot.numel * slot.range.dtype.itemsize, slot.how, slot.why, dict(slot.counts))
             for _, slot in self._pairs
@@ -248,7 +249,11 @@ class PackedGradients:
 
 
 def cast_groups(wide: list[ranges.Range]) -> list[list[ranges.Range]]:
-    """The ranges that are cast in one call: up to an eighth of all on a GPU, where a call costs as much as a range."""
+    """Returns the ranges in groups that are cast in one call each.
+
+    A group has one range; on a GPU it has as many as fit into an eighth of all bytes and `CAST_BYTES`, because a call
+    takes the host as long as a range takes the device.
+    """
     groups: list[list[ranges.Range]] = []
     limit = min(CAST_BYTES, sum(range_.bytes for range_ in wide) // 8)
     kind, room = None, 0
@@ -280,29 +285,30 @@ def pack_gradients(
     buffer without a temporary. Other gradients arrive by one in-place add or copy. `packed.report()` says which is
     which.
 
-    Bytes. Nothing more is kept for backward. The buffer is made of ranges of about `range_bytes`, each allocated when
+    Bytes. Nothing more is kept for backward. The buffer consists of ranges of about `range_bytes`, each allocated when
     its first gradient arrives and freed with its last (None: one range for each device and dtype). While backward
-    fills a range, at most that range stands above what plain gradients would hold; once gradients stand from an
-    earlier micro-batch, nothing does, and the temporary of each weight's size that plain accumulation needs is gone.
-    A gradient that you keep beyond `zero_grad` stays as it was, and keeps its whole range alive; a clone does not.
+    fills a range, memory is at most that range above what plain gradients would use. Once there are gradients of an
+    earlier micro-batch, it is not above at all, and the temporary of each weight's size that plain accumulation needs
+    is not allocated. A gradient that you keep beyond `zero_grad` stays as it was, and keeps its whole range allocated;
+    a clone does not.
 
-    `dtype` accumulates in a wider dtype, such as float32 for bfloat16 parameters. `.grad` then has that dtype; call
-    `packed.cast_()` before the step of an optimizer that wants its parameter's dtype (all of torch's but plain SGD), or
+    `dtype` accumulates in a wider dtype, such as float32 for bfloat16 parameters. `.grad` then has that dtype. Before
+    the step of an optimizer that needs its parameter's dtype (all of torch's but plain SGD) call `packed.cast_()`, or
     `packed.clip_norm_(max_norm, cast=True)`, which clips and casts in one pass.
 
     Parameters on several devices have ranges on each. Under DistributedDataParallel pack before or after wrapping; with
-    `gradient_as_bucket_view=True` the gradients end in its buckets and are copied back for `clip_norm_` and the like,
-    so `packed.reducing()` in place of the wrapper saves a buffer. Parameters that `fully_shard` has sharded stay plain:
-    their gradients are packed by FSDP2 itself; pack after sharding, and `norm` and `clip_norm_` serve them too.
+    `gradient_as_bucket_view=True` the gradients end up in its buckets and are copied back for `clip_norm_` and the
+    like, so `packed.reducing()` instead of the wrapper saves a buffer. Parameters that `fully_shard` has sharded stay
+    plain: FSDP2 itself packs their gradients. Pack after sharding; `norm` and `clip_norm_` then include them.
 
-    Tensor hooks, post-accumulate hooks, retain_graph, create_graph and `torch.autograd.grad` work as in plain. The
-    one thing that does not see a written gradient is a prehook on a parameter's AccumulateGrad node. Several threads
-    may run backward at once, but on a CPU not over a weight that both its layer and a plain op use (tied weights).
+    Tensor hooks, post-accumulate hooks, retain_graph, create_graph and `torch.autograd.grad` work as in plain PyTorch.
+    Only a prehook on a parameter's AccumulateGrad node does not see a gradient that was written. Several threads may
+    run backward at once, but on a CPU not over a weight that both its layer and a plain op use (tied weights).
 
     With `LEANGRAD_DISABLE=1` the layers compute plain gradients, which are then copied into the buffer.
 
-    Raises TypeError for what is no module, and ValueError for a model that has no trainable parameter, is packed
-    already, or has sparse embeddings.
+    Raises TypeError if `model` is no module, and ValueError if it has no trainable parameter, is packed already, or has
+    sparse embeddings.
 
     >>> model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
     >>> packed = pack_gradients(model)

@@ -1,4 +1,4 @@
-"""Which parameters can be packed, and where in which range each one goes."""
+"""Checks which parameters can be packed, and gives each a place in a range."""
 
 import operator
 
@@ -12,7 +12,7 @@ from .slots import SLOTS, Slot
 
 
 def check_packable(model: nn.Module, named: list[tuple[str, nn.Parameter]], dtype: torch.dtype | None) -> None:
-    """Raise ValueError, with the mend, if the model's gradients cannot be packed."""
+    """Raise ValueError, which says what to do, if the model's gradients cannot be packed."""
     if not named:
         raise ValueError("the model has no trainable parameter; pack it after requires_grad is set")
     for name, parameter in named:
@@ -34,9 +34,10 @@ def check_packable(model: nn.Module, named: list[tuple[str, nn.Parameter]], dtyp
 
 
 class Structure:
-    """Tells whether a model is as it was, at a third of what a walk over its parameters costs; that was felt on a GPU.
+    """The parameters and submodules of a model at one time, to check later whether they are unchanged.
 
-    No means only that it has to be looked at more closely.
+    The check takes a third of the time of a walk over the parameters, which was noticeable in a step on a GPU. If it
+    fails, the model need not have changed: the caller has to compare the parameters themselves.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -46,7 +47,7 @@ class Structure:
         self._frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
 
     def is_unchanged(self) -> bool:
-        """Whether every module has the same parameters and children, and what was frozen still is."""
+        """Whether every module has the same parameters and children, and every frozen parameter still is frozen."""
         for now, then in self._entries:
             if len(now) != len(then) or not all(map(operator.is_, now.values(), then)):
                 return False
@@ -60,7 +61,10 @@ def has_plain_weight(module: nn.Module) -> bool:
 
 
 def reasons_for_adding(model: nn.Module, taught: list[nn.Module]) -> dict[nn.Parameter, str]:
-    """Why each parameter's gradient would have to be added by autograd, where it is."""
+    """Returns, for each parameter, the reason to report if autograd adds its gradient.
+
+    taught: the modules for which `modules.teach` returned True.
+    """
     can_write = set(taught)
     reasons: dict[nn.Parameter, str] = {}
     for module in model.modules():
@@ -74,7 +78,10 @@ def reasons_for_adding(model: nn.Module, taught: list[nn.Module]) -> dict[nn.Par
 
 
 def lay_out(pairs: list[tuple[nn.Parameter, Slot]], dtype: torch.dtype | None, range_bytes: int | None) -> list[Range]:
-    """Give every slot its place: in parameter order, one open range for each device and dtype."""
+    """Give every slot its place, in parameter order, and return the ranges.
+
+    For each device and dtype one range at a time is filled, until it has `range_bytes`.
+    """
     ranges: list[Range] = []
     open_ranges: dict[tuple[torch.device, torch.dtype, torch.dtype], Range] = {}
     for parameter, slot in pairs:

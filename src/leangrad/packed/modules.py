@@ -1,10 +1,10 @@
-"""The modules that write their weight's gradient, and how a model's modules are taught to.
+"""The modules whose backward writes the gradient of their weight, and the functions that replace their forward.
 
 [Note: same forward]
-A packed module computes the very products that the plain one does, in the same order and dtype, so its output is the
-plain one bit for bit. `F.linear` adds the bias inside the product for some inputs (two dimensions; contiguous ones of
-more, depending on the release of torch) and after it for others, and the gradient of the bias follows the same choice.
-Which it does is read off the graph of a tiny plain call, once.
+A packed module computes the same products as the plain module, in the same order and dtype, so its output is the same
+bit for bit. `F.linear` adds the bias inside the product for some inputs (two dimensions; contiguous ones of more,
+depending on the release of torch) and after it for others, and the gradient of the bias follows the same choice. Which
+of the two it does is read from the graph of a tiny plain call, once.
 """
 
 import functools
@@ -27,7 +27,7 @@ from .slots import SLOTS, Slot
 
 
 def _slot_for(weight: object, input: object) -> Slot | None:
-    """The slot of a weight that may be written in the backward of this call, or None: then the call is plain."""
+    """Returns the slot of a weight that the backward of this call may write to, or None: then the call is plain."""
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or disabled():
         return None
     slot = SLOTS.get(weight)
@@ -39,7 +39,7 @@ def _slot_for(weight: object, input: object) -> Slot | None:
 
 
 def _product_dtype(slot: Slot, x: Tensor, weight: Tensor, bias: Tensor | None) -> torch.dtype | None:
-    """The dtype that this product is computed in, or None where only the plain call knows."""
+    """Returns the dtype in which this product is computed, or None if the call has to be plain."""
     dtypes = (x.dtype, weight.dtype) if bias is None else (x.dtype, weight.dtype, bias.dtype)
     if weight.device != x.device or (bias is not None and bias.device != x.device):
         return None
@@ -57,17 +57,17 @@ def _product_dtype(slot: Slot, x: Tensor, weight: Tensor, bias: Tensor | None) -
 
 @functools.cache
 def linear_adds_inside(dims: int, is_contiguous: bool, device: torch.device) -> bool:
-    """Whether `F.linear` adds its bias inside the product, and not after it. See [Note: same forward]."""
+    """Whether `F.linear` adds its bias inside the product, and not after it: see [Note: same forward]."""
     with torch.enable_grad(), torch.autocast(device.type, enabled=False):
         x = torch.zeros([2] * dims, device=device)
-        # Only the bias has a gradient, for which nothing is saved: a checkpoint around the call counts what is.
+        # Only the bias needs a gradient, for which nothing is saved: a checkpoint around the call counts saved tensors.
         weight, bias = torch.zeros(2, 2, device=device), torch.zeros(2, device=device, requires_grad=True)
         y = torch.nn.functional.linear(x if is_contiguous else x.transpose(0, 1), weight, bias)
     return y.grad_fn is not None and y.grad_fn.name() != "AddBackward0"
 
 
 def _linear(module: nn.Linear, x: Tensor) -> Tensor | None:
-    """`F.linear` with the module's parameters, which writes their gradients; None where it has to be plain."""
+    """Returns `F.linear` with the module's parameters, whose gradients backward writes; None if it has to be plain."""
     weight, bias = module.weight, module.bias
     slot = _slot_for(weight, x)
     if slot is None or x.dim() < 2 or (dtype := _product_dtype(slot, x, weight, bias)) is None:
@@ -108,12 +108,12 @@ _WRITERS: dict[Callable[..., Any], Callable[..., Any]] = {}
 
 
 def register_writer(plain_forward: Callable[..., Any], packed_forward: Callable[..., Any]) -> None:
-    """Say that modules whose class has `plain_forward` are to call `packed_forward` once they are packed.
+    """Make modules whose class has `plain_forward` call `packed_forward` once they are packed.
 
     `packed_forward(module, ...)` must return what `plain_forward` returns, and call `deliver` in its backward.
     """
     assert isinstance(packed_forward, FunctionType)
-    # A bound method is pickled by its name: a saved module is to come back with the forward of its class.
+    # A bound method is pickled by its name: so a module that is saved and loaded has the forward of its class.
     packed_forward.__name__ = "forward"
     _WRITERS[plain_forward] = packed_forward
 
@@ -124,7 +124,10 @@ single_node.register_writer(node_writer)
 
 
 def teach(module: nn.Module) -> bool:
-    """Let the module write its weight's gradient, if it can: its class, parameters and state_dict stay as they are."""
+    """Replace the forward of the module by its packed form; returns whether there is one.
+
+    Its backward writes the gradient of the weight. The module's class, parameters and state_dict stay as they are.
+    """
     _register_what_was_imported()
     packed_forward = _WRITERS.get(type(module).forward)
     if packed_forward is None or "forward" in module.__dict__:
@@ -134,14 +137,14 @@ def teach(module: nn.Module) -> bool:
 
 
 def unteach(module: nn.Module) -> None:
-    """Give the module the forward of its class back."""
+    """Undo `teach`: the module has the forward of its class again."""
     method = module.__dict__.get("forward")
     if isinstance(method, MethodType) and method.__func__ in _WRITERS.values():
         del module.__dict__["forward"]
 
 
 def _register_what_was_imported() -> None:
-    """Classes whose module is not imported for them here: a model that has one has imported it."""
+    """Register classes whose module is not imported here: a model that has such a layer has imported it."""
     for module, name, packed_forward in (
         ("transformers.pytorch_utils", "Conv1D", _packed_conv1d),
         ("leangrad.nn.dense", "Dense", _packed_dense),

@@ -1,7 +1,7 @@
-"""Passes over all the buffers of a model: their norm, whether they are finite, and a factor on them.
+"""Passes over all flat buffers of a model: their norm, whether they are finite, and their product with a factor.
 
-On CUDA a pass is one call for all buffers of a device and dtype, because the host needs as long for a call as the
-device for a buffer. Where there is Triton, the norm and the factor are kernels of `leangrad.kernels.flat`.
+On CUDA a pass is one call for all buffers of a device and dtype, because a call takes the host as long as a buffer
+takes the device. With Triton, the norm and the product are kernels of `leangrad.kernels.flat`.
 """
 
 from collections.abc import Sequence
@@ -12,12 +12,12 @@ from torch import Tensor
 from leangrad import _torch
 from leangrad.kernels import serves
 
-#: A row is short enough that a float32 sum of it is exact to a few units in the last place.
+#: Elements of a row: few enough that a float32 sum of a row is exact to a few units in the last place.
 _ROW = 4096
 
 
 def norms_of(flats: Sequence[Tensor]) -> list[Tensor]:
-    """Vectors of the 2-norms of parts of `flats`, in float32 or wider: the norm of all norms is that of all parts."""
+    """Returns vectors of 2-norms of parts of `flats`, in float32 or wider; the norm of all these is that of `flats`."""
     norms: list[Tensor] = []
     for alike in _by_kind(flats):
         if _has_kernels(alike[0]):
@@ -32,7 +32,10 @@ def norms_of(flats: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _norm_by_rows(flat: Tensor) -> Tensor:
-    """On CPU one float32 sum over 8 million numbers is off by 6e-4, a sum of rows by 3e-8, at the same speed."""
+    """Returns the 2-norm of a vector on the CPU, from the norms of its rows.
+
+    There one float32 sum over 8 million numbers is off by 6e-4, a sum by rows by 3e-8, at the same speed.
+    """
     dtype = _sum_dtype(flat)
     whole = flat.numel() // _ROW * _ROW
     norm: Tensor = torch.linalg.vector_norm(flat[whole:], dtype=dtype)
@@ -43,7 +46,7 @@ def _norm_by_rows(flat: Tensor) -> Tensor:
 
 
 def are_finite(flats: Sequence[Tensor]) -> list[Tensor]:
-    """Whether all values are finite, by parts, in one pass and with no temporary."""
+    """Returns, for parts of `flats`, whether all values are finite; in one pass and with no temporary."""
     found: list[Tensor] = []
     for alike in _by_kind(flats):
         if alike[0].device.type == "cpu":
@@ -54,7 +57,8 @@ def are_finite(flats: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _is_finite(flat: Tensor) -> Tensor:
-    # A finite norm proves it at three times the speed of the extremes; a norm may overflow where no value does.
+    # A finite norm proves that all values are finite, three times as fast as `aminmax`. It may overflow where no value
+    # does: then `aminmax` decides.
     if torch.isfinite(_norm_by_rows(flat)):
         return torch.ones((), dtype=torch.bool)
     return torch.isfinite(torch.stack(torch.aminmax(flat))).all()
@@ -67,12 +71,12 @@ def scale(flats: Sequence[Tensor], factor: Tensor | float) -> None:
             from leangrad.kernels import flat as kernels
 
             kernels.scale(alike, factor.to(alike[0].device, torch.float32), alike)
-        else:  # torch multiplies many vectors at once by a number of their own dtype only
+        else:  # torch multiplies many vectors at once only by a number of their own dtype
             _torch.scale_(alike, factor.to(alike[0]) if isinstance(factor, Tensor) else factor)
 
 
 def narrow(flats: Sequence[Tensor], dtype: torch.dtype, factor: Tensor | None) -> list[Tensor]:
-    """Each `flat * factor` rounded to `dtype`, for vectors of one device and dtype. They hold anything afterwards."""
+    """Returns each `flat * factor`, rounded to `dtype`, for vectors of one device and dtype; may overwrite `flats`."""
     if factor is not None and _has_kernels(flats[0]):
         from leangrad.kernels import flat as kernels
 
@@ -85,13 +89,13 @@ def narrow(flats: Sequence[Tensor], dtype: torch.dtype, factor: Tensor | None) -
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A sharded tensor as one that every process has in full."""
+    """Returns a sharded tensor in full, on every process; any other tensor as it is."""
     full = getattr(tensor, "full_tensor", None)
     return tensor if full is None else full()
 
 
 def _by_kind(flats: Sequence[Tensor]) -> list[list[Tensor]]:
-    """The vectors by device and dtype, each kind in its order; complex numbers as pairs of real ones."""
+    """Returns the vectors in groups of one device and dtype, in their order; complex numbers as pairs of real ones."""
     kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for flat in flats:
         if flat.is_complex():
@@ -101,7 +105,10 @@ def _by_kind(flats: Sequence[Tensor]) -> list[list[Tensor]]:
 
 
 def _has_kernels(flat: Tensor) -> bool:
-    """Not while a CUDA graph is captured: it would send the kernel's table from memory that is not its own."""
+    """Whether the kernels apply. While a CUDA graph is captured they do not.
+
+    The graph would record the copy of the kernels' table from memory that the graph does not own.
+    """
     return serves(flat) and not (flat.is_cuda and torch.cuda.is_current_stream_capturing())
 
 

@@ -1,11 +1,11 @@
 """The ops that write a weight's gradient straight into its slot.
 
 [Note: autocast]
-Autocast casts a weight once and keeps the cast for all uses inside its context, but a cast that is made while gradients
-are off (as they are inside an autograd Function) would be kept without its history, and plain uses of the same weight
-would then silently get no gradient. So a Function here never lets autocast see a float32 weight: it casts itself and
-keeps the cast for backward, as plain does. A weight that is used again while that cast is alive takes the plain path,
-whose cast is shared, so that a layer called a hundred times does not keep a hundred casts.
+Autocast casts a weight once and caches the cast for all uses inside its context. A cast that is made with grad mode off
+(as inside an autograd Function) would be cached without its history, and plain uses of the same weight would then
+silently get no gradient. So a Function here never lets autocast see a float32 weight: it casts the weight itself and
+keeps the cast for backward, as plain PyTorch does. If a weight is used again while that cast is alive, the call is
+plain, and plain casts are shared: so a layer that is called a hundred times does not keep a hundred casts.
 """
 
 from collections.abc import Sequence
@@ -29,12 +29,15 @@ _PRODUCT, _SUM = "its layer writes the product", "its layer writes the sum"  # w
 
 
 def write_product(x: Tensor, g: Tensor, out: Tensor | None, add: bool, like: Tensor, is_transposed: bool) -> Tensor:
-    """The gradient of a weight `like` for x (n, in) and g (n, out): new, written over `out`, or added to it.
+    """Compute the gradient of a weight for x (n, in) and g (n, out): a new tensor, or over `out`, or added to `out`.
 
-    xᵀg for a weight of (in, out), gᵀx for one of (out, in), which `is_transposed`. Autograd computes the first of the
-    two unless the matrix W that x is multiplied by lies column by column; so does this.
+    like: the weight, for its shape and strides.
+    is_transposed: the weight is (out, in) and its gradient gᵀx; else it is (in, out) and its gradient xᵀg.
+
+    Autograd computes xᵀg, unless the matrix W that x is multiplied by lies column by column in memory: then gᵀx. This
+    function computes the same product, and transposes it if need be.
     """
-    first, second = (1, 0) if is_transposed else (0, 1)  # the dimensions of W in the weight
+    first, second = (1, 0) if is_transposed else (0, 1)  # the dimensions of `like` that are those of W
     by_columns = like.stride(first) == 1 and like.stride(second) == like.shape[first]
     left, right = (g.t(), x) if by_columns else (x.t(), g)
     turns = by_columns != is_transposed
@@ -57,7 +60,7 @@ def write_product(x: Tensor, g: Tensor, out: Tensor | None, add: bool, like: Ten
 
 
 def _add_narrower(into: Tensor, product: Tensor) -> None:
-    """Add a product of a narrower dtype: in blocks, because on CPU an add of two dtypes first widens one of them."""
+    """Add a product of a narrower dtype; on a CPU in blocks, because an add of two dtypes first widens one of them."""
     if into.device.type != "cpu":
         into.add_(product)
         return
@@ -67,7 +70,7 @@ def _add_narrower(into: Tensor, product: Tensor) -> None:
 
 
 def write_sum(g: Tensor, out: Tensor | None, add: bool) -> Tensor:
-    """The sum of g over all its leading dimensions: new, written over `out`, or added to it."""
+    """Compute the sum of g over all its leading dimensions: a new tensor, or over `out`, or added to `out`."""
     dims = tuple(range(g.dim() - 1))
     if out is None:
         return g.sum(dims)
@@ -81,7 +84,7 @@ def write_sum(g: Tensor, out: Tensor | None, add: bool) -> Tensor:
 class PackedProduct(torch.autograd.Function):
     """x @ W (+ b) whose backward writes the gradients of the parameters into their slots.
 
-    Keeps x and W for backward, and nothing else: the bytes of the plain product.
+    Keeps x and W for backward, and nothing else, as the plain product does.
     """
 
     @staticmethod
@@ -94,7 +97,7 @@ class PackedProduct(torch.autograd.Function):
         adds_inside: bool,
         dtype: torch.dtype,
     ) -> Tensor:
-        """The product in `dtype`, which `x` already has; W is `weight.T` where `is_transposed`."""
+        """Returns the product in `dtype`, which `x` already has; W is `weight.T` if `is_transposed`."""
         w, b = _in_dtype(weight, dtype), None if bias is None else _in_dtype(bias, dtype)
         if w is not weight:
             slot = SLOTS.get(weight)
@@ -109,18 +112,19 @@ class PackedProduct(torch.autograd.Function):
             torch.mm(rows, matrix, out=y_rows)
             if b is not None:
                 y.add_(b)
-        # A cast is kept for backward, as plain keeps it; not for a ledger, under which plain's is made again.
+        # The cast of a weight is kept for backward, as in plain PyTorch. Under a ledger, which rebuilds such casts of
+        # plain ops, it is not kept.
         ctx.keeps_cast = w is weight or not ledger_saves()
         ctx.save_for_backward(x, w if ctx.needs_input_grad[0] and ctx.keeps_cast else None)
-        # Parameters are held as they are: in backward their `.grad` is written, and their values are not read, except
-        # under create_graph, which checks the version.
+        # The parameters themselves, because backward writes their `.grad`. It reads the value of `ctx.weight` only to
+        # cast it again, and then it checks the version.
         ctx.weight, ctx.bias, ctx.version = weight, bias, _torch.version(weight)
         ctx.is_transposed, ctx.adds_inside = is_transposed, adds_inside
         return y
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        """dx is returned, dW and db are written into their slots, or returned where autograd has to take them."""
+        """Returns dx; writes dW and db into their slots, or returns them if autograd has to accumulate them."""
         x, w = ctx.saved_tensors
         rows = _rows(g)
         dx = dw = db = None
@@ -155,7 +159,7 @@ def _weight_as_it_was(ctx: Any) -> Tensor:
 
 
 def _input_gradient(x: Tensor, g: Tensor, transposed: Tensor) -> Tensor:
-    """g @ W.T in the shape of x. For an x that lies column by column autograd computes the transpose of that."""
+    """Returns g @ W.T in the shape of x. If x lies column by column, it is computed transposed, as autograd does."""
     if x.dim() == 2 and x.stride(0) == 1 and x.stride(1) == x.shape[0]:
         return transposed.t().mm(g.t()).t()
     dx = g.mm(transposed)
@@ -167,24 +171,24 @@ def _in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """All leading dimensions as one."""
+    """Returns the tensor as a matrix, with all leading dimensions as one."""
     return tensor if tensor.dim() == 2 else tensor.flatten(0, -2)
 
 
 class NodeWriter:
-    """Writes the gradients of the parameters among the tensors of a node of `single_node`, such as an MLP's."""
+    """Writes the gradients of the parameters among the tensors of a node of `single_node`, such as that of an MLP."""
 
     def __init__(self, node: Any, tensors: Sequence[Tensor | None]) -> None:
         self._node, self._tensors = node, tensors
 
     def product(self, index: int, x: Tensor, g: Tensor) -> Tensor | None:
-        """gᵀ x for the weight at `index`, or None where it has been written."""
+        """Returns gᵀ x for the weight at `index`, or None if it was written or is not part of this backward."""
         weight = self._tensors[index]
         assert weight is not None
         return self._deliver(index, lambda out, add: write_product(x, g, out, add, weight, True), _PRODUCT)
 
     def sum(self, index: int, g: Tensor) -> Tensor | None:
-        """Σ_rows g for the bias at `index`, or None where it has been written."""
+        """Returns Σ_rows g for the bias at `index`, or None if it was written or is not part of this backward."""
         return self._deliver(index, lambda out, add: write_sum(g, out, add), _SUM)
 
     def _deliver(self, index: int, compute: Compute, how: str) -> Tensor | None:
@@ -193,25 +197,25 @@ class NodeWriter:
 
 
 def node_writer(node: Any, tensors: Sequence[Tensor | None]) -> NodeWriter | None:
-    """A writer for a node that has packed parameters, else None."""
+    """Returns a `NodeWriter` if any of the node's tensors is a packed parameter, else None."""
     if not SLOTS or all(SLOTS.get(tensor) is None for tensor in tensors):
         return None
     return NodeWriter(node, tensors)
 
 
 class PackedLookup(torch.autograd.Function):
-    """`F.embedding` whose backward adds the rows it was given straight into the weight's slot. Keeps the indices."""
+    """`F.embedding` whose backward adds the rows of its gradient straight into the weight's slot. Keeps the indices."""
 
     @staticmethod
     def forward(ctx: Any, weight: nn.Parameter, indices: Tensor, padding_index: int) -> Tensor:
-        """weight[indices]."""
+        """Returns weight[indices]."""
         ctx.save_for_backward(indices)
         ctx.weight, ctx.padding_index = weight, padding_index
         return torch.embedding(weight, indices, padding_index)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, None, None]:
-        """The rows of g, summed by index."""
+        """Add the rows of g to the weight's gradient, by index; returns that if autograd has to accumulate it."""
         (indices,), count = ctx.saved_tensors, ctx.weight.shape[0]
 
         def compute(out: Tensor | None, add: bool) -> Tensor:
@@ -233,8 +237,8 @@ def add_rows(out: Tensor, indices: Tensor, rows: Tensor, padding_index: int) -> 
     if padding_index >= 0:
         rows = rows.masked_fill((indices == padding_index).unsqueeze(1), 0)
     rows = rows.to(out.dtype)
-    # Bitwise what autograd's own backward gives on CPU: in bfloat16 index_add_ rounds in another order. On CUDA
-    # index_add_ adds in no fixed order.
+    # The same bits as autograd's own backward on a CPU. In bfloat16 index_add_ rounds in another order there; on CUDA
+    # it adds in no fixed order.
     if out.device.type == "cpu" and out.dtype in (torch.float32, torch.float64):
         return out.index_add_(0, indices, rows)
     return out.index_put_((indices.long(),), rows, accumulate=True)

@@ -1,16 +1,17 @@
-"""The flat buffers that gradients live in.
+"""`Range`: a flat buffer that holds the gradients of neighbouring parameters.
 
 [Note: who owns a range]
-Nobody but the gradients in it. A range remembers its buffer by a weak reference; what keeps the buffer alive are the
-`.grad` tensors, which are views of it. So `zero_grad(set_to_none=True)` frees a packed gradient as it frees a plain
-one, and the first gradient that arrives afterwards allocates the range again. At every moment the ranges that stand
-are those with a gradient in them: in backward, which fills them from the last to the first, one is partly filled.
+Only the gradients in a range own its buffer. The range refers to the buffer weakly; the `.grad` tensors, which are
+views of it, keep it alive. So `zero_grad(set_to_none=True)` frees a packed gradient as it frees a plain one, and the
+next gradient that arrives allocates the buffer again. At every moment the allocated ranges are those with a gradient in
+them. Backward fills them from the last to the first, so that during backward one of them is partly filled.
 
 [Note: held gradients]
-Whoever keeps a gradient beyond `zero_grad`, to compare it with the next one, must find it unchanged, as in plain. So a
-buffer in which no gradient of the model stands any more, and which is alive all the same, is left to its holder, and
-the next gradient gets a new one. Where other gradients still stand in it, the count of tensors that see it tells
-whether somebody holds an earlier one; then the next gradient stays outside the buffer, and a pass over it raises.
+A user may keep a gradient beyond `zero_grad`, to compare it with the next one, and must find it unchanged, as in plain
+PyTorch. So if a buffer is still alive though no parameter's `.grad` lies in it, the range drops its reference to the
+buffer, and the next gradient gets a new one. If other parameters' `.grad` still lie in it, the number of tensors on its
+storage tells whether an earlier gradient is held, too. If so, the next gradient stays outside the buffer, and a pass
+over the packed gradients raises.
 """
 
 import threading
@@ -24,42 +25,42 @@ from leangrad import _torch
 
 from .streams import stream_of
 
-#: Gradients start at multiples of this, the coarsest alignment that a vectorised kernel asks for.
+#: Gradients start at multiples of this, the coarsest alignment that a vectorised kernel needs.
 ALIGNMENT_BYTES = 256
 
-#: Whether `.grad` may be told to have another dtype than its parameter (torch has had this since 2.10 or later).
+#: Whether `.grad` may be given another dtype than its parameter (possible since torch 2.10 or later).
 HAS_GRAD_DTYPE = hasattr(Tensor, "grad_dtype")
 
 
 class Watcher(Protocol):
-    """Somebody who waits for the gradients of a range: the reduction over processes."""
+    """Called for every gradient that arrives in a range; implemented by the reduction over processes."""
 
     def arrived(self, slot: Any) -> None:
-        """The gradient of `slot` is complete in this backward."""
+        """Called when the gradient of `slot` is complete in this backward."""
 
     def has_sent(self, range_: "Range") -> bool:
-        """Whether the range is already on its way, so that nothing may be added to it."""
+        """Whether the range was already sent to the other processes, so that nothing may be added to it."""
 
 
 class Range:
-    """One flat buffer for the gradients of neighbouring parameters. See [Note: who owns a range]."""
+    """One flat buffer for the gradients of neighbouring parameters: see [Note: who owns a range]."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype, parameter_dtype: torch.dtype) -> None:
         self.device, self.dtype, self.parameter_dtype = device, dtype, parameter_dtype
         self.slots: list[Any] = []  # of `Slot`, one for each parameter
         self.numel = 0
-        self.generation = 0  # how many buffers have stood
-        self.watcher: Watcher | None = None
-        self.stream: torch.cuda.Stream | None = None  # where the buffer was allocated
-        self._base: TensorWeakRef | None = None
+        self.generation = 0  # number of buffers that were allocated so far
+        self.watcher: Watcher | None = None  # the reduction that is running; None without one
+        self.stream: torch.cuda.Stream | None = None  # on which the buffer was allocated
+        self._base: TensorWeakRef | None = None  # of the buffer
         self._lock = threading.Lock()
-        self._pads: list[int] = []
-        self._pad_index: Tensor | None = None
+        self._pads: list[int] = []  # indices of the elements between the gradients
+        self._pad_index: Tensor | None = None  # the same on the device; None until it is needed
         self._pads_are_zero = True
 
     @property
     def bytes(self) -> int:
-        """The size of the buffer while it stands."""
+        """The size of the buffer while it is allocated."""
         return self.numel * self.dtype.itemsize
 
     def append(self, slot: Any) -> None:
@@ -72,16 +73,19 @@ class Range:
         self.slots.append(slot)
 
     def base(self) -> Tensor | None:
-        """The tensor whose views the gradients are, or None while no gradient stands."""
+        """Returns the tensor whose views the gradients are, or None while the buffer is not allocated."""
         return None if self._base is None else self._base()
 
     def flat(self) -> Tensor | None:
-        """The buffer as one vector, or None while no gradient stands. Slots without a gradient hold anything."""
+        """Returns the buffer as one vector, or None while it is not allocated.
+
+        Its contents are arbitrary where a slot has no gradient.
+        """
         base = self.base()
         return base if base is None or base.dtype == self.dtype else base.view(self.dtype)
 
     def standing(self) -> Tensor:
-        """The buffer's base, allocated now if no gradient stands. Whoever asks must keep it."""
+        """Returns the base, after allocating the buffer if need be. The caller must keep a reference to it."""
         with self._lock:
             base = self.base()
             if base is None:
@@ -94,18 +98,18 @@ class Range:
             return base
 
     def leave(self) -> None:
-        """If no gradient stands in the buffer, leave it to whoever keeps it alive. See [Note: held gradients]."""
+        """Drop the reference to the buffer if no `.grad` lies in it any more: see [Note: held gradients]."""
         with self._lock:
             if self.base() is not None and not any(slot.stands() for slot in self.slots):
                 self._base = None
 
     def is_held(self) -> bool:
-        """Whether somebody may hold a part of the buffer that is no gradient of the model now."""
+        """Whether a tensor that is no parameter's current `.grad` may refer to a part of the buffer."""
         base = self.base()
         return base is not None and _torch.storage_holders(base) != 1 + sum(slot.stands() for slot in self.slots)
 
     def clear_pads(self) -> None:
-        """Zero what lies between the gradients, so that one pass over the buffer sees the gradients only."""
+        """Zero the elements between the gradients, so that a pass over the buffer reads only the gradients."""
         flat = self.flat()
         if flat is not None and not self._pads_are_zero:
             if self._pad_index is None:
@@ -114,7 +118,7 @@ class Range:
             self._pads_are_zero = True
 
     def forget_zeros(self) -> None:
-        """Take nothing in the buffer for zero any more."""
+        """Note that no part of the buffer is known to be zero any more."""
         self._pads_are_zero = not self._pads
         for slot in self.slots:
             slot.is_zero = False

@@ -1,10 +1,11 @@
-"""Sums over processes: each range is sent as soon as backward has filled it.
+"""Averages gradients over processes: each range is sent as soon as backward has filled it.
 
 [Note: one order]
-Processes must start their collectives in one order, whatever backward does on each of them. Ranges are sent from the
-last to the first, each only after the one before it; a range that waits for an unused parameter holds back the rest
-until the end. At the end all are sent, on every process, and then one small vector that says which parameters had a
-gradient anywhere: those get one everywhere, and the others keep None, as they do under DistributedDataParallel.
+All processes must start their collectives in the same order, whatever backward does on each of them. Ranges are sent
+from the last to the first, each only after the one before it. A range that waits for an unused parameter holds back the
+rest until the end of backward. Then every process sends all that are left, followed by one small vector that says which
+parameters had a gradient anywhere. Those get a gradient on every process; the others keep None, as under
+DistributedDataParallel.
 """
 
 from collections.abc import Sequence
@@ -24,36 +25,38 @@ class Reduction:
     def __init__(self, pairs: Sequence[tuple[nn.Parameter, Slot]], group: dist.ProcessGroup | None) -> None:
         self._pairs, self._group = pairs, group
         self._size = dist.get_world_size(group)
+        # The ranges that are not sent yet, in their order: see [Note: one order].
         self._queue: list[Range] = list(dict.fromkeys(slot.range for _, slot in reversed(pairs)))
-        self._missing = {range_: set(range_.slots) for range_ in self._queue}
+        self._missing = {range_: set(range_.slots) for range_ in self._queue}  # slots whose gradient has not arrived
+        # The streams on which the gradients of a range arrived.
         self._streams: dict[Range, set[torch.cuda.Stream | None]] = {range_: set() for range_ in self._queue}
         self._sent: dict[Range, Tensor] = {}
         self._works: list[dist.Work] = []
 
     def watch(self) -> None:
-        """Be told of every gradient that arrives."""
+        """Become the `watcher` of all ranges, so that `arrived` is called for every gradient."""
         for range_ in self._queue:
             range_.watcher = self
 
     def stop(self) -> None:
-        """Be told no longer."""
+        """Undo `watch`."""
         for range_ in self._missing:
             range_.watcher = None
 
     def arrived(self, slot: Slot) -> None:
-        """The gradient of `slot` is complete: send every range that is complete and whose turn it is."""
+        """Note that the gradient of `slot` is complete; send the ranges that are complete, up to one that is not."""
         self._missing[slot.range].discard(slot)
         self._streams[slot.range].add(stream_of(slot.range.device))
         while self._queue and not self._missing[self._queue[0]]:
             self._send(self._queue.pop(0))
 
     def has_sent(self, range_: Range) -> bool:
-        """Whether the range is on its way."""
+        """Whether the range was sent."""
         return range_ in self._sent
 
     def finish(self) -> None:
-        """Send what is left, wait for everything, and give a gradient to each parameter that has one anywhere."""
-        # Held until the end: on this process nothing else may keep the buffer of a range without a gradient alive.
+        """Send the ranges that are left, wait for all, and give a gradient to each parameter that has one anywhere."""
+        # References until the end: nothing else may keep the buffer of a range without a gradient alive here.
         for range_ in self._queue:
             range_.leave()
         bases = [range_.standing() for range_ in self._queue]
@@ -81,7 +84,7 @@ class Reduction:
         self._sent[range_] = flat
         for stream in self._streams[range_]:
             order(stream, stream_of(range_.device), flat)
-        # Divided first, as DistributedDataParallel does: the sum of many processes may overflow, their mean may not.
+        # Divided before the sum, as in DistributedDataParallel: a sum over many processes could overflow.
         flat.mul_(1.0 / self._size)
         work = dist.all_reduce(flat, group=self._group, async_op=True)
         assert work is not None

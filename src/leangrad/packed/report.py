@@ -1,4 +1,4 @@
-"""What happened to every parameter's gradient, and why."""
+"""The report of `PackedGradients`: how every parameter's gradient arrived, and why."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ class Row:
     """One parameter: how its latest gradient arrived, and how often it arrived in each way.
 
     `how` is "written" (by the op, into the buffer), "added" (by autograd, with one in-place add or copy), "copied" (a
-    tensor that somebody else had put into `.grad` was moved in), "plain" (it stands outside the buffer), or "none".
+    tensor that other code had assigned to `.grad` was moved in), "plain" (it lies outside the buffer), or "none".
     """
 
     name: str
@@ -25,8 +25,8 @@ class Report:
 
     rows: tuple[Row, ...]
     ranges: int
-    bytes: int
-    standing_bytes: int
+    bytes: int  # of all ranges
+    standing_bytes: int  # of the ranges that are allocated now
 
     def __getitem__(self, name: str) -> Row:
         for row in self.rows:

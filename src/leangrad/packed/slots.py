@@ -1,17 +1,17 @@
-"""How a gradient arrives in its place. A `Slot` is one parameter's place in a range.
+"""`Slot`: one parameter's place in a range, and how a gradient arrives there.
 
 [Note: when a gradient is new]
-`.grad` itself is the only state. None: nothing has been written since `zero_grad`, the arrival overwrites. The slot's
-view: something has, the arrival adds. Any other tensor: somebody has put it there; autograd adds to it as it always
-does, and the result is moved into the slot afterwards. Nothing else has to be told that a step has begun or ended, so
+`.grad` itself is the only state. If it is None, nothing was written since `zero_grad`, and the new gradient overwrites
+the slot. If it is the slot's view, the new gradient is added. Any other tensor was assigned by other code: autograd
+adds to it as always, and the result is moved into the slot afterwards. No call marks the beginning or end of a step, so
 retain_graph, a second micro-batch, a tied weight and a partial backward are all the same case.
 
 [Note: threads]
 On a CPU each thread that calls backward accumulates by itself. Autograd locks each add, but not the hook after it:
-while the hook of one thread moves a gradient into its slot, another may add to where it stood. So while another thread
-is inside a backward, a gradient that autograd has accumulated stays where it is, and the next pass moves it. A gradient
-that an op writes is added under the slot's lock. On CUDA one thread accumulates for all. One case is left: a weight
-that its layer writes and a plain op adds to, in two threads of a CPU at the same moment.
+while the hook of one thread moves a gradient into its slot, another thread may add to the tensor it is moved from. So
+while another thread is inside a backward, a gradient that autograd has accumulated stays where it is, and the next pass
+moves it. A gradient that an op writes is added under the slot's lock. On CUDA one thread accumulates for all. One case
+is not covered: a weight that its layer writes and a plain op adds to, in two threads of a CPU at the same moment.
 """
 
 import threading
@@ -29,44 +29,46 @@ from leangrad.errors import ChangedError, LeangradError
 from . import ranges
 from .streams import KNOWN, is_default, order, stream_of
 
-#: Why a gradient is not in the buffer where [Note: held gradients] applies.
+#: The reason to report if a gradient must stay outside the buffer: see [Note: held gradients] in ranges.py.
 HELD = "an earlier gradient is still held by somebody, beside others of its range"
 
-#: `compute(out, add)` writes a gradient over `out`, or adds it there; where `out` is None it returns a new tensor.
+#: `compute(out, add)` writes a gradient over `out`, or adds it there; if `out` is None it returns a new tensor.
 Compute = Callable[[Tensor | None, bool], Tensor]
 
 
 class Slot:
-    """One parameter's place in a range. The parameter itself is handed to every call: a slot keeps nothing alive."""
+    """One parameter's place in a range. Callers pass the parameter where it is needed: a slot refers to it weakly."""
 
     def __init__(self, name: str, parameter: nn.Parameter, why_added: str) -> None:
         self.name = name
         self.shape = parameter.shape
-        # The layout that autograd gives a gradient: the parameter's own where it is dense, else row by row.
+        # The layout that autograd gives a gradient: that of the parameter if it is dense, else row by row.
         self.stride = torch.empty_like(parameter, device="meta").stride()
         self.numel = parameter.numel()
-        self.offset = 0
-        self.is_zero = False
-        self.is_active = True
+        self.offset = 0  # in elements, in the range
+        self.is_zero = False  # whether the slot's memory is known to be zero
+        self.is_active = True  # False after `PackedGradients.unpack`
         self.lock = threading.Lock()
-        #: The weight as autocast has it, while a graph that needs it is alive; see [Note: autocast] in products.py.
+        #: The weight in autocast's dtype, while a graph that needs it is alive; see [Note: autocast] in products.py.
         self.cast: TensorWeakRef | None = None
-        self.counts: Counter[str] = Counter()
-        self.how, self.why = "none", "no gradient has arrived"
-        self.why_added = why_added
+        self.counts: Counter[str] = Counter()  # for the report: how often a gradient arrived, by `how`
+        self.how, self.why = "none", "no gradient has arrived"  # for the report, of the latest gradient
+        self.why_added = why_added  # the reason to report if autograd adds the gradient
         self._parameter = TensorWeakRef(parameter)
         self._generation = -1  # of the buffer that the latest gradient was put into
-        self._attached: TensorWeakRef | None = None
-        self._pointer = 0
-        self._home: torch.cuda.Stream | None = None  # where autograd accumulates; known after the first arrival
-        self._written_on: torch.cuda.Stream | None = None
+        self._attached: TensorWeakRef | None = None  # the tensor that `attach` made the parameter's `.grad`
+        self._pointer = 0  # its address
+        self._home: torch.cuda.Stream | None = None  # on which autograd accumulates; known after the first gradient
+        self._written_on: torch.cuda.Stream | None = None  # on which an op wrote the latest gradient
+        # Of the gradient that arrives in this backward, until `arrived`: the reason to report, whether an op wrote it,
+        # whether other code had replaced `.grad`.
         self._why_now: str | None = None
         self._was_written = False
         self._was_replaced = False
         self.range: ranges.Range
 
     def view(self) -> Tensor:
-        """The slot's part of the range's buffer, which is allocated if it does not stand."""
+        """Returns the slot's part of the range's buffer, which is allocated if need be."""
         base, dtype = self.range.standing(), self.range.dtype
         if base.dtype == dtype:
             return base.as_strided(self.shape, self.stride, self.offset)
@@ -78,7 +80,7 @@ class Slot:
     def holds(self, grad: Tensor) -> bool:
         """Whether `grad` is this slot's memory. Sound because the range's buffer is alive while it is compared."""
         if self._attached is not None and grad is self._attached():
-            # The usual case, told at a tenth of the cost. `.data` of the very tensor may still have been replaced.
+            # The usual case, at a tenth of the cost. Other code may still have replaced `.data` of this tensor.
             same_form = grad.dtype == self.range.dtype and grad.stride() == self.stride
             return bool(same_form and grad.data_ptr() == self._pointer)
         flat = self.range.flat()
@@ -90,14 +92,14 @@ class Slot:
         )
 
     def stands(self) -> bool:
-        """Whether the parameter's gradient is in the buffer now."""
+        """Whether the parameter's `.grad` lies in this slot now."""
         parameter = self._parameter()
         return parameter is not None and parameter.grad is not None and self.holds(parameter.grad)
 
     def is_free(self) -> bool:
-        """Whether a new gradient may be put here: nobody can see an earlier one. See [Note: held gradients]."""
+        """Whether a new gradient may be put here, because no earlier one is held: see [Note: held gradients]."""
         if self._generation != self.range.generation:
-            return True  # none has been here since the buffer was made
+            return True  # this slot has had no gradient in the current buffer
         self.range.leave()
         return not self.range.is_held()
 
@@ -106,8 +108,8 @@ class Slot:
         if view.dtype == parameter.dtype or ranges.HAS_GRAD_DTYPE:
             parameter.grad = view
         else:
-            # Older torch lets `.grad` have the parameter's dtype only when it is set. `.data` of a tensor that is
-            # already set may be replaced by one of another dtype, and autograd adds into that in place.
+            # Older torch allows only the parameter's dtype when `.grad` is assigned. But `.data` of the tensor that was
+            # assigned may be replaced by one of another dtype, and autograd adds to that in place.
             stand_in = self.range.standing().as_strided(self.shape, self.stride, 0)
             parameter.grad = stand_in
             stand_in.data = view
@@ -116,7 +118,7 @@ class Slot:
         self._generation = self.range.generation
 
     def check(self, parameter: nn.Parameter) -> None:
-        """Raise if the parameter is no longer what was packed."""
+        """Raise ChangedError if the shape, device or dtype of the parameter is not the one that was packed."""
         range_ = self.range
         if parameter.shape != self.shape or parameter.device != range_.device:
             found = f"{tuple(parameter.shape)} on {parameter.device}"
@@ -130,7 +132,10 @@ class Slot:
         )
 
     def write(self, parameter: nn.Parameter, compute: Compute, how: str) -> bool:
-        """Let the op write its gradient here: `compute(view, add)`. False where autograd has to take it instead."""
+        """Write a gradient here, by `compute(view, add)`; returns False if autograd has to accumulate it instead.
+
+        how: the reason that the report gives for it.
+        """
         with self.lock:
             why_not = self._why_not_written(parameter)
             if why_not is not None:
@@ -146,7 +151,7 @@ class Slot:
             order(stream, self._home)
             self._written_on = stream
             if grad is None:
-                if parameter.grad is not None:  # from another thread, by autograd, while this one computed
+                if parameter.grad is not None:  # by autograd in another thread, during `compute`
                     self._why_now = ".grad had been set meanwhile"
                     return False
                 self.attach(parameter, view)
@@ -173,12 +178,12 @@ class Slot:
         return None
 
     def arrived(self, parameter: nn.Parameter) -> None:
-        """What autograd calls once per backward, when the parameter's gradient is complete."""
+        """The post-accumulate hook: autograd calls it once per backward, when the parameter's gradient is complete."""
         self._home = stream_of(self.range.device)
         order(self._written_on, self._home)
         grad = parameter.grad
         if grad is None:
-            return  # nothing arrived, or an earlier hook has used it up
+            return  # nothing arrived, or an earlier hook has consumed it
         why_now, was_written, was_replaced = self._why_now, self._was_written, self._was_replaced
         self._why_now, self._was_written, self._was_replaced = None, False, False
         if self.holds(grad):
@@ -199,7 +204,7 @@ class Slot:
             self.range.watcher.arrived(self)
 
     def _why_outside(self, grad: Tensor) -> str | None:
-        """Why a gradient that stands elsewhere cannot be moved into the slot, or None where it can."""
+        """Returns why a gradient that lies elsewhere cannot be moved into the slot, or None if it can."""
         if grad.requires_grad:
             return "create_graph=True: it carries a graph"
         if grad.layout is not torch.strided:
@@ -207,13 +212,13 @@ class Slot:
         return None if self.is_free() else HELD
 
     def move_in(self, parameter: nn.Parameter, grad: Tensor) -> bool:
-        """Copy a gradient that stands elsewhere into the slot; what it stood in is released at once.
+        """Copy a gradient that lies elsewhere into the slot; its old memory is released at once.
 
-        False where another thread may be adding to it: then it stays where it is. See [Note: threads].
+        Returns False if another thread may be adding to it: then it stays where it is. See [Note: threads].
         """
         view, copied_version = self.view(), -1
         order(self.range.stream, stream_of(self.range.device), view)
-        while copied_version != _torch.version(grad):  # again, if another thread has added to it meanwhile
+        while copied_version != _torch.version(grad):  # once more if another thread added to it meanwhile
             copied_version = _torch.version(grad)
             with torch.no_grad():
                 view.copy_(grad)
@@ -224,14 +229,14 @@ class Slot:
         return True
 
     def settle(self, parameter: nn.Parameter) -> None:
-        """Make the slot say what `.grad` says, before one pass over the whole buffer: zeros where it is None."""
+        """Make the slot equal to `.grad`, before a pass over the whole buffer: zeros if `.grad` is None."""
         grad = parameter.grad
         if grad is None:
             if self.is_zero or self.range.base() is None:
                 return
             if not self.is_free():
                 raise LeangradError(f"{self.name} has no gradient, but {HELD}; clone what you keep")
-            if self.range.base() is not None:  # it may have been left to its holder just now
+            if self.range.base() is not None:  # `is_free` may have dropped the buffer
                 self.view().zero_()
                 self.is_zero = True
         elif not self.holds(grad):
@@ -261,13 +266,13 @@ class Slot:
 
 
 class _SlotTable:
-    """Slots by parameter, weakly: an attribute on the parameter would travel into saved files and copies."""
+    """The slots by parameter, referred to weakly. An attribute of the parameter would be saved and copied with it."""
 
     def __init__(self) -> None:
         self._entries: dict[int, tuple[TensorWeakRef, Slot]] = {}
 
     def __bool__(self) -> bool:
-        """Whether anything was ever packed and is not known to be gone."""
+        """Whether there is any entry: a parameter was packed, and it was neither unpacked nor found dead."""
         return bool(self._entries)
 
     def get(self, parameter: object) -> Slot | None:
@@ -289,10 +294,13 @@ SLOTS = _SlotTable()
 
 
 def deliver(node: Any, index: int, parameter: Any, compute: Compute, how: str = "the op writes it") -> Tensor | None:
-    """Give `parameter` its gradient from inside an autograd Function's backward; return what backward has to return.
+    """Give `parameter` its gradient inside the backward of an autograd Function; returns what backward must return.
 
-    `node` is the backward's `ctx`, `index` the parameter's place among the Function's tensor arguments, and
-    `compute(out, add)` the gradient: into `out`, over it or on top of it, or as a new tensor where `out` is None.
+    node: the `ctx` of backward.
+    index: the position of the parameter among the Function's tensor arguments.
+    compute: called as `compute(out, add)`; writes the gradient over `out`, or adds it to `out` if `add`, or returns it
+        as a new tensor if `out` is None.
+    how: the reason that the report gives if the gradient was written.
     """
     slot = SLOTS.get(parameter)
     if slot is None:

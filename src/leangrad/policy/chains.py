@@ -1,8 +1,8 @@
-"""Where chains of values that are made again end.
+"""Decides where chains of recomputed values end.
 
-[Note: chains] A link of a residual stream, ``out_k = f(c_k) + out_{k-1}``, can be made again from ``c_1 … c_k`` alone,
-so the cheapest cut keeps no link at all. But the last link takes every earlier one with it, and each is held until its
-own reader comes. Some links are better kept: there the chain ends.
+[Note: chains] A link of a residual stream, ``out_k = f(c_k) + out_{k-1}``, can be recomputed from ``c_1 … c_k`` alone,
+so the cheapest cut keeps no link at all. But to recompute the last link, backward recomputes every earlier one, and
+holds each until its own reader has run. It is better to keep some of the links: the chain ends at a kept link.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ __all__ = ["ends_by_length", "ends_by_room", "ends_by_sources", "links"]
 
 
 def ends_by_sources(graph: Graph, kept: AbstractSet[int], depth: int) -> frozenset[int]:
-    """Of what is made again, the values that would be made from more than ``depth`` kept ones of about their size."""
+    """Return the recomputed values that need more than ``depth`` kept values of at least a quarter of their size.
+
+    A value that is returned counts as kept for the values after it.
+    """
     values = graph.values
     sources: dict[int, set[int]] = {}
     ends: set[int] = set()
@@ -37,7 +40,10 @@ def ends_by_sources(graph: Graph, kept: AbstractSet[int], depth: int) -> frozens
 
 
 def ends_by_length(graph: Graph, kept: AbstractSet[int], length: int) -> frozenset[int]:
-    """Of what is made again, every link that would be more than ``length`` links away from what is kept."""
+    """Return every recomputed link that would be more than ``length`` links away from a kept value.
+
+    A link that is returned counts as kept for the links after it.
+    """
     can_end = links(graph, kept)
     ends: set[int] = set()
     lengths: dict[int, int] = {}
@@ -50,7 +56,7 @@ def ends_by_length(graph: Graph, kept: AbstractSet[int], length: int) -> frozens
 
 
 def links(graph: Graph, kept: AbstractSet[int]) -> frozenset[int]:
-    """The links of chains: of what is made again, the values at which a chain may end."""
+    """Return the links of chains: the recomputed values at which a chain may end."""
     return frozenset(n for n in remade(graph, kept) if _may_end(graph.values[n]))
 
 
@@ -60,9 +66,9 @@ def _may_end(value: Value) -> bool:
 
 
 def ends_by_room(graph: Graph, kept: AbstractSet[int], slack: int) -> frozenset[int]:
-    """Let each chain grow until it holds ``slack`` bytes more than backward has freed by then.
+    """Return chain ends, so that each chain holds at most ``slack`` bytes more than backward has freed by then.
 
-    Backward frees memory as it goes, so a chain may be the longer the earlier it lies in the network.
+    Backward frees memory as it proceeds, so a chain may be longer the earlier it lies in the network.
     """
     values = graph.values
     can_end = links(graph, kept)

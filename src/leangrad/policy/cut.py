@@ -1,10 +1,10 @@
-"""The cheapest set of values to keep, as a minimum cut.
+"""Finds the cheapest set of values to keep, as a minimum cut.
 
-[Note: the cut] A value that backward reads is kept, at its own size, or made again, which takes the inputs of its op. A
-fixed value is never made again. What stands anyway costs nothing to keep. A view is never kept: it shows the memory of
-its base, which would be held whole. Making a value again may have a price, in bytes as well: then it is made again only
-where that saves more. What forward hands out may be held by the caller, or not: of two like values it is the one to
-keep, logits for instance and not the probabilities.
+[Note: the cut] A value that backward reads is either kept, which costs its own size, or recomputed, which requires the
+inputs of its op. A fixed value is never recomputed. A standing value costs nothing to keep. A view is never kept,
+because that would hold the whole memory of its base. Recomputing a value may have a price, in bytes as well: then the
+value is recomputed only where that saves more bytes. The caller may hold what forward returns. So of two values of
+equal size the one that forward returns is kept, the logits for instance and not the probabilities.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from leangrad.policy.max_flow import ENDLESS, Network
 
 __all__ = ["cheapest_cut", "remade"]
 
-SCALE = 1024  # of a byte: so that a price may be a fraction of one
-HANDED_OUT = 1000  # what a byte of a value counts that forward hands out
+SCALE = 1024  # capacity of one byte in the network, so that a price may be a fraction of a byte
+HANDED_OUT = 1000  # the same of a value that forward returns: slightly cheaper to keep
 
 
 def cheapest_cut(
     graph: Graph, *, price: float = 0.0, pinned: AbstractSet[int] = frozenset(), early: bool = False
 ) -> frozenset[int]:
-    """The values to keep so that backward has all it needs, at the fewest bytes.
+    """Return the values to keep so that backward has all it needs, with the fewest bytes.
 
-    Of equal cuts it is the one nearest backward, which makes the fewest values again. An OverflowError says that some
-    value can neither be kept nor made again.
+    Of equal cuts it is the one nearest backward, which recomputes the fewest values. Raises OverflowError if a value
+    can neither be kept nor recomputed.
 
-    price: what a byte moved to make a value again counts, in kept bytes.
-    pinned: values that are not made again, as if they were fixed.
-    early: of equal cuts take the one nearest the fixed values, which names the ops that a reader of the cut knows.
+    price: what one byte moved to recompute a value counts, in kept bytes.
+    pinned: values that are not recomputed, as if they were fixed.
+    early: of equal cuts return the one nearest the fixed values, whose ops a reader of the cut knows.
 
     >>> from leangrad.policy.graph import Value
     >>> product, gelu = Value(400, is_fixed=True), Value(400, (0,))
@@ -41,7 +41,7 @@ def cheapest_cut(
     values = graph.values
     network = Network()
     source, sink = network.source, network.sink
-    ends: dict[int, tuple[int, int]] = {}  # of each value: the nodes where its arc begins and ends
+    ends: dict[int, tuple[int, int]] = {}  # for each value, the nodes where its arc begins and ends
     frontier = list(graph.needed)
     for n in frontier:
         ends[n] = _arc(network, graph, n)
@@ -67,7 +67,7 @@ def cheapest_cut(
 
 
 def _arc(network: Network, graph: Graph, n: int) -> tuple[int, int]:
-    """The arc of a value; what cannot be kept is one node."""
+    """Add the arc of a value, and return its two nodes; a value that cannot be kept has only one node."""
     value = graph.values[n]
     begin = network.node()
     if not value.can_be_kept or value.view_of is not None:
@@ -79,7 +79,7 @@ def _arc(network: Network, graph: Graph, n: int) -> tuple[int, int]:
 
 
 def remade(graph: Graph, kept: AbstractSet[int]) -> frozenset[int]:
-    """The values of forward that backward makes again if it has ``kept``."""
+    """Return the values of forward that backward recomputes if ``kept`` is kept."""
     values = graph.values
     found: set[int] = set()
     frontier = [n for n in graph.needed if n not in kept and not values[n].is_standing]

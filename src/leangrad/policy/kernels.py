@@ -1,15 +1,16 @@
-"""Which values of a phase take memory of their own: how a code generator puts ops together into kernels.
+"""Simulates how a code generator groups the ops of a phase into kernels, and which values these write to memory.
 
-[Note: kernels] A pointwise value is computed inside the kernels that read it, as long as these can do so and as long as
-it is cheap: once it is computed from more memories, or by more ops, than `Fusion` allows, it gets a buffer. The limit
-is lower for a value with several readers, for each of them would compute it anew. A buffer whose readers all run before
-the next heavy op is computed in the kernel of its readers and takes no memory. What is read by windows that overlap,
-as a pool reads it, is not: each window would compute it anew.
+[Note: kernels] A pointwise value is computed inside the kernels that read it, as long as these can do so and the value
+is cheap: once it is computed from more memories, or by more ops, than `Fusion` allows, it gets a buffer. The limit is
+lower for a value with several readers, because each of them would compute it again. A buffer whose readers all run
+before the next heavy op is computed in the kernel of its readers and takes no memory. A value that is computed from
+several memories and read by windows that overlap, as a pool reads it, is always written to memory, because each window
+would compute it again.
 
-[Note: remade values run early] A kernel that reads what another pointwise kernel writes is fused into that one, however
-far apart the two were in the graph. A value of forward that is made again from another that is made again is therefore
-there as soon as the first is. So a long chain of links of a residual stream, made again at the start of backward, takes
-with it everything that is made again from any of its links.
+[Note: remade values run early] A kernel that reads what another pointwise kernel writes is fused into that kernel,
+however far apart the two were in the graph. So if a value of forward is recomputed from another recomputed value, both
+exist from the same time on. If a long chain of links of a residual stream is recomputed at the start of backward, then
+everything that is recomputed from any of its links is computed and held from there on too.
 """
 
 from __future__ import annotations
@@ -23,42 +24,42 @@ from leangrad.policy.graph import Graph
 __all__ = ["LARGEST", "WINDOWS", "Fusion", "Kernels"]
 
 
-# Inductor would write up to 64 buffers in one kernel. With 35 of them, links of a residual stream and what is made from
-# each, that ran at a thirteenth of the speed of one with 11: its threads have more values at hand than registers.
+# By default Inductor writes up to 64 buffers in one kernel. A kernel with 35 of them, links of a residual stream and
+# values computed from each, ran at 1/13 of the speed of one with 11: its threads hold more values than registers.
 LARGEST = 16
 
 
 @dataclass(frozen=True)
 class Fusion:
-    """The limits of a code generator; those of Inductor by default."""
+    """The limits of a code generator; the defaults are Inductor's, except for ``size``."""
 
     reused_reads: int = 4  # a value with several readers gets a buffer if it is computed from more memories than this
-    reads: int = 8  # and any value if from more than this
-    ops: int = 30  # or by more ops
+    reads: int = 8  # any value gets a buffer if it is computed from more memories than this
+    ops: int = 30  # or by more ops than this
     size: int = LARGEST  # the most buffers that one kernel writes
 
 
 @dataclass
 class Kernels:
-    """One phase as kernels: when each value is made, and which are written to memory."""
+    """The kernels of one phase, forward or backward: when each value is computed, and which are written to memory."""
 
     graph: Graph
     order: Sequence[int]
-    lasting: AbstractSet[int]  # what is held to the end of the phase
+    lasting: AbstractSet[int]  # memories that are held to the end of the phase
     fusion: Fusion
     is_backward: bool
-    place: dict[int, int] = field(default_factory=dict)  # of each value: where in the order it is made
-    stage: dict[int, int] = field(default_factory=dict)  # and how many heavy ops run before it
-    written: dict[int, bool] = field(default_factory=dict)
+    place: dict[int, int] = field(default_factory=dict)  # of each value: its position when it is computed
+    stage: dict[int, int] = field(default_factory=dict)  # of each value: how many heavy ops run before it
+    written: dict[int, bool] = field(default_factory=dict)  # whether each value is written to memory
     reads: dict[int, frozenset[int]] = field(default_factory=dict)  # the memories that a value is computed from
     across: dict[int, frozenset[int]] = field(default_factory=dict)  # those of them that it reads across their rows
-    windows: dict[int, frozenset[int]] = field(default_factory=dict)  # and those that it reads by windows
+    windows: dict[int, frozenset[int]] = field(default_factory=dict)  # those of them that it reads by windows
 
     def __post_init__(self) -> None:
         values = self.graph.values
         self._has_buffer: dict[int, bool] = {}
         self._ops: dict[int, int] = {}
-        self._kernel: dict[int, int] = {}  # of a value that was fused into an earlier kernel: the first value of that
+        self._kernel: dict[int, int] = {}  # of a value fused into an earlier kernel: the first value of that kernel
         self._size: dict[int, int] = {}
         heavy = 0
         for k, n in enumerate(self.order):
@@ -95,7 +96,7 @@ class Kernels:
         self._ops[n] = 1 if has_buffer else ops
 
     def _read_across(self, n: int, inlined: Sequence[int]) -> frozenset[int]:
-        """The memories that it reads across their rows: what is computed inside it is computed in its own order."""
+        """Return the memories that value ``n`` reads across their rows; inlined inputs are computed in its order."""
         value = self.graph.values[n]
         found: set[int] = set()
         for i in value.inputs:
@@ -106,7 +107,7 @@ class Kernels:
         return frozenset(found)
 
     def _read_by_windows(self, n: int, inlined: Sequence[int]) -> frozenset[int]:
-        """The memories that it reads by windows which overlap."""
+        """Return the memories that value ``n`` reads by windows that overlap."""
         value = self.graph.values[n]
         found = {self.graph.base(i) for i in value.windows if i not in inlined}
         return frozenset(found.union(*(self.reads[i] if i in value.windows else self.windows[i] for i in inlined)))
@@ -115,7 +116,10 @@ class Kernels:
         return any(self.graph.base(i) == n for i in values)
 
     def _fuse(self, n: int, found: AbstractSet[int]) -> None:
-        """Into the kernel that writes what it reads, if there is one: see [Note: remade values run early]."""
+        """Fuse value ``n`` into the kernel that writes what it reads, if any: see [Note: remade values run early].
+
+        found: the memories that the value is computed from.
+        """
         values = self.graph.values
         makers = [
             b
@@ -135,7 +139,7 @@ class Kernels:
             self.place[n], self.stage[n] = self.place[kernel], self.stage[kernel]
 
     def _readers(self, n: int) -> list[int]:
-        """The values of the phase that are computed from a value, or from a view of it."""
+        """Return the values of the phase that are computed from value ``n`` or from a view of it."""
         graph = self.graph
         found: list[int] = []
         frontier = [n]
@@ -146,10 +150,10 @@ class Kernels:
         return found
 
     def work(self) -> int:
-        """What the kernels of the phase take, in bytes moved.
+        """Return the work of the kernels of the phase, in bytes moved.
 
-        Pointwise kernels between two heavy ops read each memory once. A reduction over a whole map needs a pass of its
-        own, and so does what reads by windows. A heavy op takes what its value says.
+        Pointwise kernels between two heavy ops read each memory once. A reduction over a whole map (see ``WIDE``) needs
+        a pass of its own, and so does a read by windows. The work of a heavy op is that of its value.
         """
         values = self.graph.values
         total = 0
@@ -162,7 +166,7 @@ class Kernels:
                 total += value.work
                 continue
             total += value.nbytes if self.written[n] else 0
-            made = value.nbytes or sum(values[r].nbytes for r in self.graph.readers[n])  # the parts of a tuple
+            made = value.nbytes or sum(values[r].nbytes for r in self.graph.readers[n])  # of a tuple: its elements
             is_wide = any(values[b].nbytes > WIDE * max(made, 1) for b in self.reads[n])
             for b in self.reads[n]:
                 is_from_here = self.stage.get(b) == self.stage[n] and values[b].can_inline
@@ -174,6 +178,6 @@ class Kernels:
         return total + sum(values[b].nbytes * times for _, _, b, times in passes)
 
 
-WINDOWS = 4  # what it takes to read a memory by windows that overlap, beside reading it once
-ACROSS = 4  # what it takes to read a memory across its rows, beside reading it along them
-WIDE = 8192  # a reduction of so many times what it gives is not done in the kernel that reads its result
+WINDOWS = 4  # cost of reading a memory by windows that overlap, as a multiple of reading it once
+ACROSS = 4  # cost of reading a memory across its rows, as a multiple of reading it along them
+WIDE = 8192  # a reduction by more than this factor does not run in the kernel that reads its result

@@ -1,4 +1,4 @@
-"""The minimum cut of a network, by Dinic's algorithm: levels by breadth, then blocking flows along them."""
+"""The minimum cut of a network by Dinic's algorithm: levels by breadth-first search, then blocking flows along them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ ENDLESS = 1 << 62  # the capacity of an arc that is never cut
 
 
 class Network:
-    """Arcs with capacities. Arc ``k`` and its reverse ``k ^ 1`` stand side by side."""
+    """A flow network of arcs with capacities. Arc ``k`` and its reverse ``k ^ 1`` are stored side by side."""
 
     def __init__(self) -> None:
         self._heads: list[int] = []
@@ -17,12 +17,12 @@ class Network:
         self.source, self.sink = self.node(), self.node()
 
     def node(self) -> int:
-        """A new node."""
+        """Add a node and return its number."""
         self._arcs.append([])
         return len(self._arcs) - 1
 
     def connect(self, tail: int, head: int, capacity: int = ENDLESS) -> None:
-        """An arc from ``tail`` to ``head``."""
+        """Add an arc from ``tail`` to ``head``."""
         number = len(self._heads)
         self._heads += (head, tail)
         self._room += (capacity, 0)
@@ -30,10 +30,10 @@ class Network:
         self._arcs[head].append(number ^ 1)
 
     def cut(self, *, early: bool = False) -> list[bool]:
-        """For each node, whether it lies on the sink's side of a minimum cut.
+        """Return for each node whether it lies on the sink's side of a minimum cut.
 
-        Of all such cuts it is the one nearest the sink, or if ``early`` the one nearest the source. An OverflowError
-        says that an endless path leads from the source to the sink.
+        Of all minimum cuts it is the one nearest the sink, or if ``early`` the one nearest the source. Raises
+        OverflowError if a path of ``ENDLESS`` arcs leads from the source to the sink.
         """
         total = 0
         while (levels := self._levels())[self.sink] >= 0:
@@ -60,7 +60,7 @@ class Network:
         return levels
 
     def _fill(self, levels: list[int]) -> int:
-        """Send flow along the levels until every path is blocked; returns how much."""
+        """Send flow along the levels until every path is blocked. Returns the amount of flow."""
         heads, room, arcs, sink = self._heads, self._room, self._arcs, self.sink
         untried = [len(a) for a in arcs]
         path: list[int] = []
@@ -75,7 +75,7 @@ class Network:
                     room[arc ^ 1] += amount
                     if first == len(path) and room[arc] == 0:
                         first = k
-                node = heads[path[first] ^ 1]  # back to where the first full arc begins
+                node = heads[path[first] ^ 1]  # back to the tail of the first full arc
                 del path[first:]
             elif untried[node]:
                 arc = arcs[node][untried[node] - 1]
@@ -98,7 +98,7 @@ class Network:
         while frontier:
             node = frontier.pop()
             for arc in self._arcs[node]:
-                tail = heads[arc]  # of the arc arc ^ 1, which leads to this node
+                tail = heads[arc]  # the tail of arc ``arc ^ 1``, which leads to ``node``
                 if not reaches[tail] and room[arc ^ 1] > 0:
                     reaches[tail] = True
                     frontier.append(tail)

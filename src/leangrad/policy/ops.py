@@ -1,8 +1,8 @@
-"""Which ops are never run twice, and which give other results if their inputs differ in the last bit: by name.
+"""Classifies ops by name: which never run twice, and which amplify a difference in the last bit of an input.
 
 Names are those of ATen without namespace and overload: ``addmm``, ``_scaled_dot_product_flash_attention``. A list of
-names would miss the next kernel of the same kind, as others' lists miss cuDNN's attention: so words inside a name
-decide.
+full names would miss the next kernel of the same kind, as other projects' lists miss cuDNN's attention. So the patterns
+match words inside a name.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _PRODUCT = re.compile(
     r"(^|_)(mm|addmm|bmm|baddbmm|addbmm|mv|addmv|dot|vdot|matmul|linear|bilinear|trilinear|einsum|tensordot|spmm)(_|$)"
     r"|conv(?!ert)|attention|sdp|lstm|gru|rnn"
 )
-# Not products, but dear: each element of what they give rests on many, in an order of their own.
+# Not products, but expensive: each element of the result depends on many elements, in an order of the op's own.
 _DEAR = re.compile(
     r"(^|_)(sort|argsort|msort|topk|kthvalue|median|nanmedian|mode|quantile|nanquantile|unique|unique2|histc|histogram"
     r"|histogramdd|bincount|cumsum|cumprod|cummax|cummin|logcumsumexp|scan|searchsorted|bucketize|nonzero|masked_select"
@@ -28,7 +28,7 @@ _SOURCE = re.compile(
     r"(^|_)(rand|randn|randint|randperm|bernoulli|multinomial|normal|uniform|exponential|poisson|binomial|cauchy"
     r"|geometric|log_normal|random_|dropout|rrelu|seed|seeds|philox_rand)(_|$)|(^|_)(rand|randn|randint|normal)_like"
 )
-# Their results are decisions: a last bit of difference in an input may change them wholly.
+# Their results are decisions: a difference in the last bit of an input may change them completely.
 _DISCRETE = re.compile(
     r"(^|_)(eq|ne|lt|le|gt|ge|equal|isclose|argmax|argmin|round|floor|ceil|trunc|fix|sign|sgn|signbit|heaviside"
     r"|floor_divide|remainder|fmod|isnan|isinf|isfinite|one_hot|bitwise_\w+|logical_\w+|low_memory_max_pool\w*"
@@ -37,7 +37,7 @@ _DISCRETE = re.compile(
 
 
 def is_heavy(name: str) -> bool:
-    """Whether an op of this name is never run twice.
+    """Whether an op of this name never runs twice.
 
     >>> [is_heavy(name) for name in ("addmm", "_scaled_dot_product_cudnn_attention", "convert_element_type", "gelu")]
     [True, True, False, False]
@@ -64,7 +64,7 @@ def is_source(name: str) -> bool:
 
 
 def is_discrete(name: str) -> bool:
-    """Whether an op of this name decides: a comparison, a rounding, an index.
+    """Whether the result of an op of this name is a decision: a comparison, a rounding, an index.
 
     >>> [is_discrete(name) for name in ("gt", "argmax", "round", "mul")]
     [True, True, True, False]

@@ -1,10 +1,11 @@
-"""What a step holds at its worst moment under a cut, by playing it through.
+"""Simulates a compiled step under a cut: its peak memory, and its work.
 
-[Note: what takes memory] A value that is written (`kernels` says which) is held from when it is made until its last
-reader has run, a view as long as its base; the inputs of one that is not are held until its readers have run. What is
-kept is held until its last reader in backward; what is made again is made at its first reader, as late as can be. What
-forward hands out is held to the end, for the caller has it. While a value is being made there is its scratch besides.
-Parameters and batches are not counted: they stand before the step.
+[Note: what takes memory] A value that is written to memory (`kernels` decides which) is held from when it is computed
+until its last reader has run, and until the last reader of its views. The inputs of a value that is not written are
+held until the readers of that value have run. A kept value is held until its last reader in backward. A recomputed
+value is computed for its first reader, as late as possible. What forward returns is held to the end, because the caller
+holds it. While a value is computed, its scratch is held too. Parameters and batches are not counted: they are allocated
+before the step.
 """
 
 from __future__ import annotations
@@ -23,19 +24,19 @@ EQUAL = 1.002  # peaks within this factor of each other count as equal, where wo
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a step plays out under one cut."""
+    """The simulated outcome of a step under one cut."""
 
     peak_bytes: int
-    peak_at: int  # the value that is being made then
+    peak_at: int  # the value that is computed at the peak
     kept_bytes: int
-    work: float  # of the whole step, with what is made again, in bytes moved; of `Replay`, what is made again alone
-    forward_bytes: int = 0  # of `Replay`: what is kept, and the value that is being made, at the highest in forward
+    work: float  # of the whole step, in bytes moved; from `Replay`: of what is rebuilt alone, in the unit of its costs
+    forward_bytes: int = 0  # from `Replay`: the peak of forward, of what is kept and the value that is computed
 
 
 def play(graph: Graph, kept: frozenset[int], *, reused_reads: int | None = None) -> Outcome:
-    """Play forward and backward through with ``kept`` held between them.
+    """Simulate forward and backward, with ``kept`` held between them.
 
-    reused_reads: the limit of that name for the kernels of backward, if it is another than forward's.
+    reused_reads: `Fusion.reused_reads` for the kernels of backward; None: the same as for forward.
     """
     values = graph.values
     handed_out = [n for n, value in enumerate(values) if value.is_output and not value.is_backward]
@@ -52,7 +53,7 @@ def play(graph: Graph, kept: frozenset[int], *, reused_reads: int | None = None)
 
 
 def _backward_order(graph: Graph, kept: AbstractSet[int]) -> list[int]:
-    """The values that backward makes, in order, each value of forward just before its first reader."""
+    """Return the values that backward computes, in order, each value of forward just before its first reader."""
     values = graph.values
     order: list[int] = []
     made: set[int] = set(kept)
@@ -68,7 +69,7 @@ def _backward_order(graph: Graph, kept: AbstractSet[int]) -> list[int]:
 
 
 def _made_for(ends: Iterable[int], values: Sequence[Value], there: AbstractSet[int]) -> set[int]:
-    """All that has to be made for ``ends``, if ``there`` and what stands anyway is at hand."""
+    """Return all values that have to be computed for ``ends``, if ``there`` and standing values exist."""
     found: set[int] = set()
     stack = list(ends)
     while stack:
@@ -80,13 +81,13 @@ def _made_for(ends: Iterable[int], values: Sequence[Value], there: AbstractSet[i
 
 
 def _peak(kernels: Kernels, held: AbstractSet[int]) -> tuple[int, int]:
-    """The most that is held in a phase, and the value that is being made then.
+    """Return the most bytes that are held in a phase, and the value that is computed then.
 
-    held: what stands when the phase begins; each goes after its last reader.
+    held: memories that are held when the phase begins; each is freed after its last reader.
     """
     graph, order, place, written = kernels.graph, kernels.order, kernels.place, kernels.written
     values = graph.values
-    until: dict[int, int] = {}  # of each value: the place at which it is last read
+    until: dict[int, int] = {}  # of each value: the position at which it is last read
     last = dict.fromkeys(held, -1)  # the same of each memory
     for n in reversed(order):
         reads = (place[r] if written[r] else until[r] for r in graph.readers[n] if r in place)
@@ -94,7 +95,7 @@ def _peak(kernels: Kernels, held: AbstractSet[int]) -> tuple[int, int]:
         base = graph.base(n)
         last[base] = max(last.get(base, -1), until[n], place[n])
         for i in values[n].inputs:
-            if i not in place:  # it stood before
+            if i not in place:  # it was held before the phase
                 below = graph.base(i)
                 last[below] = max(last.get(below, -1), place[n] if written[n] else until[n])
     live = sum(values[base].nbytes for base in held if not values[base].is_standing)

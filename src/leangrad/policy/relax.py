@@ -1,11 +1,11 @@
-"""From the cut with the least memory towards less work: what is kept beside it, if there is room, or if time is short.
+"""Relaxes the plan with the least memory towards less work: it keeps more, where memory is left or time is short.
 
-[Note: gain per byte] To keep a value saves making it again, and what is made for it alone. Values are taken by that
-gain for each of their bytes, the dearest first; of equal ones, those of the last layers first, which backward reads
-first and lets go first. How many of them are taken is found by halving: more of them is more memory and less work. Then
-single values are tried that still fit, and one that does not may push out a cheaper one: the next in that order, and of
-all others those that save the most work. (Logits are dear to make again and large; but backward reads them first, and
-where they are the peak anyway, to keep them costs nothing.)
+[Note: gain per byte] Keeping a value saves the work of rebuilding it, and of rebuilding what only it reads. Values are
+kept in the order of this gain per byte, the highest first; ties go to the last layers, which backward reads first and
+frees first. How many values are kept is found by bisection, since more of them mean more memory and less work. Then
+single values are tried: the next ones in that order, and of all others those that save the most work. A value that
+still fits is kept, and one that does not may replace a cheaper one. (Logits are expensive to rebuild, and large. But
+backward reads them first, and where they are the peak anyway, keeping them costs no memory.)
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from leangrad.policy.replay import Replay
 
 __all__ = ["Relaxation"]
 
-TRIES = 48  # single values that are tried after the halving, in their order
-DEAREST = 16  # and of the others, by the work that they save
-FINE = 0.002  # of a peak: two plans that are no further apart are taken for equal
+TRIES = 48  # single values that are tried after the bisection, in their order
+DEAREST = 16  # of the others, how many are tried, by the work that they save
+FINE = 0.002  # peaks within this fraction of each other count as equal
 Fits = Callable[[Outcome], bool]
 
 
 class Relaxation:
-    """All that may be kept beside ``kept``, in the order in which it is worth it."""
+    """The plans that keep more than ``kept``: the other values, in the order in which they are worth keeping."""
 
     def __init__(
         self, replay: Replay, kept: frozenset[int], beside: Callable[[frozenset[int]], int] | None = None
     ) -> None:
-        """``beside``: the bytes that a plan keeps of which the graph does not know."""
+        """``beside``: returns the bytes that a plan keeps and that are not in the graph."""
         self._replay, self.kept, self.graph, self._beside = replay, kept, replay.graph, beside
         self._values = replay.graph.values
         self._played: dict[frozenset[int], Outcome] = {}
 
     def play(self, kept: frozenset[int]) -> Outcome:
-        """How the step plays out with ``kept``."""
+        """Simulate the step with ``kept``; outcomes are cached."""
         if kept not in self._played:
             outcome = self._replay.play(kept)
             if self._beside is not None and (more := self._beside(kept)):
@@ -53,13 +53,13 @@ class Relaxation:
 
     @cached_property
     def order(self) -> Sequence[int]:
-        """What is made again, the highest gain per byte first: see [Note: gain per byte]."""
+        """The values that may be kept instead of rebuilt, highest gain per byte first: see [Note: gain per byte]."""
         gains = self._gains
         return sorted(gains, key=lambda n: (-gains[n] / self._values[n].nbytes, -n))
 
     @cached_property
     def _gains(self) -> dict[int, float]:
-        """Of each value that may be kept: the work that this saves."""
+        """For each value that may be kept instead of rebuilt, the work that keeping it saves."""
         graph, costs = self._replay.graph, self._replay.costs
         made = remade(graph, self.kept)
         gains: dict[int, float] = {}
@@ -71,9 +71,9 @@ class Relaxation:
         return {n: gain for n, gain in gains.items() if self._values[n].nbytes > 0 and self._values[n].can_be_kept}
 
     def with_last(self, fits: Fits) -> Relaxation:
-        """All that may be kept beside ``kept`` and all values from one of forward on: the first one that fits."""
+        """Return the relaxation of the plan that also keeps the last values of forward, as many as fit."""
         values = sorted(self.order)
-        too_early, first = -1, len(values)  # what is made from there on does not fit, and fits
+        too_early, first = -1, len(values)  # keeping all values from here on: does not fit, fits
         while first - too_early > 1:
             middle = (too_early + first) // 2
             if fits(self.play(self.kept.union(values[middle:]))):
@@ -83,7 +83,7 @@ class Relaxation:
         return Relaxation(self._replay, self.kept.union(values[first:]), self._beside)
 
     def within(self, fits: Fits) -> frozenset[int]:
-        """The least work that fits. Where not even ``kept`` does, it is that."""
+        """Return the plan with the least work that fits, by [Note: gain per byte]; ``kept`` if not even that fits."""
         order = self.order
         few, many = 0, len(order) + 1
         while many - few > 1:
@@ -99,7 +99,7 @@ class Relaxation:
         return kept
 
     def _swap(self, kept: frozenset[int], n: int, fits: Fits) -> frozenset[int]:
-        """Keep ``n`` in the stead of the cheapest one that is kept and large enough, if that is less work."""
+        """Keep ``n`` in place of the value of least gain per byte that is large enough, if that fits and saves work."""
         beside = [i for i in reversed(self.order) if i in kept and self._values[i].nbytes >= self._values[n].nbytes]
         for i in beside[:1]:
             other = kept - {i} | {n}
@@ -108,10 +108,11 @@ class Relaxation:
         return kept
 
     def at_most(self, work: float) -> frozenset[int]:
-        """The lowest peak with which the work is at most so much; all, if it never is.
+        """Return the plan with the lowest peak whose work is at most ``work``; one that keeps all, if there is none.
 
-        The fewest bytes that spare so much work are a beginning. But what the last layers keep is gone before backward
-        comes to the peak: of the plans for one peak or another, the one with the lowest is taken that is fast enough.
+        The search begins with the plan that saves enough work with the fewest bytes. But what the last layers keep is
+        freed before backward reaches the peak. So the search then looks by bisection for the lowest peak within which
+        a plan is fast enough.
         """
         best = self._fewest_bytes(work)
         low, high = self.play(self.kept).peak_bytes, self.play(best).peak_bytes

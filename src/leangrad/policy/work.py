@@ -1,4 +1,4 @@
-"""What an op takes, in bytes moved: arithmetic counts as the bytes that take as long."""
+"""The work of an op in bytes moved: arithmetic counts as the bytes that take as long to move."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ __all__ = ["work_of"]
 
 Shape = tuple[int, ...]
 
-BALANCE = 200  # operations that take as long as one byte moved, on an accelerator of today in half precision
-VECTOR = 3  # the same where it has no units for matrices: depthwise convolutions
+BALANCE = 200  # operations that take as long as moving one byte, on a current accelerator in half precision
+VECTOR = 3  # the same for depthwise convolutions, which do not run on matrix units
 
 
 def work_of(name: str, shapes: Sequence[Shape], elements: int, moved: int) -> int:
-    """The work of an op that has a kernel of its own.
+    """Return the work of an op that has a kernel of its own.
 
-    name: of the op, without namespace and overload.
-    shapes: of its inputs.
-    elements: of its output.
+    name: name of the op, without namespace and overload.
+    shapes: shapes of its inputs.
+    elements: number of elements of its output.
     moved: the bytes that it reads and writes.
 
     >>> work_of("mm", [(512, 512), (512, 512)], 512 * 512, moved=3 * 512 * 512 * 2)  # too small to be bound by products
@@ -34,7 +34,7 @@ def work_of(name: str, shapes: Sequence[Shape], elements: int, moved: int) -> in
 
 
 def _operations(name: str, shapes: Sequence[Shape], elements: int) -> int:
-    """Roughly how many operations a product takes: 2 for each of its elements and each of the inner size."""
+    """Return roughly how many operations a product takes: 2 per element of its result and of the inner dimension."""
     given = [shape for shape in shapes if len(shape) >= 2]
     if not given or not is_heavy(name):
         return 0
@@ -50,6 +50,6 @@ def _operations(name: str, shapes: Sequence[Shape], elements: int) -> int:
 
 
 def _is_depthwise(name: str, shapes: Sequence[Shape]) -> bool:
-    """Whether each channel of a convolution reads one channel only."""
+    """Whether the op is a convolution in which each output channel reads only one input channel."""
     weights = [shape for shape in shapes if len(shape) >= 3]
     return "conv" in name and bool(weights) and weights[-1][1] == 1 and weights[-1][0] > 1

@@ -17,7 +17,7 @@ __all__ = ["Profile", "made_with", "profile"]
 
 
 class Profile:
-    """What `profile` hands out: the report so far, and when its region is over, the whole of it."""
+    """What `with profile() as found` gives: `found.report` has what is known so far, and all of it after the region."""
 
     def __init__(self) -> None:
         self.report = Report("leangrad", ())
@@ -35,13 +35,13 @@ def profile(
 ) -> Iterator[Profile]:
     """Measure the memory of some training steps in this region of code, and write a report.
 
-    Put it around a training loop, with all its steps: the first one is measured, the third, and where there are seven,
-    one that runs lean, so that the report says what lean makes of it. Training goes on with the same numbers.
+    Put it around a training loop, with all its steps. It measures the first step, the third, and if there are seven,
+    the seventh, which runs lean, so that the report shows what lean saves. Training goes on with the same numbers.
 
-    path: where to write the report; its ending says as what: a page (.html), JSON (.json) or text. It is written when a
-        step was measured, and at the end, also if the region ends by an exception.
-    title: what the report is called.
-    lean: whether some steps are run lean.
+    path: the file to write the report to; its ending selects the format: a page (.html), JSON (.json) or text (any
+        other). The file is written when a step was measured, and at the end, also if the region ends by an exception.
+    title: the title of the report.
+    lean: whether to run some steps lean.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.GELU(), torch.nn.Linear(64, 8))
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -72,9 +72,11 @@ def watching(
     is_lean: bool = False,
     is_private: bool = False,
 ) -> Iterator[None]:
-    """`profile`; ``tell`` is called with each report.
+    """Do what `profile` does, and call ``tell`` with each report.
 
-    is_lean: every step is lean. is_private: folders and the texts of errors are left out.
+    tries_lean: run some steps lean, as `profile` does.
+    is_lean: run every step lean.
+    is_private: leave out folders and the texts of errors.
     """
     target = None if path is None else Path(path)
     if target is not None and not target.absolute().parent.is_dir():
@@ -100,7 +102,7 @@ def watching(
 
 
 def made_with() -> str:
-    """The versions that a report was made with."""
+    """The versions of leangrad, torch and Python and the device, as one line of text for a report."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         version = importlib.metadata.version("leangrad")

@@ -2,7 +2,7 @@
 
     python -m leangrad.profile.script RESULT SCRIPT [ARGS...]
 
-runs it lean from its first call on, for a comparison, and leaves the report in the file RESULT.
+runs it lean from its first call on, for a comparison, and writes the report, pickled, to the file RESULT.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["Script", "profile_script"]
 
 @dataclass(frozen=True)
 class Script:
-    """A file, or a module as after ``python -m``, with its arguments."""
+    """A script to run: a file, or a module as after ``python -m``, with its arguments."""
 
     name: str
     arguments: tuple[str, ...] = ()
@@ -39,7 +39,7 @@ class Script:
         return " ".join((*(("-m",) if self.is_module else ()), self.name, *self.arguments))
 
     def run(self) -> None:
-        """Run it in this process, as the main program."""
+        """Run the script in this process, as the main program."""
         argv, path = sys.argv, list(sys.path)
         sys.argv = [self.name, *self.arguments]
         sys.path[0] = str(Path.cwd() if self.is_module else Path(self.name).resolve().parent)
@@ -55,9 +55,10 @@ class Script:
 def profile_script(
     script: Script, path: Path, title: str, *, tries_lean: bool = True, compares: bool = False, is_private: bool = False
 ) -> tuple[Report, int]:
-    """Run a script, write its report, and return that and the script's exit code.
+    """Run ``script`` under a profile, write the report to ``path``, and return the report and the script's exit code.
 
-    compares: run it once more in another process, lean from its first call on, and show both.
+    tries_lean: run some steps lean, as `profile` does; not with ``compares``.
+    compares: run the script once more in another process, lean from its first call on, and show both in the report.
     is_private: leave out folders and the texts of errors.
     """
     process, reports = os.getpid(), list[Report]()
@@ -78,7 +79,7 @@ def _watch(script: Script, path: Path | None, title: str, tell: Callable[[Report
 
 
 def _exit_code(run: Callable[[], None]) -> int:
-    """The exit code with which Python would end after ``run``; errors are printed as it does."""
+    """Call ``run`` and return the exit code with which Python would end after it; errors are printed as Python does."""
     try:
         run()
     except SystemExit as error:
@@ -95,7 +96,7 @@ def _exit_code(run: Callable[[], None]) -> int:
 
 
 def _leave(code: int) -> None:
-    """End a forked child as Python would, but for C's exit handlers: torch's profiler waits there for a lost thread."""
+    """End a forked child as Python would, but without C's exit handlers: the profiler's waits for a lost thread."""
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -103,7 +104,7 @@ def _leave(code: int) -> None:
 
 
 def _users_part(trace: TracebackType | None) -> TracebackType | None:
-    """A traceback from the script on, without what has started it."""
+    """The part of a traceback from the script on, without the frames that have started it."""
     ours = str(Path(__file__).parent)
     part = trace
     while part is not None:
@@ -115,7 +116,7 @@ def _users_part(trace: TracebackType | None) -> TracebackType | None:
 
 
 def _with_lean(report: Report, script: Script) -> Report:
-    """The report, with the steps of the same script that ran lean in a process of its own."""
+    """Run the script once more, lean, in another process; returns the report with the steps of that run added."""
     with tempfile.TemporaryDirectory(prefix="leangrad-") as folder:
         result = Path(folder) / "report.pickle"
         print("leangrad: the script runs once more, lean", file=sys.stderr)

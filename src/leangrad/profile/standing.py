@@ -1,4 +1,4 @@
-"""What stands before a step: parameters, gradients, the optimizers' state, and what else the GPU's allocator counts."""
+"""Memory from before a step: parameters, gradients, the optimizers' state, and what else the GPU's allocator counts."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ __all__ = ["standing_bytes"]
 def standing_bytes(
     modules: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer], device: str
 ) -> dict[str, int]:
-    """The bytes on ``device`` by category; a storage counts once, for the first of those that hold it.
+    """The bytes on ``device`` by category: parameters (with buffers), gradients, optimizer state and other memory.
 
-    On a CPU nobody counts what else the program holds.
+    A storage counts once, for the first of these categories that holds it. On a CPU other memory is not counted.
     """
     groups: dict[str, list[Tensor]] = {PARAMETERS: [], GRADIENTS: [], STATE: []}
     for module in modules:
@@ -36,7 +36,7 @@ def standing_bytes(
 
 
 def _new_bytes(tensor: Tensor, device: str, seen: set[int]) -> int:
-    """Of the storage, if it is on the device and was not counted yet."""
+    """The bytes of the tensor's storage if it is on ``device`` and not in ``seen`` yet, else 0; adds it to ``seen``."""
     with contextlib.suppress(RuntimeError, NotImplementedError):  # a tensor that has no storage of its own
         local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
         storage = local.untyped_storage()

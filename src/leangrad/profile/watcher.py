@@ -1,10 +1,11 @@
 """Watches a training program step by step, measures some of its steps, and runs a few of them lean.
 
-[Note: the steps of a profile] A step ends where an optimizer's `step` returns; with several optimizers, where that of
-the first one does. The first step is measured from the first call of a module on, so that a program that runs out of
-memory there is told of. The third is measured too, when optimizer and caches stand. Then the modules that the program
-calls are made lean, and when they have learned their plan, one more step is measured; after that they are plain again.
-Lean changes no bit, so that the training goes on as it would have without any of this.
+[Note: the steps of a profile] A step ends when an optimizer's `step` returns; with several optimizers, when that of the
+first one returns. The first step is measured from the first call of a module on, so that the report also covers a
+program that runs out of memory there. The third step is measured too: by then the optimizer's state and caches are
+allocated. Then the modules that the program calls are made lean, and when they have learned their plan, one more step
+is measured; after that they are plain again. Lean changes no bit of any result, so training goes on as it would have
+without the profile.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ from leangrad.timeline.event import Event, format_bytes
 
 __all__ = ["Watcher"]
 
-PLAIN_STEP = 3  # measured when the optimizer's state stands
-LEARNING = 3  # lean steps before one is measured
+PLAIN_STEP = 3  # the number of the second measured step: the optimizer's state is allocated by then
+LEARNING = 3  # lean steps before the measured one
 LEAN_STEP = PLAIN_STEP + LEARNING + 1
 
 
 class Watcher:
-    """Measures the training steps of the code between `start` and `stop`; `changed` is called with each new report."""
+    """Measures training steps of the code between `start` and `stop`, and calls ``changed`` with each new report."""
 
     def __init__(
         self,
@@ -56,7 +57,7 @@ class Watcher:
     ) -> None:
         self._title, self._made, self._changed = title, made, changed
         self._tries_lean = tries_lean
-        self._makes_lean = is_lean  # from the first call on
+        self._makes_lean = is_lean  # whether modules are made lean at their first call
         self._is_private = is_private
         self._process = os.getpid()
         self._records: list[StepRecord] = []
@@ -64,12 +65,12 @@ class Watcher:
         self._recording: Recording | None = None
         self._standing: dict[str, int] = {}
         self._device = "cpu"
-        self._step = 1  # the number of the one that is running
-        self._has_begun = False  # a module was called for a gradient
+        self._step = 1  # the number of the running step
+        self._has_begun = False  # whether a module was called with gradients enabled
         self._leader: weakref.ref[torch.optim.Optimizer] | None = None
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._roots: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._lean: list[nn.Module] = []  # that were made lean here
+        self._lean: list[nn.Module] = []  # the modules that this watcher has made lean
         self._ledger: tuple[dict[str, Any], ...] = ()
         self._ledger_totals = ""
         self._is_done = False
@@ -78,12 +79,12 @@ class Watcher:
     # ------------------------------------------------------------------------------------------------- begin and end
 
     def start(self) -> None:
-        """Begin to watch."""
+        """Begin to watch calls of modules and optimizer steps."""
         self._undo.enter_context(self._calls_are_seen())
         self._undo.callback(register_optimizer_step_post_hook(self._after_step).remove)
 
     def stop(self, error: BaseException | None = None) -> Report:
-        """End; ``error``: what ended the program before its time."""
+        """Stop watching and return the report; ``error``: the exception that ended the program early, if any."""
         if self.is_here:
             if error is not None and not (isinstance(error, SystemExit) and not error.code):
                 self._notes.append(f"The program ended in step {self._step} by {self._in_words(error)}.")
@@ -98,11 +99,11 @@ class Watcher:
 
     @property
     def is_here(self) -> bool:
-        """Whether this is the process that is watched, and not one that it has forked."""
+        """Whether this process is the watched one, and not a fork of it."""
         return os.getpid() == self._process
 
     def report(self) -> Report:
-        """What is known by now."""
+        """The report of what is known so far."""
         return Report(
             self._title,
             tuple(self._records),
@@ -113,18 +114,21 @@ class Watcher:
             self._made,
         )
 
-    # -------------------------------------------------------------------------------------------------- what is seen
+    # ------------------------------------------------------------------------------------------------- watched calls
 
     @contextlib.contextmanager
     def _calls_are_seen(self) -> Iterator[None]:
-        """Look at the outermost call of a module on each thread. Not by hooks: some code looks for those."""
+        """Watch the outermost call of a module on each thread.
+
+        `nn.Module.__call__` is replaced for that; hooks would not do, because some code checks whether there are any.
+        """
         call, inside = nn.Module.__call__, threading.local()
 
         def seen_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling() or self._is_done or getattr(inside, "a_call", False):
                 return call(module, *args, **kwargs)
             began = torch.is_grad_enabled() and self.is_here and self._before_call(module)
-            if began:  # by the way that a recording has just put before this one
+            if began:  # the recording has just replaced `__call__` again: call its version
                 return type(module).__call__(module, *args, **kwargs)
             inside.a_call = True
             try:
@@ -140,7 +144,7 @@ class Watcher:
                 nn.Module.__call__ = call  # type: ignore[method-assign]
 
     def _before_call(self, module: nn.Module) -> bool:
-        """A module is called from outside of any other; whether a recording begins with it."""
+        """Note a call of ``module`` from outside of any other; returns True if a recording has begun with it."""
         if not any(parameter.requires_grad for parameter in module.parameters()):
             return False
         root = module.module if isinstance(module, DistributedDataParallel) else module
@@ -154,7 +158,7 @@ class Watcher:
         return self._begin_recording()
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """An optimizer has stepped."""
+        """Note a step of ``optimizer``; if it was the first optimizer to step, the training step ends here."""
         if self._is_done or not self.is_here or not self._has_begun:
             return
         self._optimizers.add(optimizer)
@@ -200,7 +204,7 @@ class Watcher:
             return
         try:
             trace, freed = recording.stop()
-        except Exception as error:  # the program's own errors must not be lost to one of ours
+        except Exception as error:  # an error of ours must not replace the program's own
             self._notes.append(f"Step {self._step} was not measured: {self._in_words(error)}.")
             return
         timeline, kept_bytes = trace.timeline(self._device, freed if self._device == "cpu" else ())
@@ -215,14 +219,17 @@ class Watcher:
             self._read_ledgers()
 
     def _logits_bytes(self) -> int:
-        """Of the kept activations at the peak, those of a projection to a vocabulary and of the loss that reads it."""
+        """The bytes of the logits among the activations at the peak, with what the loss keeps of them; 0: none.
+
+        Logits are what a projection to a vocabulary returns.
+        """
         report = Report(self._title, tuple(self._records))
         heads = {name for root in self._roots for name in heads_of(root)}
         if report.chosen is None or not heads:
             return 0
         curve = report.chosen.curve
         made = [event.bytes for event in curve.timeline if event.phase == "forward" and _is_of(event, heads)]
-        largest = max(made, default=0)  # the logits themselves, which may be gone when the loss has read them
+        largest = max(made, default=0)  # size of the logits, which may be freed when the loss has read them
         alive = [event for event, what in curve.alive_at(curve.peak_index) if what == ACTIVATIONS]
         found = [event.bytes for event in alive if _is_of(event, heads) or _is_loss(event, largest)]
         return sum(found) if largest else 0
@@ -279,16 +286,19 @@ class Watcher:
 
 
 def _device_of(modules: Any) -> str:
-    """The device of the first parameter, as `measure` names it."""
+    """The name of the first parameter's device, in the form that `measure` uses."""
     device = next((parameter.device for module in modules for parameter in module.parameters()), None)
     return f"cuda:{device.index or 0}" if device is not None and device.type == "cuda" else "cpu"
 
 
 def _is_of(event: Event, heads: set[str]) -> bool:
-    """Whether a block was made by one of these modules, by their names below the outermost."""
+    """Whether one of the modules ``heads`` made the block; they are given by their names below the outermost module."""
     return event.module.partition(".")[2] in heads
 
 
 def _is_loss(event: Event, logits_bytes: int) -> bool:
-    """Whether a block is the logits once more, shifted, cast, or as what the loss keeps of them."""
+    """Whether a block holds the logits once more: shifted, cast, or as the loss keeps them.
+
+    It does if it was made outside of all inner modules and is at least 0.4 times as large as the logits.
+    """
     return "." not in event.module and event.bytes >= 0.4 * logits_bytes

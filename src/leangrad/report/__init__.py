@@ -1,4 +1,4 @@
-"""Where the memory of a training step goes, in sentences, as text, as JSON and as a page."""
+"""The report of where the memory of a training step goes: in sentences, as text, as JSON and as a page."""
 
 from leangrad.report.report import Report, StepRecord
 

@@ -1,4 +1,4 @@
-"""`Report`: the steps that were measured, and how they read as text, as JSON and as a page."""
+"""`Report`: the measured steps, and their presentation as text, as JSON and as a page."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ PHASES: tuple[str, ...] = get_args(Phase)
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One step that was measured.
+    """One measured step.
 
-    - `name`: what it is called in the report, such as "step 3".
+    - `name`: its name in the report, such as "step 3".
     - `timeline`: every allocation and release, in order.
-    - `standing`: the bytes that stood before it, by category; empty where nobody knows.
-    - `kept_bytes`: what it had allocated and not released when its backward began.
-    - `is_lean`: the model was lean in it.
+    - `standing`: the bytes that were allocated before the step, by category; empty if they are not known.
+    - `kept_bytes`: the bytes that the step had allocated and not released when its backward began.
+    - `is_lean`: whether the model was lean in this step.
     """
 
     name: str
@@ -41,12 +41,12 @@ class StepRecord:
 
     @cached_property
     def curve(self) -> Curve:
-        """The live bytes of each category over time."""
+        """The live bytes of each category over time, as a `Curve`."""
         return Curve(self.timeline, self.standing)
 
     @property
     def peak_bytes(self) -> int:
-        """The most that was alive at once, with what stood before the step."""
+        """The most bytes that were alive at once, with those that were allocated before the step."""
         return self.curve.peak_bytes
 
 
@@ -54,10 +54,12 @@ class StepRecord:
 class Report:
     """Where the memory of a training step went; see `leangrad.profile` and `Measurement.save`.
 
-    - `steps`: those that were measured; `chosen` is the one that the sentences speak of.
-    - `notes`: what the reader must know of how it was measured, in sentences.
-    - `ledger`: what lean kept and rebuilt, row by row; empty where no step was lean.
-    - `logits_bytes`: of what was alive at the peak, the logits and what their loss keeps.
+    - `steps`: the measured steps; `chosen` is the one that the sentences describe.
+    - `notes`: sentences on how the steps were measured, for the reader.
+    - `ledger`: what lean kept and rebuilt, row by row; empty if no step was lean.
+    - `ledger_totals`: a sentence with the totals of these rows.
+    - `logits_bytes`: the bytes of the logits, and of what their loss keeps, that were alive at the peak.
+    - `made`: the versions and the device that the report was made with.
     """
 
     title: str
@@ -70,19 +72,19 @@ class Report:
 
     @property
     def chosen(self) -> StepRecord | None:
-        """The last step that was plain; if none was, the last one."""
+        """The last plain step; if none was plain, the last step; None if there are no steps."""
         plain = [step for step in self.steps if not step.is_lean] or self.steps
         return plain[-1] if plain else None
 
     @property
     def lean_step(self) -> StepRecord | None:
-        """The last step that was lean, beside one that was not."""
+        """The last lean step, to be compared with `chosen`; None if there is none other than that."""
         chosen = self.chosen
         return next((step for step in reversed(self.steps) if step.is_lean and step is not chosen), None)
 
     @cached_property
     def sentences(self) -> tuple[str, ...]:
-        """What holds the memory, and how that was measured."""
+        """Sentences that say what holds the memory, and how it was measured."""
         step, lean = self.chosen, self.lean_step
         said = [] if step is None else explain(step.curve, step.name, step.kept_bytes)
         if step is not None and lean is not None:
@@ -101,7 +103,7 @@ class Report:
 
     @cached_property
     def advice(self) -> tuple[Advice, ...]:
-        """What to do next, with the line to type."""
+        """What the user can do next, with the line of code to type."""
         step, lean = self.chosen, self.lean_step
         if step is None:
             return ()
@@ -125,7 +127,10 @@ class Report:
         }
 
     def _columns(self, step: StepRecord, strings: dict[str, int]) -> dict[str, Any]:
-        """One step, its events column by column: op, module and line by their number among the strings."""
+        """One step as a dict with its events column by column; op, module and line are numbers of ``strings``.
+
+        strings: the number of each string of the report; new strings are added to it.
+        """
 
         def numbers(words: Sequence[str]) -> list[int]:
             return [strings.setdefault(word, len(strings)) for word in words]
@@ -158,7 +163,7 @@ class Report:
         return json.dumps(self.as_dict(), **kwargs)
 
     def to_html(self) -> str:
-        """The page: one file that needs nothing beside itself."""
+        """The report as an HTML page that needs no other file."""
         return render(self.as_dict())
 
     def save(self, path: str | Path) -> None:
@@ -168,7 +173,7 @@ class Report:
         path.write_text(kinds.get(path.suffix.lower(), self.__str__)(), encoding="utf-8")
 
     def _repr_html_(self) -> str:
-        """The page in a notebook, in a frame of its own."""
+        """The report as an HTML page in a frame of its own, for a notebook."""
         page = html.escape(self.to_html(), quote=True)
         return f'<iframe srcdoc="{page}" width="100%" height="900" style="border:0"></iframe>'
 
@@ -188,7 +193,7 @@ class Report:
 
 
 def _table(step: StepRecord, most: int = 8) -> list[str]:
-    """The categories at the peak, and the groups of modules that hold most of it."""
+    """Lines of text with the bytes of each category at the peak, and the ``most`` largest groups of modules in it."""
     curve = step.curve
     lines = [f"  {'peak':<24}{format_bytes(curve.peak_bytes):>12}"]
     lines += [f"  {name:<24}{format_bytes(count):>12}" for name, count in curve.at(curve.peak_index).items() if count]

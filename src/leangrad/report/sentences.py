@@ -1,4 +1,4 @@
-"""The report in words: what holds the peak, and what would make it smaller."""
+"""The sentences of the report: what holds the peak, and what would make it smaller."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from leangrad.timeline.event import format_bytes
 
 __all__ = ["Advice", "advise", "explain", "name_of_group"]
 
-LARGE = 0.15  # of the peak: worth a word
+LARGE = 0.15  # share of the peak from which advice is given
 OUTSIDE = "code outside any module"
 LEAN = "model = leangrad.lean(model)"
 _WHEN = {"forward": "in forward", "backward": "in backward", "other": "after backward"}
@@ -19,14 +19,18 @@ _NUMBER = re.compile(r"\d+")
 
 @dataclass(frozen=True)
 class Advice:
-    """What to do next, and the line to type, where there is one."""
+    """One thing that the user can do next, and the line of code to type, if there is one."""
 
     text: str
     line: str = ""
 
 
 def explain(curve: Curve, name: str, kept_bytes: int) -> list[str]:
-    """What holds the peak of a step, in sentences."""
+    """Return sentences that say what holds the peak of a step.
+
+    name: the name of the step.
+    kept_bytes: the bytes that the step keeps between forward and backward.
+    """
     peak = max(1, curve.peak_bytes)
     at_peak = curve.at(curve.peak_index)
     shares = [f"{what} {count / peak:.0%}" for what, count in at_peak.items() if count >= 0.005 * peak]
@@ -53,7 +57,7 @@ def explain(curve: Curve, name: str, kept_bytes: int) -> list[str]:
 
 
 def name_of_group(module: str) -> str:
-    """The modules like this one: numbers are stars, and what lies deeper than a block's part is counted to it.
+    """The name of the group that ``module`` belongs to: numbers become stars, and deeper parts of a block are cut off.
 
     >>> name_of_group("GPT.blocks.3.mlp.up"), name_of_group("GPT.head"), name_of_group("")
     ('GPT.blocks.*.mlp', 'GPT.head', 'code outside any module')
@@ -66,7 +70,11 @@ def name_of_group(module: str) -> str:
 
 
 def advise(curve: Curve, lean: Curve | None, logits_bytes: int) -> list[Advice]:
-    """What would make the peak smaller, the largest gain first."""
+    """Return advice that would make the peak of ``curve`` smaller, the largest gain first.
+
+    lean: the curve of a lean step; None: none was measured.
+    logits_bytes: the bytes of the logits, and of what their loss keeps, that are alive at the peak.
+    """
     peak = max(1, curve.peak_bytes)
     at_peak = curve.at(curve.peak_index)
     found: list[tuple[float, Advice]] = []

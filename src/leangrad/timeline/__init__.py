@@ -1,1 +1,1 @@
-"""The memory of a step over time: its events, and what each block is."""
+"""The memory of a step over time: its allocations and releases, and the category of each block."""

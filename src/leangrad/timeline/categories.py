@@ -1,8 +1,9 @@
-"""What each block of a step is, told by when it is made and how long it lives.
+"""The category of each block of a step, decided by when the block is made and how long it lives.
 
-[Note: categories] A block that forward makes and backward finds is a kept activation. One that backward makes and
-leaves behind is a gradient; one that the optimizer makes and leaves behind is its state. All else is temporary. No name
-is asked for: what a program calls its tensors does not change what they cost.
+[Note: categories] A block that forward makes and that is still alive when backward begins is a kept activation. One
+that backward makes and that outlives it is a gradient. One that the optimizer makes (phase "other") and that is still
+alive at the end of the step is optimizer state. All other blocks are temporaries. The names that a program gives its
+tensors play no part, since they do not change what the tensors cost.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ CATEGORIES = (PARAMETERS, STATE, GRADIENTS, ACTIVATIONS, TEMPORARIES, OTHER)
 
 
 def categories_of(timeline: Sequence[Event]) -> list[str]:
-    """The category of each event's block, event by event; see [Note: categories]. Older blocks have none."""
-    ends: dict[int, int] = {}  # of a block: the event that releases it
+    """The category of the block of each event; see [Note: categories]. Blocks from before the step have none: ""."""
+    ends: dict[int, int] = {}  # by block: the index of the event that releases it
     for index, event in enumerate(timeline):
         if event.bytes < 0:
             ends[event.block] = index
@@ -29,7 +30,7 @@ def categories_of(timeline: Sequence[Event]) -> list[str]:
     for index, event in enumerate(timeline):
         if event.bytes > 0:
             end = ends.get(event.block, len(timeline))
-            lasts = end >= after[index]  # beyond the phase that made it
+            lasts = end >= after[index]  # whether the block outlives the phase that made it
             follows = timeline[after[index]].phase if after[index] < len(timeline) else ""
             if event.phase == "forward" and lasts and follows == "backward":
                 of_block[event.block] = ACTIVATIONS
@@ -43,7 +44,7 @@ def categories_of(timeline: Sequence[Event]) -> list[str]:
 
 
 def _changes_of_phase(timeline: Sequence[Event]) -> list[int]:
-    """For each event the first one after it that is of another phase; at the end, their number."""
+    """For each event the index of the first later event in another phase; if there is none, the number of events."""
     found = [len(timeline)] * len(timeline)
     for index in range(len(timeline) - 2, -1, -1):
         same = timeline[index].phase == timeline[index + 1].phase
@@ -52,16 +53,21 @@ def _changes_of_phase(timeline: Sequence[Event]) -> list[int]:
 
 
 class Curve:
-    """The live bytes of each category after each event, with what stood before the step.
+    """The live bytes of each category after each event, including those allocated before the step.
 
-    What stood before and is released in the step was a gradient, as long as so many bytes of gradients stood, or else
-    something of the rest; what nobody counted when the step began is not counted when it is released.
+    A block from before the step that is released in it counts as a gradient, as long as that many bytes of gradients
+    are left, else as other memory, as long as that many bytes of it are left. If neither is left, the block was not
+    counted when the step began, and its release is not counted either.
+
+    - `standing`: the bytes allocated before the step, by category.
+    - `timeline`, `categories`: the events that are counted, and the category of each.
+    - `peak_index`, `peak_bytes`: the event after which the most bytes are alive, and these bytes.
     """
 
     def __init__(self, timeline: Sequence[Event], standing: Mapping[str, int]) -> None:
         self.standing = {name: standing.get(name, 0) for name in CATEGORIES}
         self.timeline: list[Event] = []
-        self.categories: list[str] = []  # of each event
+        self.categories: list[str] = []  # the category of each event of `timeline`
         left = dict(self.standing)
         for event, own in zip(timeline, categories_of(timeline), strict=True):
             category = own or next((name for name in (GRADIENTS, OTHER) if left[name] + event.bytes >= 0), "")
@@ -70,7 +76,7 @@ class Curve:
                 self.timeline.append(event)
                 self.categories.append(category)
         total = highest = sum(self.standing.values())
-        self.peak_index = -1  # the event after which most is alive; -1: before the first
+        self.peak_index = -1  # index of the event after which the most bytes are alive; -1: before the first event
         for index, event in enumerate(self.timeline):
             total += event.bytes
             if total > highest:
@@ -78,14 +84,17 @@ class Curve:
         self.peak_bytes = highest
 
     def at(self, index: int) -> dict[str, int]:
-        """The live bytes of each category after the event of that number; -1: before the first."""
+        """The live bytes of each category after the event with this index; -1: before the first event."""
         live = dict(self.standing)
         for event, category in zip(self.timeline[: index + 1], self.categories, strict=False):
             live[category] += event.bytes
         return live
 
     def alive_at(self, index: int) -> list[tuple[Event, str]]:
-        """The step's own blocks that are alive then, as they were made, largest first, with their category."""
+        """The step's own blocks that are alive after the event with this index, largest first.
+
+        Each is given by the event of its allocation and its category.
+        """
         alive: dict[int, tuple[Event, str]] = {}
         for event, category in zip(self.timeline[: index + 1], self.categories, strict=False):
             if event.bytes > 0:

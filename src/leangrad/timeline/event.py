@@ -1,4 +1,4 @@
-"""What happens to memory in a step: blocks that are allocated and released, and how sizes and times are told."""
+"""Events of memory in a step, the allocations and releases of blocks; and the text form of sizes and times."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Literal
 __all__ = ["BEFORE_THE_STEP", "Allocation", "Event", "Phase", "format_bytes", "format_seconds"]
 
 Phase = Literal["forward", "backward", "other"]
-BEFORE_THE_STEP = -1  # the block of memory that stood before
+BEFORE_THE_STEP = -1  # the block number of all memory that was allocated before the step
 
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """One block of memory that the step asked for.
+    """One block of memory that the step allocated.
 
-    `op` is the op that asked (in backward, the autograd node and then the op), `module` the path of the module whose
-    forward made it or whose backward needed it, both empty where there is none.
+    `op` is the op that allocated it (in backward, the autograd node and then the op), `module` the path of the module
+    in whose forward or backward it was allocated; both are empty if there is none.
     """
 
     op: str
@@ -29,8 +29,9 @@ class Allocation:
 class Event:
     """One change of the live bytes: an allocation (`bytes` > 0) or a release (`bytes` < 0).
 
-    `live_bytes` is what is alive after it, above the start of the step. An allocation and its release carry the same
-    `block`; memory that stood before the step has block -1. `line` is the source line of the op, where it was noted.
+    `live_bytes` is the number of live bytes after the event, minus those at the start of the step. An allocation and
+    its release have the same `block`; memory that was allocated before the step has block -1. `line` is the source line
+    of the op, if it was noted.
     """
 
     seconds: float
@@ -44,7 +45,7 @@ class Event:
 
 
 def format_bytes(count: int) -> str:
-    """A byte count for people: exact below 10,000, else three or four digits and a decimal unit.
+    """Format a byte count for people: exact below 10,000, else three or four digits and a decimal unit.
 
     >>> format_bytes(9999), format_bytes(12_345_678)
     ('9,999 B', '12.35 MB')
@@ -60,7 +61,7 @@ def format_bytes(count: int) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """A duration for people, in milliseconds up to ten seconds.
+    """Format a duration for people: in milliseconds up to ten seconds, in seconds above.
 
     >>> format_seconds(0.01234)
     '12.34 ms'

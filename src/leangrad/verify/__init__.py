@@ -1,8 +1,8 @@
-"""Plain and lean side by side, on the user's own model and batch.
+"""Compares a plain and a lean training step on the user's own model and batch.
 
-Read in this order: `subject` (a model with its batch and loss, called as one step), `memory` and `generators` (what is
-put back between runs), `comparison` (what a run gives, and how far two are apart), `offload` (plain where plain does
-not fit), and `verify` itself, here.
+Read in this order: `subject` (a model with its batch and loss, called as one step), `memory` and `generators` (the
+state that is restored between runs), `comparison` (the results of a run, and the differences between two), `offload`
+(a plain run of a model that does not fit plain), and `verify` itself, here.
 """
 
 import contextlib
@@ -25,9 +25,9 @@ from leangrad.verify.subject import Arguments, Subject
 
 __all__ = ["Difference", "Verification", "verify"]
 
-_TIMED_RUNS = 2  # and the instrumented one: three plain runs tell how far plain is from itself
+_TIMED_RUNS = 2  # plus the instrumented run: three plain runs show how far plain PyTorch is from itself
 
-# Runs of plain that are further apart than this differ in more than rounding: bfloat16 rounds to 1/256.
+# Plain runs that are further apart than this differ by more than rounding: bfloat16 rounds to 1/256.
 LARGE_NOISE = 0.01
 
 Against = Literal["plain", "offload", "itself"]
@@ -36,16 +36,17 @@ Region = contextlib.AbstractContextManager[object]
 
 @dataclass(frozen=True)
 class Verification:
-    """What `leangrad.verify` found.
+    """The result of `leangrad.verify`.
 
     - `equal`: everything is the same bit for bit: the loss, all gradients, buffers, and the random state afterwards.
     - `max_difference`: the largest relative difference, max|plain − lean| / max|plain| of one tensor; 0.0 if equal.
-    - `noise`: the same between plain's own runs: 0.0 where plain is bitwise equal to itself.
-    - `differences`: an entry for each thing that differs, largest first.
-    - `plain`, `lean`: the Measurements. With `against="offload"` the first is that of the offloaded runs, whose memory
-      is not plain's; with `against="itself"` it is None.
-    - `against`: what lean was compared with. With "itself" read "lean's first run" for "plain" above.
-    - `not_finite`: the gradients in which lean left an Inf or a NaN.
+    - `noise`: the same between the plain runs: 0.0 where plain PyTorch is bitwise equal to itself.
+    - `differences`: an entry for each tensor or state that differs, largest first.
+    - `plain`, `lean`: the Measurements. With `against="offload"`, `plain` is that of the offloaded runs, whose memory
+      is not that of plain PyTorch; with `against="itself"` it is None.
+    - `against`: what lean was compared with. With "itself", the first lean run replaces the plain run above.
+    - `not_finite`: names of the gradients that contain an Inf or a NaN after the first lean run.
+    - `was_disabled`: True if LEANGRAD_DISABLE was set, so that the lean runs were plain too.
 
     True in a condition only if `equal`.
     """
@@ -62,18 +63,18 @@ class Verification:
 
     @property
     def within_noise(self) -> bool:
-        """Whether lean is no further from plain than plain is from itself."""
+        """Whether the lean runs differ from plain by no more than the plain runs differ from each other."""
         return self.equal or self.max_difference <= self.noise < math.inf
 
     @property
     def conclusive(self) -> bool:
-        """Whether an error could have been seen: not if the runs it was compared with differ by more than rounding."""
+        """Whether an error would have shown: False if the reference runs differ from each other beyond rounding."""
         return not self.was_disabled and (self.equal or self.noise <= LARGE_NOISE)
 
     @property
     def passed(self) -> bool:
-        """Whether nothing speaks against lean: what the exit code of `leangrad verify` says."""
-        finite = self.against != "itself" or not self.not_finite  # else plain has left the same
+        """Whether no error was found: this decides the exit code of `leangrad verify`."""
+        finite = self.against != "itself" or not self.not_finite  # else the plain run left the same values
         return self.within_noise and self.conclusive and finite
 
     def __bool__(self) -> bool:
@@ -140,36 +141,38 @@ def verify(
 
     The plain and the lean step::
 
-        value = loss(model(*batch))              with leangrad.lean.saving():
+        value = loss(model(*batch))              with leangrad.saving():
         value.backward()                             value = loss(model(*batch))
                                                  value.backward()
 
     Each is run three times, all from the same parameters, buffers and random state (torch's, Python's and NumPy's),
     with `.grad` None. The loss, the gradients of parameters and of inputs that require one, the buffers and the random
-    states afterwards are compared bit for bit. A model that is lean already is run plain first and then as it is.
+    states afterwards are compared bit for bit. A model that is lean already is run plain first, and then without
+    changes.
 
     Afterwards the model, the batch, `.grad` and the random state are as before, also if the model raises; see
-    [Note: What is put back] in `memory.py`, also for the Python state that cannot be. Hooks of the user's own run:
-    an optimizer inside a hook takes steps, of which the parameters are put back and the optimizer's state is not.
+    [Note: What is put back] in `memory.py`, also for the Python state that is not restored. The user's own hooks run:
+    if a hook calls an optimizer, the parameters that its steps change are restored, but the optimizer's state is not.
 
     Args:
         model: a module with at least one parameter that requires a gradient, in the mode it is to be checked in.
         batch: a tensor; a tuple or list of positional arguments; or a mapping of keyword arguments.
-        loss: called with the model's output, gives a scalar. None means: the output itself if it is a scalar, its
-            `.loss` or `["loss"]` if it has one, else the sum, over all floating tensors in the output, of the mean
-            of their squares in float32.
+        loss: a function of the model's output that returns a scalar. None means: the output itself if it is a scalar,
+            its `.loss` or `["loss"]` if it has one, else the sum, over all floating tensors in the output that require
+            a gradient, of the mean of their squares in float32.
         autocast: run forward and loss under `torch.autocast` with this dtype.
-        against: what lean is compared with, for a model that does not fit plain.
-            "plain": the plain step. What is shown: lean gives plain's numbers.
-            "offload": the plain step with all that autograd saves copied to the host's memory, for a model on a GPU.
-            It computes what plain computes, so the same is shown. The host needs the bytes that plain keeps, and more,
-            for what is saved twice is copied twice; the peak of plain is not measured.
-            "itself": nothing but lean is run. What is shown: its runs, of which the first decides everything anew and
-            the later ones follow what it learned, give the same numbers, and finite gradients; not that these are
-            plain's. Peak and kept bytes are lean's.
+        against: what lean is compared with; the second and third choice are for models too large to run plain.
+            "plain": the plain step. A pass shows that lean computes the numbers of plain PyTorch.
+            "offload": the plain step with every saved tensor copied to the host's memory, for a model on a GPU. It
+            computes what the plain step computes, so a pass shows the same. The host needs more memory than the plain
+            step keeps on the GPU, because a tensor that is saved twice is copied twice. The peak of the plain step is
+            not measured.
+            "itself": only lean is run. A pass shows that its runs give the same numbers, and finite gradients; the
+            first run makes all decisions, and the later ones follow the first. It does not show that these are the
+            numbers of plain PyTorch. Peak and kept bytes are lean's.
 
     Raises:
-        TypeError, ValueError: an argument is not what is said above; nothing was run, or all was put back.
+        TypeError, ValueError: an argument is not as described above; nothing was run, or all state was restored.
 
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 2))
     >>> verification = verify(model, torch.randn(3, 4))
@@ -220,24 +223,27 @@ def _bad(gradient: Tensor | None) -> bool:
 
 
 def plain_region(model: nn.Module) -> Callable[[], Region]:
-    """What makes the region in which `model` runs plain, also if it or a part of it is lean."""
+    """Return the context manager in which `model` runs plain, also if it or a part of it is lean."""
     return no_regions
 
 
 def lean_region(model: nn.Module) -> Callable[[], Region]:
-    """What makes the region in which `model` runs lean: any, if it is lean by itself."""
+    """Return the context manager in which `model` runs lean; one without effect if any part of it is lean already."""
     from leangrad.lean import is_lean, saving
 
     if any(is_lean(module) for module in model.modules()):
         return contextlib.nullcontext
-    ledger = saving()  # one for all runs: the later ones use what the first has learned, as in training
+    ledger = saving()  # one for all runs: later runs use what the first has recorded, as in training
     return lambda: ledger
 
 
 def _run(
     subject: Subject, memory: Memory, region: Callable[[], Region], what: str
 ) -> tuple[Measurement, list[Outcome]]:
-    """Measure the step in a region, each time from the remembered state; return also what each run gave."""
+    """Measure the step inside `region`, each run from the state in `memory`; also return the outcome of each run.
+
+    what: names these runs in the note that is added to an error.
+    """
     outcomes: list[Outcome] = []
     arguments: Arguments
     inputs: dict[str, Tensor]
@@ -279,7 +285,7 @@ def check_trainable(model: nn.Module) -> None:
 
 
 def check_gradients(outcome: Outcome) -> None:
-    """Raise a ValueError unless a run has left a gradient in a parameter."""
+    """Raise a ValueError unless the run left a gradient in at least one parameter."""
     if all(value is None for (kind, _), value in outcome.items() if kind == "gradient"):
         raise ValueError(
             "expected backward to leave a gradient in at least one parameter, got none: there is nothing to compare; "

@@ -1,4 +1,4 @@
-"""What a run gives, and how far two runs are apart."""
+"""The results of a run, and the differences between the results of two runs."""
 
 import math
 from collections.abc import Iterable
@@ -18,7 +18,7 @@ Outcome = dict[tuple[Kind, str], Tensor | None]
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Something that is not the same bit for bit: what it is, its name, and how far it is apart (see `difference`)."""
+    """A tensor or state that is not bitwise equal: its kind, its name, and how far it is off (see `difference`)."""
 
     kind: Kind
     name: str
@@ -26,9 +26,9 @@ class Difference:
 
 
 def collect(model: nn.Module, inputs: dict[str, Tensor], loss: Tensor) -> Outcome:
-    """Everything that a training step gives, copied to the CPU.
+    """Return everything that a training step computes, copied to the CPU.
 
-    The random state after the step is part of it: a run that draws other numbers changes the step that follows.
+    The random state after the step is included: a run that draws other random numbers changes the following step.
     """
     outcome: Outcome = {("loss", ""): _copy(loss)}
     for name, parameter in model.named_parameters():
@@ -44,7 +44,7 @@ def collect(model: nn.Module, inputs: dict[str, Tensor], loss: Tensor) -> Outcom
 
 
 def differences(plain: Outcome, lean: Outcome) -> list[Difference]:
-    """All that is in one or both and is not the same."""
+    """Return a `Difference` for each entry that is not bitwise equal in both outcomes, or is in only one."""
     found = []
     for kind, name in {**plain, **lean}:
         distance = difference(plain.get((kind, name)), lean.get((kind, name)))
@@ -54,14 +54,14 @@ def differences(plain: Outcome, lean: Outcome) -> list[Difference]:
 
 
 def largest(found: Iterable[Difference]) -> float:
-    """The largest difference, 0.0 if there is none."""
+    """Return the largest `max_difference`, 0.0 if there is none."""
     return max((entry.max_difference for entry in found), default=0.0)
 
 
 def difference(plain: Tensor | None, lean: Tensor | None) -> float | None:
-    """None if both are the same bit for bit, else max|plain − lean| / max|plain|. NaN equals NaN at the same place.
+    """Return max|plain − lean| / max|plain|, or None if both are bitwise equal. NaN equals NaN at the same place.
 
-    Infinite where the difference is no matter of rounding: integers, shapes, a gradient that is missing.
+    The result is infinite if the difference cannot be rounding: integers, other shapes or dtypes, a missing gradient.
 
     >>> difference(torch.tensor([1.0, 4.0]), torch.tensor([1.0, 5.0]))
     0.25
@@ -85,11 +85,11 @@ def difference(plain: Tensor | None, lean: Tensor | None) -> float | None:
     return largest / scale if scale > 0 else math.inf
 
 
-_CHUNK = 1 << 16  # elements: in a processor's cache in double precision
+_CHUNK = 1 << 16  # elements per chunk: in double precision it fits into a processor's cache
 
 
 def _apart(a: Tensor, b: Tensor) -> tuple[float | None, float]:
-    """The largest |a − b|, None if they are the same; and the largest finite |a|."""
+    """Return the largest |a − b|, or None if both are the same; and the largest finite |a|."""
     wide = torch.complex128 if a.is_complex() else torch.float64
     x, y = a.to(wide), b.to(wide)
     size = x.abs()
@@ -116,7 +116,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _bits(flat: Tensor) -> Tensor:
-    """As integers; two for each element where there are none as large."""
+    """Return the bits of ``flat`` as integers; a complex128 element, which no integer dtype fits, as two."""
     size = flat.element_size()
     return flat.view(_INTEGERS[size]) if size in _INTEGERS else torch.view_as_real(flat).view(torch.int64)
 

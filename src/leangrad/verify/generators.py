@@ -1,4 +1,4 @@
-"""The global random generators that a step may draw from: torch's, Python's and NumPy's."""
+"""Saves, restores and compares random generators that a step may use: those of torch, Python and NumPy."""
 
 import pickle
 import random
@@ -13,9 +13,10 @@ __all__ = ["generator_restorer", "global_restorer", "global_states"]
 
 
 def global_restorer() -> Callable[[], None]:
-    """What puts the global generators back to where they are now.
+    """Return a function that restores the current states of the global generators.
 
-    NumPy's is the one behind `np.random.rand` and the like; without NumPy in the process there is nothing to put back.
+    NumPy's global generator is the one behind `np.random.rand` and the like; if the process has not imported NumPy,
+    there is nothing to restore.
     """
     python_state, torch_state = random.getstate(), torch.get_rng_state()
     cuda_states = torch.cuda.get_rng_state_all() if _cuda_in_use() else []
@@ -33,7 +34,7 @@ def global_restorer() -> Callable[[], None]:
 
 
 def global_states(device: torch.device) -> dict[str, Tensor]:
-    """The states of the global generators, those of the CPU and of ``device``, to be compared."""
+    """Return the states of the global generators, by name: Python's, NumPy's, and torch's of the CPU and ``device``."""
     states = {"cpu": torch.get_rng_state(), "python": _as_tensor(random.getstate())}
     if device.type == "cuda":
         states[str(device)] = torch.cuda.get_rng_state(device)
@@ -43,7 +44,7 @@ def global_states(device: torch.device) -> dict[str, Tensor]:
 
 
 def generator_restorer(value: object) -> Callable[[], None] | None:
-    """What puts one generator back to where it is now: of torch, Python or NumPy; None if ``value`` is none."""
+    """Return a function that restores the current state of a generator; None if ``value`` is not a generator."""
     if isinstance(value, torch.Generator):
         state = value.get_state()
         return lambda: _set_torch(value, state)
@@ -73,7 +74,7 @@ def _set_torch(generator: torch.Generator, state: Tensor) -> None:
 
 
 def _numpy() -> Any:
-    """NumPy, if the process has it: whoever draws from it has imported it."""
+    """Return the module NumPy; None if the process has not imported it, so that no code can draw from it."""
     numpy = sys.modules.get("numpy")
     return numpy if numpy is not None and hasattr(numpy, "random") else None
 

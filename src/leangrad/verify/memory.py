@@ -1,4 +1,4 @@
-"""Remember the state that a run may change, and put it back."""
+"""Saves the state that a run may change, and restores it."""
 
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
@@ -16,20 +16,21 @@ _DICTS = (dict, OrderedDict, defaultdict, Counter)
 
 
 class Memory:
-    """The state of a model, a batch and the random generators, as it is now.
+    """The state of a model, a batch and the random generators when this object is made; `restore` restores it.
 
     [Note: What is put back]
-    Remembered are all tensors (values, `requires_grad`, which object `.grad` is), `torch.Generator`s, and the
-    attributes of modules and what dicts, lists, sets and deques among them hold, however deep; so a step counter, a
-    cache or a running mean in a module are put back. So are generators of NumPy and of Python's `random` among them,
-    and the global generators of torch (CPU and CUDA), Python and NumPy. State in objects of other classes, in closures
-    or in a file cannot be known to be safe to copy and is left as the run leaves it; if it changes the numbers, plain's
-    own runs differ too, and `Verification.noise` says so. A value is written back only if it changed, so that a graph
-    that the user still holds sees no tensor change.
+    These are saved and restored: all tensors (values, `requires_grad`, and which object `.grad` is); the attributes of
+    modules, and the contents of dicts, lists, sets and deques among them, at any depth, so that a step counter, a cache
+    or a running mean in a module is restored; generators of torch, NumPy and Python's `random` among them; and the
+    global generators of torch (CPU and CUDA), Python and NumPy. State in objects of other classes, in closures or in
+    files is not restored, because it may not be safe to copy. If it changes the numbers, the plain runs differ too, and
+    `Verification.noise` shows it. A value is written back only if it changed, so that no tensor changes in a graph that
+    the user still holds.
     """
 
     def __init__(self, *roots: object) -> None:
-        self._seen: dict[int, object] = {}  # holds what it has seen, so that no id is used twice
+        self._seen: dict[int, object] = {}  # by id; holds the objects, so that no id is used again
+        # Each tensor, a copy of its values, its `requires_grad` and its `.grad`.
         self._tensors: list[tuple[Tensor, Tensor, bool, Tensor | None]] = []
         self._put_back: list[Callable[[], None]] = []
         self._restore_generators = global_restorer()
@@ -37,7 +38,7 @@ class Memory:
             self._remember(root)
 
     def restore(self) -> None:
-        """Put everything back."""
+        """Restore everything that was saved."""
         for put_back in self._put_back:
             put_back()
         for tensor, value, requires_grad, grad in self._tensors:
@@ -45,13 +46,13 @@ class Memory:
         self._restore_generators()
 
     def clear_gradients(self) -> None:
-        """Set `.grad` of all remembered tensors to None; `restore` brings them back."""
+        """Set `.grad` of all saved tensors to None; `restore` restores them."""
         for tensor, _, _, _ in self._tensors:
             if tensor.is_leaf and tensor.grad is not None:
                 tensor.grad = None
 
     def _remember(self, root: object) -> None:
-        waiting = [root]  # a list, for a structure may be deeper than Python's stack
+        waiting = [root]  # a list, not recursion: a structure may be deeper than Python's stack
         while waiting:
             value = waiting.pop()
             if id(value) in self._seen:
@@ -76,9 +77,9 @@ class Memory:
         if tensor.is_meta:
             return
         if tensor.is_nested:
-            tensor = tensor.detach().values()  # the memory of all its parts: what may be changed in place
+            tensor = tensor.detach().values()  # the memory of all its parts, which may be changed in place
         grad = tensor.grad if tensor.is_leaf else None
-        # On the CPU, so that a model that fills its GPU can still be verified.
+        # Copied to the CPU, so that a model that fills its GPU can still be verified.
         self._tensors.append((tensor, tensor.detach().to("cpu", copy=True), tensor.requires_grad, grad))
 
 
@@ -103,7 +104,7 @@ def _dict_restorer(value: dict[Any, Any]) -> Callable[[], None]:
         now = list(value.items())
         if len(now) != len(items) or any(a[0] is not b[0] or a[1] is not b[1] for a, b in zip(now, items, strict=True)):
             value.clear()
-            for key, content in items:  # not update(), which adds in a Counter
+            for key, content in items:  # not update(): in a Counter it adds
                 value[key] = content
 
     return restore

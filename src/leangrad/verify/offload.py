@@ -1,4 +1,4 @@
-"""Plain PyTorch with its saved tensors in the host's memory: a reference for a model that does not fit otherwise."""
+"""Runs plain PyTorch with its saved tensors in the host's memory: a reference for models that do not fit otherwise."""
 
 import contextlib
 from collections.abc import Iterator
@@ -14,10 +14,10 @@ __all__ = ["offloaded"]
 
 @contextlib.contextmanager
 def offloaded() -> Iterator[None]:
-    """Run plain, and copy to the host whatever autograd saves; backward gets it back with the strides it had.
+    """Run plain, with every saved tensor copied to the host; backward gets each back with its original strides.
 
-    `torch.autograd.graph.save_on_cpu()` does the same, but gives an expanded tensor other strides, with which an op
-    may take another kernel and round otherwise.
+    `torch.autograd.graph.save_on_cpu()` does the same, but returns an expanded tensor with other strides. With these an
+    op may choose another kernel and round differently.
     """
     with no_regions(), torch.autograd.graph.saved_tensors_hooks(_pack, _unpack):
         yield
@@ -28,7 +28,7 @@ def _pack(tensor: Tensor) -> Any:
     if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided or tensor.numel() == 0:
         return tensor
     extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    memory = tensor.as_strided((extent,), (1,))  # with the bits for conjugation and sign, if it has them
+    memory = tensor.as_strided((extent,), (1,))  # keeps the conjugate and negative bits, if they are set
     return memory.to("cpu", copy=True), tensor.device, tensor.shape, tensor.stride()
 
 

@@ -1,4 +1,4 @@
-"""What `verify`, `floor` and `frontier` are given, a model with its batch and loss: checked, and called as one step."""
+"""`Subject`: the model, batch and loss given to `verify`, `floor` and `frontier`, checked, and called as one step."""
 
 import contextlib
 from collections.abc import Callable, Mapping
@@ -12,19 +12,19 @@ from leangrad.trees import tensors_in
 
 __all__ = ["Arguments", "Subject", "default_loss", "describe"]
 
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # of a call of the model
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # positional and keyword arguments of the model
 
 
 @dataclass
 class Subject:
-    """A model with its batch and loss: what a step is made of."""
+    """A model with its batch and loss, which make up a training step."""
 
     model: nn.Module
     arguments: Arguments
     loss: Callable[[Any], Tensor]
     autocast: torch.dtype | None
-    batch: str  # in a few words
-    caller: str  # the function of ours that was given all this
+    batch: str  # description of the batch, for errors
+    caller: str  # the leangrad function that was called, for errors
 
     @classmethod
     def of(
@@ -36,18 +36,18 @@ class Subject:
         *,
         caller: str,
     ) -> "Subject":
-        """The subject of what a user gave; a TypeError or ValueError if it cannot be one."""
+        """Make a subject of a user's arguments; raise a TypeError or ValueError if they are invalid."""
         _check_arguments(model, loss, autocast, caller)
         return cls(model, _arguments(batch), loss or default_loss, autocast, describe(batch), caller)
 
     def fresh_arguments(self) -> tuple[Arguments, dict[str, Tensor]]:
-        """The arguments of one run with leaves of its own, and these leaves by their place in the batch."""
+        """Return the arguments of one run, with new leaves for tensors that require grad, and these leaves by path."""
         inputs: dict[str, Tensor] = {}
         args, kwargs = self.arguments
         return (tuple(_with_own_leaves(list(args), "", inputs)), _with_own_leaves(kwargs, "", inputs)), inputs
 
     def forward(self, arguments: Arguments) -> Tensor:
-        """Call the model and the loss."""
+        """Call the model and the loss; return the loss, a checked scalar."""
         args, kwargs = arguments
         try:
             output = self.model(*args, **kwargs)
@@ -59,7 +59,7 @@ class Subject:
         return value
 
     def under_autocast(self) -> contextlib.AbstractContextManager[object]:
-        """The context that forward and loss run in."""
+        """Return the context that forward and loss run in: autocast, if the user gave a dtype."""
         if self.autocast is None:
             return contextlib.nullcontext()
         found = next((one.device.type for one in (*self.model.parameters(), *tensors_in(self.arguments))), "cpu")
@@ -67,7 +67,7 @@ class Subject:
 
 
 def default_loss(output: Any) -> Tensor:
-    """The loss that `verify` and `floor` take if they are given none: see `verify`."""
+    """Return the loss of a model's output if the user gave no loss function: see the argument `loss` of `verify`."""
     if isinstance(output, Tensor) and output.numel() == 1 and output.is_floating_point():
         return output
     own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
@@ -83,9 +83,10 @@ def default_loss(output: Any) -> Tensor:
 
 
 def _with_own_leaves(value: Any, path: str, inputs: dict[str, Tensor]) -> Any:
-    """`value` with each tensor that requires a gradient replaced by a leaf on the same memory, noted in `inputs`.
+    """Return `value` with each tensor that requires a gradient replaced by a leaf that shares its memory.
 
-    So backward neither reaches a graph behind the batch nor touches the `.grad` of the caller's tensors.
+    The leaves are added to `inputs`, by their path. So backward does not continue into a graph that made the batch, and
+    does not write to the `.grad` of the caller's tensors.
     """
     if isinstance(value, Tensor):
         if not value.requires_grad:
@@ -152,7 +153,7 @@ def _check_loss(value: Any) -> None:
 
 
 def describe(value: Any) -> str:
-    """A value in a few words: tensors by dtype and shape."""
+    """Return a short description of a value: of tensors, the dtype and shape."""
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     if isinstance(value, Mapping):

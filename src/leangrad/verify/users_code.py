@@ -1,4 +1,4 @@
-"""A user's own model, named by a file and a function in it; and of an error, the frames that are the user's own."""
+"""Loads a user's model, named by a file and a function in it, and formats errors with the user's own frames only."""
 
 import importlib
 import importlib.util
@@ -15,13 +15,13 @@ __all__ = ["TargetError", "call_factory", "own_frames"]
 
 
 class TargetError(ValueError):
-    """What was named is not there, or does not return what it should. The message says what was expected."""
+    """The named file or function does not exist, or returns the wrong thing. The message says what was expected."""
 
 
 def call_factory(target: str, **options: Any) -> tuple[Any, Any, Any]:
-    """What the factory that `target` names returns for these options: a model, a batch, and a loss or None.
+    """Call the factory that `target` names with these options; return its model, its batch, and its loss or None.
 
-    Raises TargetError; whatever the file or the factory raise passes through.
+    Raises TargetError; exceptions of the file and of the factory are not caught.
 
     >>> model, batch, loss = call_factory("leangrad.bench.builtin:make", name="gpt")
     >>> type(model).__name__, loss
@@ -42,14 +42,14 @@ def call_factory(target: str, **options: Any) -> tuple[Any, Any, Any]:
 
 
 def _load(source: str) -> ModuleType:
-    """Import a file by its path, or a module by its name, as `python file.py` and `python -m module` would find it."""
+    """Import a file by its path, or a module by its name, found as `python file.py` or `python -m module` finds it."""
     if not source.endswith(".py"):
         sys.path.insert(0, str(Path.cwd()))
         try:
             return importlib.import_module(source)
         except ModuleNotFoundError as error:
             if error.name is None or not f"{source}.".startswith(f"{error.name}."):
-                raise  # the module is there; something that it imports is not
+                raise  # the module exists; one that it imports does not
             raise TargetError(f"found no module {source!r} here or among the installed ones") from None
     path = Path(source)
     if not path.is_file():
@@ -59,13 +59,13 @@ def _load(source: str) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # dataclasses and pickle look their module up
+    sys.modules[path.stem] = module  # dataclasses and pickle look up their module here
     spec.loader.exec_module(module)
     return module
 
 
 def own_frames(error: BaseException) -> str:
-    """The traceback of an error without the frames of leangrad, of torch, and of what Python does to import a file."""
+    """Return the traceback of an error without the frames of leangrad, of torch, and of Python's import system."""
     trace = TracebackException.from_exception(error)
     folders = [
         Path(__file__).parent.parent,

@@ -1,7 +1,7 @@
 """The largest batch that fits into a given memory, for every way to train a model.
 
-Read in this order: `rows` (a batch with more rows or fewer), `search` (the largest number that fits, in few trials),
-and `fit` itself, here. Ways, copies and the meter are those of `leangrad.frontier`.
+Read in this order: `rows` (changes the number of rows of a batch), `search` (finds the largest number that fits, in few
+trials), and `fit` itself, here. Ways, copies and the meter are those of `leangrad.frontier`.
 """
 
 import dataclasses
@@ -38,8 +38,9 @@ class Fitted:
     """The largest batch of one way.
 
     - `rows`: its size along dimension 0; 0 if not even one row fits, None if the way cannot train the model.
-    - `peak_bytes`: the highest peak of the steps that were run with it.
+    - `peak_bytes`: the highest peak of the steps that were run with this batch; None if no row fits.
     - `trials`: how many sizes were tried.
+    - `note`: a remark, such as why the way has no largest batch; may be empty.
     """
 
     way: str
@@ -51,7 +52,11 @@ class Fitted:
 
 @dataclass(frozen=True)
 class Fit:
-    """What `fit` found: a row for each way."""
+    """The result of `fit`: a row for each way.
+
+    - `memory`: the memory that the batches have to fit into, in bytes.
+    - `device`: the device of the model, such as "cpu" or "cuda:0".
+    """
 
     memory: int
     device: str
@@ -75,7 +80,7 @@ class Fit:
         return title + "\n" + text_table(headings, rows, left=("way", "note"))
 
     def to_json(self, **kwargs: Any) -> str:
-        """Everything as JSON; `kwargs` go to `json.dumps`."""
+        """Return all attributes as JSON; `kwargs` are passed to `json.dumps`."""
         return json.dumps(dataclasses.asdict(self), **kwargs)
 
 
@@ -92,19 +97,19 @@ def fit(
 ) -> Fit:
     """Search the largest batch that fits into `memory`: plain, with checkpoints, lean, and lean with that budget.
 
-    The batch is made larger and smaller along dimension 0 of every tensor in it, by rows that it has. Each size that
-    is tried is a few real steps, whose highest peak counts; a size that runs out of memory does not fit. Up to 128
-    rows the answer is exact; a larger one may be less than 1% below the largest.
+    The batch gets more or fewer rows along dimension 0 of every tensor in it; its own rows are repeated or left out.
+    For each size a few real steps are run, and their highest peak counts; a size that runs out of memory does not fit.
+    Up to 128 rows the result is exact; above, it may be less than 1% below the largest batch that fits.
 
     Args:
-        model, batch, loss, autocast, optimizer: see `leangrad.frontier`. The loss has to take any number of rows.
-        memory: bytes, or such as "24GB" (10^9) or "24GiB" (2^30). For what counts see [Note: what a peak counts] in
-            `meter.py`.
+        model, batch, loss, autocast, optimizer: see `leangrad.frontier`. The loss has to accept any number of rows.
+        memory: a number of bytes, or a text such as "24GB" (10^9 bytes) or "24GiB" (2^30). What is counted is in
+            `meter.py`, [Note: what a peak counts].
         most: the largest batch that is tried.
-        progress: called with what is going on, how many ways are done, and how many there are.
+        progress: called with the current way and size, the number of finished ways, and the number of all ways.
 
     Raises:
-        TypeError, ValueError: an argument is not what is said above.
+        TypeError, ValueError: an argument does not match the description above.
 
     >>> print([fitted.rows for fitted in fit(nn.Linear(8, 8), torch.ones(2, 8), memory=10_000, most=4).ways][0])
     4
@@ -130,7 +135,7 @@ def fit(
 
 
 class Search:
-    """What the searches of all ways have in common."""
+    """The search for the largest batch; `run` searches for one way, and all ways share copies, optimizer and meter."""
 
     def __init__(
         self, subject: Subject, batch: Any, rows: int, memory: int, most: int, optimizer: MakeOptimizer | None
@@ -141,10 +146,10 @@ class Search:
         self.device = next(subject.model.parameters()).device
         self.meter = meter_for(self.copies.first, batch)
         self.start = Memory(self.copies.first, batch, subject.loss)
-        self.best = rows  # where the search begins: at what the way before could do
+        self.best = rows  # the first size that is tried: the result of the previous way, at first that of the batch
 
     def ways(self) -> list[Way]:
-        """All ways."""
+        """Return all ways that are compared."""
         checkpoint = checkpoint_way(self.copies.first)
         return [plain_way(), checkpoint or no_checkpoint(), lean_way(), self._budget_way()]
 
@@ -152,7 +157,10 @@ class Search:
         return budget_way(self.memory, self.meter.budget_for(self.memory))
 
     def run(self, way: Way, say: Callable[[str], object]) -> Fitted:
-        """The largest batch of one way."""
+        """Search the largest batch of one way.
+
+        say: called with the way and the number of rows before each trial.
+        """
         if way.prepare is None:
             return Fitted(way.name, None, note=way.note)
         trials: dict[int, Trial | None] = {}  # by their rows; None for one that failed
@@ -179,16 +187,16 @@ class Search:
         return Fitted(way.name, rows, best.peak_bytes if best else None, len(trials), "; ".join(notes))
 
     def attempt(self, way: Way, rows: int) -> Trial:
-        """Train a few steps with a batch of so many rows."""
+        """Run a few steps with a batch of ``rows`` rows, and return whether they fit and what they need."""
         self.start.restore()
         self.meter.release()
-        # A batch of another size is made beside the one that was given, which is none of the step's.
+        # A batch of another size is allocated in addition to the given one, which then does not belong to the step.
         beside = 0 if rows == self.rows else bytes_on(self.device, self.batch)
         self.meter.count_off(beside)
         smallest = None
         try:
             peak = self._peak(way if way.budget is None else self._budget_way(), rows)
-            # With a budget a step takes what it may: its peak says nothing of what another number of rows needs.
+            # With a budget a step uses all that is allowed: its peak does not show what another number of rows needs.
             return Trial(rows, peak <= self.memory, None if way.budget else peak, peak)
         except BudgetError as error:
             smallest = max(self.meter.peak_at(error.smallest), self.memory + 1)
@@ -206,9 +214,10 @@ class Search:
         return Trial(rows, False, smallest)
 
     def _peak(self, way: Way, rows: int) -> int:
-        """The highest peak of the first steps of a new copy of the model.
+        """Train a new copy of the model for the way's warm-up steps, and return the highest peak in bytes.
 
-        Where measuring takes time, of its first two steps, of which lean records the first, and of the last.
+        If measuring takes time (``meter.is_free`` is False), only the first two steps, of which lean records the first,
+        and the last step are measured.
         """
         given = self.subject
         subject = Subject.of(given.model, with_rows(self.batch, rows), given.loss, given.autocast, caller="fit")

@@ -1,4 +1,4 @@
-"""A batch with more rows or fewer: every tensor in it, along its first dimension."""
+"""Count the rows of a batch, and make a batch with more or fewer rows: dimension 0 of every tensor in it."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ __all__ = ["count_rows", "with_rows"]
 
 
 def count_rows(batch: Any) -> int:
-    """The size of dimension 0, which all tensors of a batch must have in common; a ValueError says if they do not.
+    """Return the size of dimension 0 of the batch's tensors; raises a ValueError if they differ or if it is 0.
 
     >>> count_rows((torch.ones(3, 4), {"mask": torch.ones(3)}))
     3
@@ -37,7 +37,7 @@ def count_rows(batch: Any) -> int:
 
 
 def with_rows(batch: Any, rows: int) -> Any:
-    """The batch with so many rows: its first ones, or all of them again and again.
+    """Return the batch with ``rows`` rows: its first rows, or all of them repeated.
 
     >>> with_rows([torch.tensor([1, 2]), "left as it is"], 3)
     [tensor([1, 2, 1]), 'left as it is']

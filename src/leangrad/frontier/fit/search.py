@@ -1,20 +1,22 @@
-"""The largest number that fits, in few trials, where what is needed grows nearly like a line."""
+"""Find the largest number of rows that fits, in few trials, if the memory grows about linearly with the rows."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
 __all__ = ["Trial", "largest_fit"]
 
-_FINE = 128  # up to so many rows the answer is exact, above it to one part in so many
-_GUESSES = 6  # after so many trials every second one halves what is left
-_GROWTH = 4  # no guess goes further than this beyond what is known to fit
+_FINE = 128  # up to this many rows the result is exact; above, it may be less by one part in this many
+_GUESSES = 6  # after this many trials every second trial halves the remaining interval
+_GROWTH = 4  # a trial has at most this many times as many rows as the largest number that is known to fit
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What a trial with so many rows has shown: whether they fit, and the bytes they need, if that is known.
+    """The result of a trial with ``rows`` rows.
 
-    - `peak_bytes`: what its steps took, if they ran.
+    - `fits`: whether they fit into the memory.
+    - `needs`: the bytes that a step with this many rows needs; None if that is not known.
+    - `peak_bytes`: the highest peak of its steps; None if they ran out of memory or the budget was refused.
     """
 
     rows: int
@@ -24,11 +26,12 @@ class Trial:
 
 
 def largest_fit(attempt: Callable[[int], Trial], memory: int, start: int, most: int) -> int:
-    """The largest number of rows up to `most` that fits into `memory`; 0 if not even one does.
+    """Return the largest number of rows up to `most` that fits into `memory`; 0 if not even one row fits.
 
-    The first trial is `start`, the second twice or half of it. From then on two trials make a line, which says where
-    the next one should be; where there is no line, or it has been wrong several times, the numbers are doubled or
-    halved. What is returned has been tried.
+    The first trial is `start`, the second twice or half of it. From then on the line through two trials gives the next
+    number. If there is no line, the number is doubled, or the interval between a number that fits and one that does not
+    is halved; growing steps and halving are also used when the line was wrong several times. The returned number was
+    tried.
 
     >>> largest_fit(lambda rows: Trial(rows, 7 * rows + 30 <= 1000, 7 * rows + 30), 1000, start=8, most=10_000)
     138
@@ -49,7 +52,7 @@ def _next(trials: list[Trial], memory: int, start: int, fits: int, fails: int, m
     if not trials:
         return start
     guess = _by_line(trials, memory)
-    if fails > most:  # all have fitted
+    if fails > most:  # all trials have fitted
         straight = min(len(trials) - 2, 20)
         rows = 2 * fits if guess is None else max(guess, fits + 2**straight if straight > 0 else 0)
         return max(fits + 1, min(rows, _GROWTH * fits, most))
@@ -59,10 +62,11 @@ def _next(trials: list[Trial], memory: int, start: int, fits: int, fails: int, m
 
 
 def _by_line(trials: list[Trial], memory: int) -> int | None:
-    """Where the line through the two trials next to `memory` reaches it; None if there is no line.
+    """Return the rows at which the line through two trials reaches `memory`; None if there is no such line.
 
-    They are on both sides of it if possible: a peak is the highest of several lines, such as that of the gradients and
-    that of the activations, so trials that are further off may lie on another line.
+    The two trials are those with the needs closest to `memory`, one below and one above it if possible. Trials that are
+    further away may lie on another line: the peak is the maximum of several, such as that of the gradients and that of
+    the activations.
     """
     known = sorted((trial.rows, trial.needs) for trial in trials if trial.needs is not None)
     below = [point for point in known if point[1] <= memory]

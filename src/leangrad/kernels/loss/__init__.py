@@ -1,1 +1,1 @@
-"""Kernels of the loss: what turns the logits of some tokens into losses and the logits' gradient."""
+"""Kernels of the loss: they turn the logits of some tokens into losses and the gradient of the logits."""

@@ -1,9 +1,9 @@
 """Cross entropy over rows of logits in Triton; all formulas are in `ops/linear_cross_entropy.py`.
 
-A program owns a row. It reads the row once for the maximum and the sum of exponentials, and where a gradient is wanted
-once more, to write `du` in its place. Where `du` is half as wide as the logits, it lies in the first half of the row's
-own memory: column v is written at 2v bytes, when everything up to 4v has been read. There are no atomics: nothing
-depends on timing.
+A program processes one row. It reads the row once for the maximum and the sum of exponentials. If a gradient is needed,
+it reads the row again and writes `du` over it. If elements of `du` have half the size of logits, `du` is in the first
+half of the row's memory: column v is written at byte 2v, after everything up to byte 4v has been read. There are no
+atomics, so results do not depend on timing.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -24,7 +24,10 @@ BLOCK = 4096
 
 
 class Rows(NamedTuple):
-    """What n rows share, and where results go: target, nll, logsumexp, dscale (n,); bias, class_weight (V,)."""
+    """What n rows are computed with, and where results are written.
+
+    target, nll, logsumexp and dscale are (n,); bias and class_weight are (V,).
+    """
 
     target: Tensor
     bias: Tensor | None
@@ -111,7 +114,7 @@ def _rows_kernel(
             bias = tl.load(bias_ptr + at)
         raw_target, y_target, _tanh_target = _transform(raw_target, bias, scale, softcap, HAS_BIAS, HAS_SCALE, HAS_CAP)
 
-        # Each lane has a maximum and a sum of its own until the end: nothing waits in between.
+        # Each lane has its own maximum and sum until the end, so that the loop needs no reduction across lanes.
         highest = tl.full((BLOCK,), float("-inf"), tl.float32)
         totals = tl.zeros((BLOCK,), tl.float32)
         weighted = tl.zeros((BLOCK,), tl.float32)
@@ -130,7 +133,7 @@ def _rows_kernel(
                     weighted += tl.where(v < V, y, 0.0)
             y = tl.where(v < V, y, float("-inf"))
             higher = tl.maximum(highest, y)
-            shift = tl.where(higher == float("-inf"), 0.0, higher)  # as long as all is −inf
+            shift = tl.where(higher == float("-inf"), 0.0, higher)  # while all values are −inf
             totals = totals * tl.exp(highest - shift) + tl.exp(y - shift)
             highest = higher
         shift = tl.max(highest, 0)
@@ -172,20 +175,20 @@ def _rows_kernel(
                 du = tl.where(v < V, du, 0.0)
                 if NEEDS_SCALE:
                     dscale += tl.sum(tl.where(v < V, du * raw, 0.0), 0)
-                tl.debug_barrier()  # the whole block has been read: what is written lies over parts of it
+                tl.debug_barrier()  # all threads have read this block: `du` is written over parts of it
                 tl.store(du_ptr + v, du.to(du_ptr.dtype.element_ty), mask=v < width)
             if NEEDS_SCALE:
                 tl.store(dscale_ptr + row, dscale)
 
 
 def cross_entropy(rows: Rows, z: Tensor, factors: Tensor | None = None, du: Tensor | None = None) -> None:
-    """Write nll and logsumexp of rows of z = x Wᵀ, (n, V); and `du`, (n, V) in the memory of z, if given.
+    """Write nll and logsumexp of the rows of z = x Wᵀ, (n, V); and `du`, (n, V), which may be in z's memory, if given.
 
-    Rows of z may be up to 31 columns apart, which belong to z: they hold anything before and afterwards.
+    Rows of z may have up to 31 columns of padding, which belong to z: these hold any values before and afterwards.
     """
     n, V = z.shape
     block = min(BLOCK, max(16, triton.next_power_of_2(V)))
-    # What lies between V and the next row is read and written too: a mask at a multiple of 16 lets Triton load vectors.
+    # The padding of a row is read and written too: a mask that ends at a multiple of 16 lets Triton load vectors.
     in_place = du is None or du.data_ptr() == z.data_ptr()
     width = z.stride(0) if in_place and z.stride(0) - V < 32 and n > 0 else V
     class_sum = rows.class_sum if isinstance(rows.class_sum, Tensor) else z

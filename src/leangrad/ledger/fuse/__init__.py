@@ -1,6 +1,9 @@
-"""A chain of pointwise ops in a recipe, replayed as one kernel. Nothing below imports this room: it registers itself.
+"""Replays a chain of pointwise ops in a recipe as one Triton kernel.
 
-Read in this order: ``fused`` (what is replayed so, and when), ``chain`` (the ops of one), ``pattern`` and ``matcher``
-(a chain that was seen before), ``fused_plan`` (its program, proven and run), ``builder`` and ``lowering`` (how each op
-is written in a program), ``bit_exactness`` (whether an op has the bits of ATen's here).
+No folder below imports this one: ``fused.register`` enters it in ``replayers``, where rebuilds look it up.
+
+Read in this order: ``fused`` (what is replayed as one kernel, and when), ``chain`` (the ops of one chain), ``pattern``
+and ``matcher`` (recognize a chain that was seen before), ``fused_plan`` (the program of a chain: proven and run),
+``builder`` and ``lowering`` (how each op is written in a program), ``bit_exactness`` (whether an op has ATen's bits on
+this machine).
 """

@@ -1,11 +1,11 @@
-"""Whether an op in a program has the bits of ATen's, on this device, with this torch and this Triton.
+"""Checks whether an op in a program gives ATen's bits on this device, with this torch and this Triton.
 
 [Note: every op by itself]
-A chain is compared with ATen on real data before it is used, but real data are tame: no denormals, no infinities, few
-large numbers; and a wrong formula for a norm shows in one bfloat16 of 100,000. So before that each op of the chain is
-compared by itself, once for the dtypes and the kind of operands that it has there: a pointwise op on a million numbers,
-half of them random bits; a norm on 16 million, with the statistics that ATen computes for them. A pointwise op that
-fails takes no part in any program from then on.
+A chain is compared with ATen on real data before it is used. But real data have no denormals, no infinities and few
+large numbers; and a wrong formula for a norm changes only one bfloat16 in 100,000. So each op of the chain is first
+compared by itself, once for each set of operand dtypes and kinds that it has in a chain: a pointwise op on a million
+numbers, half of them random bits; a norm on 16 million, with the statistics that ATen computes for them. A pointwise op
+that fails is left out of all programs from then on.
 """
 
 from __future__ import annotations
@@ -21,24 +21,26 @@ from leangrad.ledger.fuse.builder import Builder, Operand, numbers_of
 from leangrad.ledger.fuse.lowering import LOWERINGS, NORMS, VIEWS, Norm
 from leangrad.ledger.values.value import Value
 
-SAMPLES = 1 << 12 if INTERPRETED else 1 << 20  # for a pointwise op
-NORM_SAMPLES = 1 << 14 if INTERPRETED else 1 << 24
-ROUNDS = 64  # with which so many are reached at most
+SAMPLES = 1 << 12 if INTERPRETED else 1 << 20  # numbers on which a pointwise op is compared
+NORM_SAMPLES = 1 << 14 if INTERPRETED else 1 << 24  # numbers on which a norm is compared
+ROUNDS = 64  # most trials of a norm over a small map to reach that many numbers
 BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 
 _known: dict[tuple[Any, ...], bool] = {}
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors have the same bits; NaN is NaN."""
+    """Whether two tensors have the same bits; any NaN equals any NaN."""
     bits = BITS[a.dtype]
     return bool(((a.view(bits) == b.view(bits)) | (a.isnan() & b.isnan())).all())
 
 
 def is_exact(value: Value, operands: list[Any], numbers: list[float], of: Builder) -> bool:
-    """Whether the op that makes ``value`` is exact: see [Note: every op by itself].
+    """Whether the op that makes ``value`` gives ATen's bits: see [Note: every op by itself].
 
-    ``operands``: its arguments, with slots for tensors and numbers; ``numbers``: all those of the chain ``of`` builds.
+    operands: its arguments, with an ``Operand`` for each tensor and number
+    numbers: all numbers of the chain
+    of: the builder of the chain's program
     """
     norm = NORMS.get(value.function)
     if value.function in VIEWS:
@@ -61,11 +63,11 @@ def _rounds(norm: Norm | None, x: Operand) -> int:
 
 
 class _Trial:
-    """An op on operands that were drawn for it: by ATen, and as a program."""
+    """Runs one op on random operands, by ATen and as a program, and compares the results."""
 
     def __init__(self, value: Value, operands: list[Any], numbers: list[float], of: Builder, seed: int) -> None:
         self.value, self.numbers, self.of = value, numbers, of
-        self.generator = torch.Generator(of.leaves[0].device).manual_seed(seed)  # the caller's state is not touched
+        self.generator = torch.Generator(of.leaves[0].device).manual_seed(seed)  # not the caller's random state
         self.norm = NORMS.get(value.function)
         self.tensors: list[Tensor] = []
         self.args: list[Any] = []  # for ATen
@@ -74,7 +76,7 @@ class _Trial:
             self._draw(a, operands)
 
     def agrees(self) -> bool:
-        """Whether both ways give the same bits."""
+        """Whether ATen and the program give the same bits."""
         value, norm = self.value, self.norm
         assert value.function is not None
         if norm is not None:
@@ -118,7 +120,7 @@ class _Trial:
         self.tensors.append(tensor)
 
     def _map(self, dtype: torch.dtype, operands: list[Any]) -> Tensor:
-        """The input of a norm: enough rows, or a map like that of the chain."""
+        """A random input for a norm: enough rows, or a tensor with the shape and strides of the chain's input."""
         assert self.norm is not None
         if not self.norm.by_rows:
             shape, stride = operands[0].shape, operands[0].stride
@@ -133,12 +135,12 @@ class _Trial:
         return torch.randn(shape, generator=self.generator, device=self.generator.device).to(dtype)
 
     def _sample(self, dtype: torch.dtype) -> Tensor:
-        """Every other number of the usual range; between them random bits: denormals, infinities and NaN among them."""
+        """Numbers of the usual range and random bits, in turn; the latter include denormals, infinities and NaN."""
         sample = self._normal(torch.float32, torch.Size((SAMPLES,))).mul_(3)
         if dtype is torch.bool:
             return sample > 0
         sample = sample.to(dtype)
-        if not INTERPRETED:  # the interpreter spoils denormals
+        if not INTERPRETED:  # the interpreter does not preserve denormals
             bits = sample[::2].view(BITS[dtype])
             bits.random_(torch.iinfo(bits.dtype).min, torch.iinfo(bits.dtype).max, generator=self.generator)
         return sample

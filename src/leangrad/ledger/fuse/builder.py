@@ -1,4 +1,4 @@
-"""From the ops of a chain to a pointwise program: operands, layouts, and where each element is found."""
+"""Builds a pointwise program from the ops of a chain: operands, layouts, and where each element is found."""
 
 from __future__ import annotations
 
@@ -15,47 +15,51 @@ from leangrad.kernels.pointwise import Input, Program, Step, Term
 Layout = tuple[torch.Size, tuple[int, ...]]
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-MAX_TERMS = 4  # that it may take to find an element of an input
+MAX_TERMS = 4  # most terms in the position of an element of an input
 
 
 class RefusedError(Exception):
-    """This chain cannot be one program; the argument says why."""
+    """This chain cannot be one program; the argument is the reason."""
 
 
 class Operand(NamedTuple):
-    """An operand: a tensor at hand ("leaf"), a number ("scalar", or its "inverse"; no dtype), a result ("step")."""
+    """An operand of a step.
+
+    kind: "leaf" is a tensor that the chain reads, "scalar" a number, "inverse" the reciprocal of a number, "step" the
+    result of a step. A number has no dtype.
+    """
 
     kind: str
-    number: int  # among those of its kind
+    number: int  # index among the chain's leaves, the chain's numbers, or the builder's steps
     dtype: torch.dtype | None = None
     shape: torch.Size = torch.Size()
-    stride: tuple[int, ...] = ()  # of a leaf; of a step where it can be told
+    stride: tuple[int, ...] = ()  # of a leaf; of a step if it is known, else ()
 
 
 class Builder:
-    """The steps so far, and what they read.
+    """The steps that were built so far, and the tensors and numbers that they read.
 
-    ``leaves`` are the tensors at hand; ``variant`` chooses among the formulas of an op for which a library has several
-    kernels.
+    ``leaves`` are the tensors that the chain reads; ``variant`` selects one of the formulas of an op for which a
+    library has several kernels.
 
-    [Note: views inside a chain] All steps of a chain have their elements in one order, that of the root in memory; an
-    output that lies in memory in another order is written row by row to its places. A view that keeps the order
-    (another shape for the same contiguous memory, a transposition) is no work at all: only operands that are broadcast
-    have to be found by the shape on their side of it. So each step has a layout of its own, which is known from the
-    result downwards, and operands are placed at the end, in ``program``.
+    [Note: views inside a chain] All steps of a chain have their elements in one order, that of the root in memory. An
+    output that lies in memory in another order is written row by row to its positions there. A view that keeps the
+    order (another shape for the same contiguous memory, a transposition) costs nothing: only broadcast operands have to
+    be located by the shape on their side of the view. So each step has a layout of its own, which is computed from the
+    result downwards, and the positions of operands are computed at the end, in ``program``.
     """
 
     def __init__(self, leaves: list[Tensor], variant: int = 0) -> None:
         self.leaves = leaves
         self.variant = variant
-        self.inputs: list[tuple[int, Input]] = []  # the number of the leaf, and how it is read
-        self.scalars: list[tuple[int, bool]] = []  # the number of the recipe's scalar, and whether it is inverted
-        self.layouts: list[Layout | None] = []  # of the steps
+        self.inputs: list[tuple[int, Input]] = []  # index of the leaf, and how it is read
+        self.scalars: list[tuple[int, bool]] = []  # index in the chain's numbers, and whether it is inverted
+        self.layouts: list[Layout | None] = []  # of the steps; None until ``program`` knows it
         self._steps: list[tuple[str, tuple[Operand, ...], torch.dtype]] = []
-        self._backs: dict[int, Callable[[Layout], Layout]] = {}  # the layout before a view from that behind it
+        self._backs: dict[int, Callable[[Layout], Layout]] = {}  # maps a layout after a view to that before, by step
 
     def leaf(self, number: int) -> Operand:
-        """A tensor at hand."""
+        """The operand for a leaf of the chain; raises ``RefusedError`` if a program cannot read its tensor."""
         tensor = self.leaves[number]
         if tensor.dtype not in FLOATS and tensor.dtype is not torch.bool:
             raise RefusedError(f"{tensor.dtype}")
@@ -64,7 +68,7 @@ class Builder:
         return Operand("leaf", number, tensor.dtype, tensor.shape, tensor.stride())
 
     def step(self, op: str, dtype: torch.dtype | None, *operands: Operand) -> Operand:
-        """Compute ``op`` and round to ``dtype``."""
+        """Append a step that computes ``op`` and rounds to ``dtype``; returns its result."""
         if dtype not in FLOATS:
             raise RefusedError(f"a result in {dtype}")
         shape = torch.broadcast_shapes(*(s.shape for s in operands))
@@ -73,14 +77,17 @@ class Builder:
         return Operand("step", len(self._steps) - 1, dtype, shape, strides.pop() if len(strides) == 1 else ())
 
     def view(self, slot: Operand, seen: Layout, back: Callable[[Layout], Layout]) -> Operand:
-        """See the elements of ``slot`` in another shape, in the same order in memory."""
+        """View the elements of ``slot`` with the layout ``seen``, in the same order in memory.
+
+        ``back`` maps the layout of the result to that of ``slot``.
+        """
         if seen[0].numel() != slot.shape.numel():
             raise RefusedError("a view of a part")
         self._backs[len(self._steps)] = back
         return Operand("step", self.step("cast", slot.dtype, slot).number, slot.dtype, *seen)
 
     def program(self, outputs: tuple[int, ...], result: Layout) -> Program:
-        """What was built; ``outputs`` are numbers of steps, the last one is the result."""
+        """The program of all steps. ``outputs``: indices of steps; the last one has the layout ``result``."""
         self.layouts = [None] * len(self._steps)
         self.layouts[outputs[-1]] = result
         placed: list[list[tuple[str, int]]] = []
@@ -98,7 +105,7 @@ class Builder:
         return Program(tuple(i for _, i in self.inputs), len(self.scalars), steps, outputs)
 
     def _place(self, slot: Operand, layout: Layout) -> tuple[str, int]:
-        """The operand among the inputs, scalars or steps of the program, for a step of this layout."""
+        """Where a step of this layout finds ``slot``: "input", "scalar" or "step", and the index among those."""
         if slot.kind == "step":
             if self.layouts[slot.number] not in (None, layout):
                 raise RefusedError("a value that is seen in two ways")
@@ -119,12 +126,12 @@ def _index(entries: list[Any], entry: Any) -> int:
 
 
 def numbers_of(wanted: list[tuple[int, bool]], scalars: list[float]) -> list[float]:
-    """The scalars of a program, which ``Builder.scalars`` says, from those of the recipe."""
+    """The numbers that a program takes, listed in ``wanted`` (``Builder.scalars``), from those of the chain."""
     return [_inverse(scalars[k]) if inverted else scalars[k] for k, inverted in wanted]
 
 
 def _inverse(number: float) -> float:
-    """1 / number in float32, as ATen computes it on the host: rounding to double in between does no harm."""
+    """1 / number, which ATen computes in float32 on the host: rounding it to double first gives the same float32."""
     rounded = ctypes.c_float(number).value
     return 1.0 / rounded if rounded else math.copysign(math.inf, rounded)
 
@@ -133,6 +140,8 @@ def find_terms(
     shape: torch.Size, stride: tuple[int, ...], full_shape: torch.Size, full_stride: tuple[int, ...]
 ) -> tuple[Term, ...] | None:
     """Where a tensor, broadcast to ``full_shape``, has the element that lies at i in dense memory of ``full_stride``.
+
+    Returns the terms of ``Input``; None if the element lies at i here too.
 
     >>> find_terms(torch.Size((3,)), (1,), torch.Size((5, 3)), (3, 1))
     ((1, 3, 1),)
@@ -164,7 +173,7 @@ def find_terms(
 
 
 def contiguous_strides(shape: torch.Size) -> tuple[int, ...]:
-    """The strides of contiguous memory."""
+    """The strides of a contiguous tensor of this shape."""
     strides = [1] if shape else []
     for n in reversed(shape[1:]):
         strides.append(strides[-1] * n)
@@ -172,13 +181,13 @@ def contiguous_strides(shape: torch.Size) -> tuple[int, ...]:
 
 
 def is_contiguous(layout: Layout) -> bool:
-    """Whether elements lie in the order of their indices, without holes."""
+    """Whether the elements lie in the order of their indices, without gaps."""
     shape, stride = layout
     return all(n == 1 or s == t for n, s, t in zip(shape, stride, contiguous_strides(shape), strict=True))
 
 
 def is_dense(layout: Layout) -> bool:
-    """Whether elements fill their memory, each place once, in any order."""
+    """Whether the elements fill their memory without gaps or overlaps, in any order."""
     filled = 1
     for step, size in sorted((step, size) for size, step in zip(*layout, strict=True) if size > 1):
         if step != filled:

@@ -1,4 +1,4 @@
-"""The program of a chain over tensors of one kind: assembled, compiled, compared and run."""
+"""The program of a chain, for tensors of one kind: it is built, compiled, compared with ATen, and run."""
 
 from __future__ import annotations
 
@@ -21,42 +21,42 @@ from leangrad.ledger.fuse.chain import Chain
 from leangrad.ledger.fuse.lowering import LOWERINGS, VARIANTS
 from leangrad.ledger.values.value import Value
 
-PROOFS = 3  # times that a program is compared before it is used
-PIECE = 1 << 22  # elements that are compared at once
-ROW = 32  # elements that have to lie together in an output whose order in memory is another one
-MAX_VARIETY = 32  # programs for one row of ops: beyond that shapes change too often to compile for each
+PROOFS = 3  # comparisons that a program has to pass before it is used
+PIECE = 1 << 22  # elements that are compared at a time
+ROW = 32  # fewest elements that may lie together in an output whose memory order differs from the root's
+MAX_VARIETY = 32  # programs for one sequence of ops; with more, shapes change too often to compile for each
 
 
 class InexactError(Exception):
-    """An op has other bits here than ATen's; the argument is its value."""
+    """An op does not give ATen's bits on this machine; the argument is the value that it makes."""
 
 
 class CutError(Exception):
-    """A value, whose number is the argument, is laid out otherwise or is smaller: the chain has to end there."""
+    """The chain has to end at a value that has another layout or fewer elements; the argument is its index."""
 
 
 class RemainingChecks:
-    """How often a program has yet to be compared."""
+    """How often a program must still be compared before it is used, and whether a comparison has failed."""
 
     def __init__(self) -> None:
         self.missing = PROOFS
         self.failed = False
 
 
-_proofs: dict[Any, RemainingChecks] = {}
-_variety: defaultdict[tuple[str, ...], set[Program]] = defaultdict(set)  # the programs for each row of ops
+_proofs: dict[Any, RemainingChecks] = {}  # by program; with the shape and strides too if a norm has variants
+_variety: defaultdict[tuple[str, ...], set[Program]] = defaultdict(set)  # the programs for each sequence of ops
 
 
 class Plan:
-    """A program for one kind of chain over tensors of one kind of layout.
+    """A program for one kind of chain, over leaves of given shapes, strides and dtypes.
 
     n           elements of the result
-    leaves      which of the chain's leaves it reads, in the order of its arguments
-    scalars     which of the chain's numbers, and whether each is inverted
-    outputs     shape, strides and dtype of each; the last is the root
-    uses        how often the chain itself reads each
-    pick        takes out of the chain's leaves those that it reads
-    rooms       for each output a leaf that it may be written over, if that is owned, else −1; and what allocates it
+    leaves      indices of the chain's leaves that the program reads, in the order of its arguments
+    scalars     for each number that the program takes: its index in the chain, and whether it is inverted
+    outputs     shape, strides and dtype of each output; the last is the root
+    uses        for each output: how often the chain itself reads it
+    pick        selects the tensors that the program reads from those of all leaves
+    rooms       for each output: the leaf that it may overwrite if that is owned (−1: none), and its allocator
     """
 
     def __init__(self, chain: Chain, leaves: list[Tensor], variant: int = 0) -> None:
@@ -77,7 +77,7 @@ class Plan:
             program = Program(*program[:-1], places)
         self.n = shape.numel()
         self.leaves = [k for k, _ in builder.inputs]
-        self.scalars = builder.scalars  # and not the builder, which holds the leaves
+        self.scalars = builder.scalars  # the builder itself is not kept: it holds the leaves' tensors
         self.uses = [chain.uses[k] for k in chain.outputs]
         self.outputs = [(*layouts[j], slots[k].dtype or torch.float32) for j, k in enumerate(chain.outputs)]
         wide = max(self.n, *(_reach(leaves[k]) for k in self.leaves)) >= 2**31 - BLOCK
@@ -92,9 +92,10 @@ class Plan:
         self.launches = 0
 
     def _find_over(self, builder: Builder, leaves: list[Tensor]) -> list[int]:
-        """For each output a leaf that it may be written over, if that is owned; else −1.
+        """For each output, the index of a leaf that it may overwrite if that leaf is owned, or −1.
 
-        An output that has places is written elsewhere than a leaf is read, over what other blocks have yet to read.
+        An output with ``places`` overwrites none: it is written at other positions than the leaf is read from, where
+        other blocks may still have to read.
         """
         found: list[int] = []
         for (shape, stride, dtype), places in zip_longest(self.outputs, self.kernel.program.places):
@@ -110,7 +111,7 @@ class Plan:
         return found
 
     def run(self, leaves: Sequence[Tensor], owned: Sequence[bool] | None, scalars: list[float]) -> list[Tensor]:
-        """The outputs of the program, in memory that nobody else sees; ``owned`` None: of the leaves none is."""
+        """Run the kernel; returns the outputs, in memory that nothing else uses. ``owned`` None: no leaf is owned."""
         if owned is None:
             outputs = [allocate() for _, allocate in self.rooms]
         else:
@@ -121,10 +122,10 @@ class Plan:
         return outputs
 
     def agrees(self, leaves: list[Tensor], scalars: list[float], expected: list[Tensor]) -> bool:
-        """Whether the program gives the bits of ``expected``, tried in pieces; NaN is NaN."""
+        """Whether the program gives the bits of ``expected``, compared piece by piece; any NaN equals any NaN."""
         inputs, numbers = [leaves[k] for k in self.leaves], numbers_of(self.scalars, scalars)
         flat: list[Tensor] = []
-        whole: dict[int, Tensor] = {}  # outputs in another order, which no piece has a part of
+        whole: dict[int, Tensor] = {}  # outputs in another memory order, allocated whole: a piece would be scattered
         for t, (shape, stride, dtype) in zip(expected, self.outputs, strict=True):
             if t.shape != shape or t.dtype != dtype or not _alike(t.stride(), stride, shape):
                 return False
@@ -147,13 +148,13 @@ class Plan:
 
 
 def _picker(places: list[int]) -> Callable[[Sequence[Tensor]], Sequence[Tensor]]:
-    """What takes these out of a row: one in the place of a loop."""
+    """Return a function that selects the entries at ``places`` from a sequence, in one call instead of a loop."""
     first, *others = places
     return itemgetter(first, *others) if others else itemgetter(slice(first, first + 1))
 
 
 def _operands(b: Builder, value: Value, parts: list[Any], slots: list[Operand], scalars: Iterator[int]) -> list[Any]:
-    """The arguments of one op, with slots for tensors and numbers; ``slots``: the results of the ops before it."""
+    """The arguments of one op, with an ``Operand`` for each tensor and number; ``slots``: results of earlier ops."""
     operands: list[Any] = []
     for part, a in zip(parts, value.args, strict=False):
         if type(a) is Value:
@@ -164,7 +165,7 @@ def _operands(b: Builder, value: Value, parts: list[Any], slots: list[Operand], 
 
 
 def _lower(b: Builder, value: Value, operands: list[Any]) -> Operand:
-    """The steps of one op."""
+    """Append the steps of one op to ``b``; returns its result."""
     try:
         slot = LOWERINGS[value.function](b, *operands, **value.kwargs)
     except (TypeError, AttributeError, RuntimeError) as error:  # an operand is missing, or of another kind or shape
@@ -173,7 +174,7 @@ def _lower(b: Builder, value: Value, operands: list[Any]) -> Operand:
 
 
 def _layout(root: Value, slot: Operand) -> Layout:
-    """The layout of the root: as it was when it was saved, else what can be told from its operands."""
+    """The layout that the root had when it was saved; if that is not known, the one that follows from its operands."""
     layout = root.layout or (slot.shape, slot.stride)
     if layout[0] != slot.shape or len(layout[1]) != len(layout[0]):
         raise RefusedError("a layout that only ATen knows")
@@ -181,10 +182,10 @@ def _layout(root: Value, slot: Operand) -> Layout:
 
 
 def _output(number: int, value: Value, slot: Operand, b: Builder) -> tuple[Layout, tuple[Term, ...] | None]:
-    """How an output lies in memory, as it did when it was saved; and where its elements are, if in another order."""
+    """The layout that an output had when it was saved; and its ``places`` if its order differs from the root's."""
     layout = b.layouts[slot.number]
     if layout is None or slot.shape != layout[0]:
-        raise CutError(number)  # it is broadcast further up
+        raise CutError(number)  # a later op of the chain broadcasts it
     if value.layout is None or (value.layout[0] == layout[0] and _alike(value.layout[1], layout[1], layout[0])):
         return value.layout or layout, None
     if value.layout[0] != layout[0] or not is_dense(value.layout):
@@ -199,12 +200,12 @@ def _output(number: int, value: Value, slot: Operand, b: Builder) -> tuple[Layou
 
 
 def _alike(a: tuple[int, ...], b: tuple[int, ...], shape: torch.Size) -> bool:
-    """Whether two rows of strides lay out ``shape`` alike."""
+    """Whether the strides ``a`` and ``b`` lay out ``shape`` in the same way."""
     return a == b or all(n == 1 or x == y for x, y, n in zip(a, b, shape, strict=True))
 
 
 def _compiled(chain: Chain, program: Program, wide: bool) -> Kernel:
-    """The kernel of a program, unless there are too many such already."""
+    """The kernel of ``program``; raises ``RefusedError`` if this sequence of ops already has too many programs."""
     alike = _variety[tuple(v.op for v in chain.values)]
     if program not in alike and len(alike) >= MAX_VARIETY:
         raise RefusedError("too many shapes")

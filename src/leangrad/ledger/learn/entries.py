@@ -1,13 +1,13 @@
-"""What became of each saved tensor of a recorded step, for the summary."""
+"""The saved tensors of a recorded step as the summary shows them: kept, rebuilt, shared or shape only, and why."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-SHAPE_ONLY = "shape only"  # an outcome
+SHAPE_ONLY = "shape only"  # a value of ``Entry.outcome``
 
-# Reasons, as the summary shows them.
+# Values of ``Entry.why``: the reasons, as the summary shows them.
 SHARED = "kept or rebuilt once for all that read it"
 EXTRA = "larger tensors are rebuilt from it"
 LOWER_PEAK = "rebuilding it would raise the peak"
@@ -20,27 +20,27 @@ TOO_MUCH_WORK = "too small for the work of rebuilding it"
 class Entry:
     """One saved tensor in the summary."""
 
-    module: str  # the module whose forward saved it: its derivative reads it
-    op: str  # what made it
+    module: str  # path of the module whose forward saved the tensor, and whose backward reads it
+    op: str  # autograd node or op that made the tensor
     outcome: str  # "kept", "rebuilt", "shared" or "shape only"
     nbytes: int
-    why: str
-    made_by: str = ""  # the module whose forward made it
-    is_extra: bool = False  # kept for recipes to start from: plain PyTorch would not keep it
+    why: str  # reason for the outcome; empty if there is nothing to explain
+    made_by: str = ""  # path of the module whose forward made the tensor
+    is_extra: bool = False  # kept only because recipes start from it; plain PyTorch would not keep it
 
 
 @dataclass(frozen=True)
 class Totals:
-    """Bytes of the tensors that autograd wanted to keep in one recorded step, by what became of them."""
+    """Bytes of the tensors that autograd saved in one recorded step, by outcome."""
 
     kept_bytes: int = 0
     rebuilt_bytes: int = 0
-    shared_bytes: int = 0  # asked for again, and kept or rebuilt once for all readers
-    shape_only_bytes: int = 0  # of which backward reads the shape alone
+    shared_bytes: int = 0  # tensors saved once more: each is kept or rebuilt once for all of its readers
+    shape_only_bytes: int = 0  # tensors of which backward reads only the shape
 
     @classmethod
     def of(cls, entries: Iterable[Entry]) -> Totals:
-        """Sum the entries of a step by what became of each tensor."""
+        """Sum the bytes of the entries of a step by outcome."""
         found = dict.fromkeys(("kept", "rebuilt", "shared", SHAPE_ONLY), 0)
         for entry in entries:
             found[entry.outcome] += entry.nbytes

@@ -1,4 +1,4 @@
-"""The random state of an op, taken before it runs, and the op run again from it."""
+"""Records the generator state before an op runs, and runs the op again from that state."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ State = Tensor | tuple[int, int]
 Mark = bytes | tuple[int, int]
 Result = TypeVar("Result")
 
-one_at_a_time = threading.Lock()  # a state, the op that draws from it, and the state after it belong together
+one_at_a_time = threading.Lock()  # held from reading the state before an op to reading the state after it
 
 
 def state_of(device: torch.device) -> State | None:
-    """The state of the default generator of ``device``, or None where it cannot be put back later.
+    """Return the state of the default generator of ``device``, or None if it cannot be restored later.
 
-    5 KB on a CPU (a Mersenne twister), two integers on CUDA (Philox seed and offset). While a CUDA graph is captured
-    the offset is not known to the host, so there is none.
+    It is 5 KB on a CPU (a Mersenne twister) and two integers on CUDA (Philox seed and offset). None while a CUDA graph
+    is captured, because the host does not know the offset then.
     """
     if device.type == "cpu":
         return torch.get_rng_state()
@@ -37,24 +37,24 @@ def state_of(device: torch.device) -> State | None:
 
 
 def mark_of(device: torch.device) -> Mark | None:
-    """Where the default generator of ``device`` stands: enough of its state to tell whether it was drawn from."""
+    """Return enough of the state of ``device``'s default generator to tell whether it was drawn from."""
     state = state_of(device)
     return _mark(state) if isinstance(state, Tensor) else state
 
 
-MARK_BYTES = 128  # the seed, the place among the twister's words, and the first of these
+MARK_BYTES = 128  # the seed, the position among the twister's words, and the first words
 
 
 def _mark(state: Tensor) -> bytes:
-    # Read as bytes and not by ops of torch: one that runs seldom takes 50 microseconds to come into the caches.
+    # Read as bytes, not by torch ops: an op that runs rarely is not in the CPU caches and takes 50 microseconds.
     return ctypes.string_at(state.data_ptr(), MARK_BYTES if _marks_tell() else state.nbytes)
 
 
 @functools.cache
 def _marks_tell() -> bool:
-    """Whether the head of a CPU state tells of one more draw, and of a whole round of the twister.
+    """Whether the first ``MARK_BYTES`` of a CPU state change with one more draw and with a full round of the twister.
 
-    After a round its place is the same, and its words are others.
+    After a full round the position is the same, but the words differ.
     """
     generator = torch.Generator()
     states = [generator.get_state()]
@@ -66,9 +66,10 @@ def _marks_tell() -> bool:
 
 
 def draw_again(state: State, after: Mark | None, draw: Callable[[torch.Generator], Result]) -> Result:
-    """``draw`` on a CPU generator of its own at ``state``: nobody else draws from it, and nobody's draws are disturbed.
+    """Run ``draw`` on a new CPU generator that is set to ``state``, and return its result.
 
-    It must end where the default generator ended the first time, at the mark ``after``.
+    No other code draws from that generator, and the default generator does not change. Raises LeangradError unless the
+    generator ends at the mark ``after``, where the default generator ended in forward.
     """
     assert isinstance(state, Tensor)
     generator = torch.Generator()
@@ -80,10 +81,11 @@ def draw_again(state: State, after: Mark | None, draw: Callable[[torch.Generator
 
 
 def run_again(state: State, after: Mark | None, device: torch.device, function: Callable[[], Result]) -> Result:
-    """``function()`` as it ran from ``state`` on CUDA, whose ops draw from the default generator alone.
+    """Run ``function()`` with the default CUDA generator set to ``state``, and return its result.
 
-    The generator is left as it was found. It must end where it ended the first time, ``after``: it does not if another
-    thread drew from it in between, and then the numbers cannot be had again.
+    CUDA ops draw from the default generator only; its state is restored afterwards. Raises LeangradError unless the
+    generator ends at the mark ``after``, as in forward. It does not if another thread drew from it in between; then the
+    same numbers cannot be drawn again.
     """
     with one_at_a_time:
         generator = _cuda_generator(device)
@@ -100,24 +102,27 @@ def run_again(state: State, after: Mark | None, device: torch.device, function: 
 
 
 class Draw:
-    """The one draw of a call on CUDA, while it runs: the dropout of a fused attention.
+    """The single random draw of a CUDA call while it runs: the dropout of a fused attention.
 
-    [Note: attention that draws] The kernel takes its mask from the default generator and moves that on by as much as
-    the shapes say, so from the same state it draws the same mask. The state is that before the call, in which nothing
-    else draws. Seed and offset are saved by the node too, but on the device: to read them there would wait for the GPU.
-    Autograd saves the output of the attention inside the call, when the kernel has been launched: the state after it is
-    read then. If that is the state before, no kernel ran (a selective checkpoint has handed out what it kept), and
-    there is no note.
+    [Note: attention that draws] The kernel draws its mask from the default generator and advances the generator by an
+    amount that depends on the shapes alone, so from the same state it draws the same mask. That state is read before
+    the call, in which nothing else draws. The node saves seed and offset, too, but on the device: reading them would
+    synchronize with the GPU. Autograd saves the output of the attention inside the call, after the kernel was launched:
+    the state after the kernel is read at that moment. If it equals the state before, no kernel ran (a selective
+    checkpoint has returned the output that it kept), and nothing is recorded.
     """
 
     __slots__ = ("_device", "_first", "_state")
 
     def __init__(self, device: torch.device, state: State, first: int) -> None:
-        """``state``: before the call; ``first``: the number of the first node that the call may make."""
+        """``state``: generator state before the call; ``first``: lowest sequence number of the nodes of the call."""
         self._device, self._state, self._first = device, state, first
 
     def note(self, node: Node) -> bool:
-        """If ``node`` is of the attention that has drawn, note how it runs again; whether it is."""
+        """Record in ``node`` how it runs again, if it is the attention that has drawn; returns whether it is.
+
+        True also if no kernel ran, and then nothing is recorded.
+        """
         if type(node).__name__ not in ATTENTION or node._sequence_nr() < self._first or not node._saved_dropout_p:
             return False
         after = mark_of(self._device)
@@ -126,7 +131,7 @@ class Draw:
         return True
 
 
-# The nodes of fused kernels that draw; that on a CPU draws nothing.
+# The nodes of fused kernels that draw random numbers; the fused kernel on a CPU does not.
 ATTENTION = frozenset(f"ScaledDotProduct{kind}AttentionBackward0" for kind in ("Flash", "Efficient", "Cudnn"))
 
 _DISTURBED = (

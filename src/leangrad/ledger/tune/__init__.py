@@ -1,7 +1,8 @@
-"""From step to step towards what the user asked for: a budget of memory, or a bound on the time.
+"""The search for a plan that meets what the user asked for: a memory budget, or a bound on the time.
 
-Read in this order: ``goal`` (what was asked, and how one step runs), ``peaks`` (what steps took, and what one is
-foreseen to take; ``history`` tells it on a GPU, ``meter`` on a CPU), ``course`` (what both courses share: plans, and
-steps that are timed), ``to_budget``, ``to_slowdown`` and ``pace`` (which plan is tried next for a bound on the time),
-``tuner``.
+Read in this order: ``goal`` (what the user asked for, and how one step is to run), ``peaks`` (measured and predicted
+peaks of steps; the figures come from the allocator's counters and from ``history`` on a GPU, and from ``meter`` on a
+CPU), ``plan_search`` (what both searches share: plans, and steps that are timed), ``budget_search``,
+``slowdown_search`` and ``candidate_plans`` (which plan the slowdown search tries next), ``tuner``. A ledger without a
+goal uses ``host_limit`` alone.
 """

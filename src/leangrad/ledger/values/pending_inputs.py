@@ -1,4 +1,4 @@
-"""Recipes that wait for an absent value: the output of an op that is never computed twice, which nobody has kept."""
+"""Recipes that wait for absent values: outputs of ops that are never computed twice, and that are not kept so far."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from torch import Tensor
 
 
 class WaitingValue(Protocol):
-    """What is asked of a value whose recipe may wait, or that others wait for."""
+    """What this file needs of a value whose recipe may wait, or that other recipes wait for: see `Value`."""
 
-    tensor: Tensor | None
-    function: Callable[..., Any] | None
-    inputs: tuple[Self, ...]
+    tensor: Tensor | None  # the kept tensor
+    function: Callable[..., Any] | None  # what rebuilds it; with neither tensor nor function the value is absent
+    inputs: tuple[Self, ...]  # the values that its recipe reads
     nbytes: int
     blocked: tuple[Self, ...]  # the absent values that its recipe waits for
-    waiters: list[weakref.ref[Self]] | None  # whose recipes wait for this one
+    waiters: list[weakref.ref[Self]] | None  # the values whose recipes wait for this one
 
     def unblocked(self) -> None:
-        """Nothing is missing any more."""
+        """Called when the recipe no longer waits for any value."""
 
 
 V = TypeVar("V", bound=WaitingValue)
 
 
 def blocking(values: Iterable[V]) -> tuple[V, ...]:
-    """The absent values under ``values``, each once."""
+    """Returns the absent values among ``values`` and in their recipes, each once."""
     found: list[V] = []
     for v in values:
         if v.tensor is not None:
@@ -39,7 +39,7 @@ def blocking(values: Iterable[V]) -> tuple[V, ...]:
 
 
 def wait(value: V) -> None:
-    """Enter ``value`` with every input of its recipe that cannot be had yet."""
+    """Add ``value`` to the ``waiters`` of each of its inputs that is absent or waits itself."""
     for v in value.inputs:
         if v.tensor is None and (v.function is None or v.blocked):
             if v.waiters is None:
@@ -48,7 +48,7 @@ def wait(value: V) -> None:
 
 
 def notify(value: V) -> None:
-    """``value`` can be had now: look again at every recipe that waited for it."""
+    """Update every recipe that waits for ``value``, which is kept now or can be rebuilt."""
     waiters, value.waiters = value.waiters, None
     for ref in waiters or ():
         waiter = ref()
@@ -59,7 +59,7 @@ def notify(value: V) -> None:
 
 
 def released(blocked: tuple[V, ...]) -> int:
-    """The bytes of kept tensors that need nothing but ``blocked`` to be rebuilt."""
+    """Returns the bytes of kept tensors that could be rebuilt if the absent values ``blocked`` were kept."""
     seen: set[int] = set()
     total = 0
     stack = list(blocked)

@@ -1,10 +1,12 @@
-"""What autograd holds for a tensor that was saved in a call, until it is decided what becomes of the tensor.
+"""`PendingSave`: what autograd holds for a saved tensor whose decision waits until the call that saved it has ended.
 
 [Note: decided when the call has ended]
-A pack hook is given a tensor, and not told which node saves it, or as what. One tensor may be saved twice in a call,
-and autocast or a composite function may have made another one of the argument. So during a call that may make a listed
-node, the hook hands autograd an empty ``PendingSave`` for each tensor. When the call has ended its nodes are there,
-each slot is found again under the name of the node that holds it, and only then is it decided what becomes of it.
+A pack hook receives a tensor, but neither the node that saves it nor the name under which the node saves it. The tensor
+does not tell them either: a call may save one tensor twice, and autocast or a composite function may save another
+tensor than the call's argument. So during a call that may make a node of ``SHAPE_ONLY``, the hook returns an empty
+``PendingSave``, a slot, for each tensor. After the call its nodes exist; each slot is found there by the node that
+holds it and the name under which it is held, and only then is it decided whether the tensor is kept, shared or rebuilt,
+or whether its shape is enough.
 """
 
 from __future__ import annotations
@@ -24,49 +26,51 @@ from leangrad.ledger.values.saved import Bare
 
 @final
 class PendingSave:
-    """What autograd holds for a tensor that was saved in a call; ``packed`` is decided when the call has ended."""
+    """A saved tensor that is not decided yet; ``packed`` is set when the call that saved it has ended."""
 
     __slots__ = ("expected", "number", "packed", "tensor", "version")
 
     def __init__(self, tensor: Tensor, number: int, expected: bool = False) -> None:
-        self.tensor: Tensor | None = tensor
-        self.number = number  # of the saved tensor in its step
-        self.expected = expected  # a stand-in served in the recorded step
-        self.version = tensor._version
-        self.packed: Packed | None = None
+        self.tensor: Tensor | None = tensor  # None: it is decided
+        self.number = number  # how many tensors the step had saved before this one
+        self.expected = expected  # True: in the recorded step the shape of this tensor was enough
+        self.version = tensor._version  # when it was saved
+        self.packed: Packed | None = None  # what the decision made of it; None: it is not decided yet
 
     def unpack(self) -> Tensor:
-        """Autograd wants its tensor back."""
+        """Returns the tensor to autograd."""
         if self.packed is None:
             raise LeangradError("a saved tensor was asked for inside the call that saved it; this is a bug in leangrad")
         return self.packed.unpack()
 
     def keep(self) -> None:
-        """Keep the tensor as it was when it was saved."""
+        """Keep the tensor, and expect the version that it had when it was saved."""
         assert self.tensor is not None
         self.packed, self.tensor = Bare(self.tensor.detach(), self.version), None
 
 
 def packed_in(raw: Any) -> Any:
-    """What became of the saved tensor ``raw`` of a node; the tensor itself if it passed no hook.
+    """Returns what the pack hook made of ``raw``, a ``_raw_saved_`` attribute of a node; without a hook, the tensor.
 
-    A slot that is not decided yet stands for itself: no recipe can read it.
+    For a `PendingSave` that is its ``packed``, or the `PendingSave` itself while it is not decided: no recipe can read
+    that.
     """
     found = _torch.packed(raw)
     return found.packed or found if type(found) is PendingSave else found
 
 
 class ShapeOnlyReader(NamedTuple):
-    """The node that reads a saved tensor for its shape alone, and how much of the shape."""
+    """A node that reads a saved tensor only for its shape."""
 
     node: Any
-    kind: str
+    kind: str  # what it reads: SIZES, LAYOUT or INDEXED, see ``shape_only.py``
 
 
 def claims(out: Any, first: int) -> dict[int, ShapeOnlyReader]:
-    """By the id of its slot: each saved tensor that is on the list, of all nodes that the call of ``out`` has made.
+    """Returns the readers in ``SHAPE_ONLY`` of the pending tensors that one call saved, by the id of `PendingSave`.
 
-    first: the number of the first node that the call could make.
+    out: what the call returned; its nodes are found from there.
+    first: the sequence number of the first node that the call could make.
     """
     found: dict[int, ShapeOnlyReader] = {}
     for node in _nodes(out, first):
@@ -84,7 +88,7 @@ def _nodes(out: Any, first: int) -> Iterator[Any]:
     seen: set[Any] = set()
     while stack:
         node: Any = stack.pop()
-        # A leaf has the highest number of all.
+        # AccumulateGrad has the highest of all sequence numbers.
         if node is None or node in seen or type(node) is AccumulateGrad or node._sequence_nr() < first:
             continue
         seen.add(node)

@@ -1,21 +1,23 @@
-"""Saved for its shape alone: tensors of which backward reads only the sizes, or sizes and strides, are not kept.
+"""Saved tensors of which backward reads only the sizes, or sizes and strides. They need not be kept.
 
 [Note: which saved tensors are read for their shape alone]
-Autograd saves a whole tensor wherever a derivative formula names it, even if the formula asks only for its sizes:
-``gather`` needs its input to know how large a gradient to fill with zeros. ``SHAPE_ONLY`` lists these, by the type of
-the node and the name under which the node saves the tensor. The entries were read off torch's ``derivatives.yaml``.
-That no value is read, and that gradients have plain's bits and strides, is tested for each of them, with stand-ins of
-different values. A formula may change with a release: for one that is newer than ``NEWEST`` the list is empty.
+Autograd saves a whole tensor wherever a derivative formula names it, even if the formula uses only its sizes: backward
+of ``gather`` uses its input only to know how large a gradient to fill with zeros. ``SHAPE_ONLY`` lists such tensors, by
+the type of the node and the name under which the node saves the tensor. The entries were read off torch's
+``derivatives.yaml``. For each of them a test shows, with stand-ins of different values, that backward reads no element
+and that gradients have the bits and strides of plain PyTorch. A formula may change with a release of torch: for a
+release newer than ``NEWEST`` the list is empty.
 
 SIZES    Backward reads sizes, dtype and device. The stand-in is one element, expanded.
 LAYOUT   Backward reads strides too, mostly as the memory format of the gradient that it makes: ``zeros_like(self)``,
-         ``self.suggest_memory_format()``. The stand-in is uninitialised, of the same sizes and strides, and lives for
-         the one node. A tensor that another reader keeps anyway is handed out itself: a stand-in would only add to it.
-INDEXED  As LAYOUT, for a max pooling that saves its indices as well. Where the indices are rebuilt their recipe needs
-         the input, so the input itself is handed out. ``Decider.is_shape_only`` decides.
+         ``self.suggest_memory_format()``. The stand-in is uninitialised, has the same sizes and strides, and lives only
+         while its node runs. If another reader keeps the tensor anyway, unpack returns that tensor: a stand-in would
+         add to the memory.
+INDEXED  As LAYOUT, for a max pooling that saves its indices as well. The recipe of the indices reads the input, so
+         where the indices are rebuilt, unpack returns the input itself. ``DeferredDecisions.is_shape_only`` decides.
 
-Formulas for the second derivative read no more of these tensors: they ask for ``zeros_like(self)``, for which autograd
-saves sizes and dtype by itself, and for the indices.
+Formulas for the second derivative read no more of these tensors: they use ``zeros_like(self)``, for which autograd
+saves sizes and dtype by itself, and the indices.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from torch import Tensor
 
 SIZES, LAYOUT, INDEXED = "sizes", "layout", "indexed"
 
-# The release of torch whose formulas were read last; run tests/ledger/values/test_shape_only.py to raise it.
+# The newest release of torch whose formulas were read. Before you raise it, run tests/ledger/values/test_shape_only.py.
 NEWEST = (2, 13)
 
 ENTRIES: dict[str, dict[str, str]] = {
@@ -45,7 +47,7 @@ ENTRIES: dict[str, dict[str, str]] = {
     "MaxPool3DWithIndicesBackward0": {"self": INDEXED},
     "AdaptiveMaxPool2DBackward0": {"self": INDEXED},
     "AdaptiveMaxPool3DBackward0": {"self": INDEXED},
-    "FractionalMaxPool2DBackward0": {"self": LAYOUT},  # its indices have no rule
+    "FractionalMaxPool2DBackward0": {"self": LAYOUT},  # LAYOUT: its indices have no rule
     "FractionalMaxPool3DBackward0": {"self": LAYOUT},
     **{f"{kind}Pool{d}DBackward0": {"self": LAYOUT} for kind in ("Avg", "AdaptiveAvg") for d in "23"},
     **{f"{kind}Pad{d}DBackward0": {"self": LAYOUT} for kind in ("Reflection", "Replication") for d in "123"},
@@ -53,7 +55,7 @@ ENTRIES: dict[str, dict[str, str]] = {
 
 
 def entries_for(release: str) -> dict[str, dict[str, str]]:
-    """The list for a release of torch.
+    """Returns the list for a release of torch; it is empty for one that is newer than ``NEWEST``.
 
     >>> entries_for("2.13.0+cpu")["GatherBackward0"], entries_for("3.0.0")
     ({'self': 'sizes'}, {})
@@ -66,7 +68,7 @@ SHAPE_ONLY = entries_for(torch.__version__)
 
 
 class ShapeOnly(NamedTuple):
-    """A saved tensor of which backward reads the shape: what the stand-in is made from."""
+    """Packed in place of a saved tensor of which backward reads only the shape; unpack returns a stand-in."""
 
     sizes: torch.Size
     strides: tuple[int, ...] | None  # None: backward reads sizes only
@@ -75,21 +77,21 @@ class ShapeOnly(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the tensor."""
+        """The bytes of the saved tensor."""
         return self.sizes.numel() * self.dtype.itemsize
 
     @property
     def stand_in_bytes(self) -> int:
-        """What backward takes for the stand-in at its reader."""
+        """The bytes that the stand-in uses while its reader runs in backward."""
         return 0 if self.strides is None else self.nbytes
 
     def unpack(self) -> Tensor:
-        """Autograd wants its tensor back: a stand-in, whose values nobody reads."""
+        """Returns a stand-in to autograd: backward does not read its elements."""
         return stand_in(self.sizes, self.strides, self.dtype, self.device)
 
 
 def stand_in(sizes: torch.Size, strides: tuple[int, ...] | None, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor of this shape with whatever values; without ``strides``, all its elements are one."""
+    """Returns an uninitialised tensor of this shape; if ``strides`` is None, one element expanded to ``sizes``."""
     if strides is None:
         return torch.empty((), dtype=dtype, device=device).expand(sizes)
     return torch.empty_strided(sizes, strides, dtype=dtype, device=device)

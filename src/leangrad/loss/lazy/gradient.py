@@ -1,4 +1,4 @@
-"""The gradient of logits in the form of those of x, W and b; see [Note: the graph] in `logits`."""
+"""The gradient of lazy logits, stored as the gradients of x, W and b; see [Note: the graph] in `logits`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Parts", "ProjectedGradient", "projected", "without_memory"]
 
 
 class ProjectedGradient(Tensor):
-    """A tensor with the shape of logits and no memory, which carries ``parts``."""
+    """A gradient with the shape of logits and no memory, whose value is given by ``parts``."""
 
     parts: Parts
 
@@ -21,16 +21,16 @@ class ProjectedGradient(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is torch.ops.aten.add.Tensor and not kwargs:  # autograd adds up the gradients of several readers
+        if func is torch.ops.aten.add.Tensor and not kwargs:  # autograd sums the gradients of several readers
             a, b = (one.parts if type(one) is ProjectedGradient else Parts(dense=one) for one in args)
             shape = args[0].shape
             return projected(a.plus(b), shape, args[0].dtype, args[0].device)
         if func is torch.ops.aten.detach.default:
             return projected(args[0].parts, args[0].shape, args[0].dtype, args[0].device)
-        if func is torch.ops.aten.isnan.default:  # anomaly detection asks this of all gradients
+        if func is torch.ops.aten.isnan.default:  # anomaly detection checks every gradient
             parts = [part.isnan().any() for part in args[0].parts if part is not None]
             return torch.stack(parts).any().expand(args[0].shape)
-        if func is torch.ops.aten.record_stream.default:  # the next node runs on another stream
+        if func is torch.ops.aten.record_stream.default:  # the next autograd node runs on another stream
             for part in args[0].parts:
                 if part is not None:
                     part.record_stream(args[1])
@@ -42,7 +42,11 @@ class ProjectedGradient(Tensor):
 
 
 class Parts(NamedTuple):
-    """Gradients of x, W and b, and of the logits themselves: the sum of what they say is meant."""
+    """The summands of a gradient of logits; None: that summand is zero.
+
+    x, weight, bias: gradients of the projection's arguments. dense: an ordinary gradient of the logits, which the
+    projection's backward still has to propagate to these arguments.
+    """
 
     x: Tensor | None = None
     weight: Tensor | None = None
@@ -50,7 +54,7 @@ class Parts(NamedTuple):
     dense: Tensor | None = None
 
     def plus(self, other: Parts) -> Parts:
-        """Both together."""
+        """Return the sum of both gradients."""
         return Parts(*(_sum(a, b) for a, b in zip(self, other, strict=True)))
 
 
@@ -59,12 +63,12 @@ def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
 
 
 def projected(parts: Parts, shape: Any, dtype: torch.dtype, device: torch.device) -> ProjectedGradient:
-    """A gradient of ``parts`` for logits of this shape."""
+    """Return a gradient with these ``parts``, for logits of this shape, dtype and device."""
     gradient: ProjectedGradient = without_memory(ProjectedGradient, shape, dtype, device)
     gradient.parts = parts
     return gradient
 
 
 def without_memory(cls: Any, shape: Any, dtype: torch.dtype, device: torch.device) -> Any:
-    """A tensor of class ``cls`` that is nothing but its shape, dtype and device."""
+    """Return a tensor of class ``cls`` with this shape, dtype and device, and no memory."""
     return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)

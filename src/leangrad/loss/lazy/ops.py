@@ -1,4 +1,4 @@
-"""What is done to lazy logits without their values: what `logit_ops` has rules for, and the cross entropy."""
+"""The ops on lazy logits that leave them lazy: the rules of `logit_ops`, detach, argmax and the cross entropy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from leangrad.loss.logit_ops import RULES, Logits, Rule, softcap_and_scale, take
 
 
 def _handler(rule: Rule) -> Callable[..., Any]:
-    """What lazy logits become by a rule."""
+    """Return the handler that applies ``rule`` to lazy logits."""
 
     def handle(logits: LazyLogits, *args: Any, **kwargs: Any) -> Any:
         change = rule(_known(logits), *args, **kwargs)
@@ -42,7 +42,7 @@ def _handler(rule: Rule) -> Callable[..., Any]:
 
 
 def _known(logits: LazyLogits) -> Logits:
-    """What a rule may know of them."""
+    """Return what a rule of `logit_ops` may know of ``logits``."""
     rows, source = logits._rows, logits._rows.source
     return Logits(
         tuple(logits.shape),
@@ -58,7 +58,7 @@ def _known(logits: LazyLogits) -> Logits:
 
 
 def _picked_shape(logits: LazyLogits, pick: Callable[[Tensor], Tensor]) -> tuple[int, ...]:
-    """That of the rows which ``pick`` takes."""
+    """Return the shape of the logits after ``pick`` has selected their rows."""
     with torch.no_grad():
         x = torch.empty((), device="meta").expand(*logits.shape[:-1], logits._rows.source.x.shape[-1])
         return (*pick(x).shape[:-1], logits.shape[-1])
@@ -69,7 +69,7 @@ def _detach(logits: LazyLogits) -> LazyLogits:
 
 
 def _argmax(logits: LazyLogits, *args: Any, **kwargs: Any) -> Tensor:
-    """A metric, often read beside the loss: of values that nobody keeps."""
+    """Compute the argmax from temporary values: a metric that is often read beside the loss."""
     logits._rows.check_writes()
     return torch.argmax(logits._rows.compute(), *args, **kwargs)
 

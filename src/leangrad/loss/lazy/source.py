@@ -1,4 +1,4 @@
-"""What lazy logits come from: the call that was put off, and who has written to what since.
+"""The deferred call behind lazy logits, and the detection of in-place changes since then.
 
 See [Note: changes] and [Note: in place] in `logits`.
 """
@@ -22,7 +22,11 @@ __all__ = ["Memory", "Source", "changed", "stays", "version"]
 
 
 class Source:
-    """The call that was put off: its arguments as they were, and its autocast."""
+    """The deferred call of a projection: its arguments with their versions, and its autocast state.
+
+    asked: called with True when a loss is computed from the logits, and with False when their values are read, each
+    time for a gradient.
+    """
 
     def __init__(self, x: Tensor, weight: Tensor, bias: Tensor | None, asked: Callable[[bool], None]) -> None:
         _watch_steps(weight, bias)
@@ -35,7 +39,7 @@ class Source:
         self._states = self._now()
 
     def autocast(self) -> torch.autocast:
-        """That of the module's call."""
+        """Return a context with the autocast state of the deferred call."""
         return torch.autocast(
             self.x.device.type, dtype=self.dtype if self.is_autocast else None, enabled=self.is_autocast
         )
@@ -45,32 +49,36 @@ class Source:
         return [None if t is None else (version(t), t.untyped_storage().nbytes()) for t in tensors]
 
     def check(self) -> None:
-        """Raise an error if x, W or b has changed."""
+        """Raise `ChangedError` if x, W or b was changed or freed since the call."""
         for name, before, now in zip(("input", "weight", "bias"), self._states, self._now(), strict=True):
             if before != now:
                 raise changed(name)
 
 
 class Memory:
-    """What plain PyTorch would have in one memory: logits and their views. Tells who of them has been written to."""
+    """Logits and their views that share one memory in plain PyTorch; knows which of their values were written to.
+
+    probes: for each that has values: a weak reference to its ``_Rows``, a tensor without memory that shares the version
+    counter of the values, and the version when the values were computed.
+    """
 
     def __init__(self) -> None:
         self.probes: list[tuple[Any, Tensor, int]] = []
 
     def note(self, rows: object, values: Tensor) -> None:
-        """Keep the version of these values in mind, but not them."""
+        """Remember the version of ``values``, the values of ``rows``, without keeping them alive."""
         if not values.is_inference():
-            probe = values.detach()  # has its version
+            probe = values.detach()  # shares the version counter of ``values``
             probe.data = values.new_empty(0)
             self.probes.append((weakref.ref(rows), probe, probe._version))
 
     def is_written(self, rows: object, by_others: bool) -> bool:
-        """Whether the values of ``rows``, or those of others, were written to."""
+        """Whether the values of ``rows`` were written to; with ``by_others``, those of other logits in this memory."""
         return any((by() is not rows) == by_others and probe._version != then for by, probe, then in self.probes)
 
 
 def changed(name: str) -> ChangedError:
-    """The error for an argument of the projection that is another by now."""
+    """Return the error for an argument of the projection, ``name``, that has changed since the call."""
     return ChangedError(
         f"expected logits to be read before the {name} of their projection changes, as an optimizer's step changes it: "
         "their values were not computed until now. Take what you need of them before that, such as logits.argmax(-1) "
@@ -80,18 +88,21 @@ def changed(name: str) -> ChangedError:
 
 
 def version(tensor: Tensor) -> int:
-    """How often it was written to; inference tensors do not count that."""
+    """Return the version of ``tensor``; 0 for an inference tensor, which has no version counter."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 def stays(weight: Tensor) -> bool:
-    """Whether a weight will still be there after the call; ZeRO-3 frees it, FSDP frees the flat one it is a part of."""
+    """Whether a weight stays allocated after the call: a parameter with a storage of its own, not one of ZeRO-3.
+
+    ZeRO-3 frees the weight after the call; FSDP1 frees the flat parameter whose storage the weight is a part of.
+    """
     is_whole = type(weight) is nn.Parameter and weight.untyped_storage().nbytes() == weight.nbytes
     return is_whole and not hasattr(weight, "ds_id")
 
 
 def _watch_steps(*parameters: Tensor | None) -> None:
-    """Let the steps of optimizers on these be seen."""
+    """Register ``parameters``, so that every optimizer step that changes them increases their versions."""
     global _watches_optimizers
     if not _watches_optimizers:
         _watches_optimizers = True
@@ -102,7 +113,10 @@ def _watch_steps(*parameters: Tensor | None) -> None:
 
 
 def _count_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Tell autograd that a step has changed the parameters of heads: fused kernels, and writes to `.data`, do not."""
+    """Increment the versions of the heads' parameters that ``optimizer`` has changed.
+
+    Fused optimizer kernels and writes to `.data` change them without incrementing the version.
+    """
     heads = list(_projected.keys())
     if heads:
         changed = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -110,4 +124,4 @@ def _count_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
 
 
 _watches_optimizers = False
-_projected = WeakTensorKeyDictionary()  # weights and biases from which lazy logits have been made
+_projected = WeakTensorKeyDictionary()  # keys: weights and biases of which lazy logits were made

@@ -1,8 +1,8 @@
-"""Batch norm and its activation as one layer that keeps one map.
+"""Batch norm and its activation as one layer that keeps one map for backward.
 
-Read in this order: ``layers`` (what a user puts into a model), ``autograd`` (what a layer keeps, and whose buffers its
-backward writes to), ``invertibility`` (which channels cannot be inverted and keep their input), ``recipe`` (how an
-output is rebuilt for others outside the ledger), ``rule`` (the same inside it), ``pool`` (max pooling after
+Read in this order: ``layers`` (the modules for users), ``autograd`` (what a layer keeps, and which buffers its backward
+overwrites), ``invertibility`` (which channels cannot be inverted and keep their input), ``recipe`` (how the output is
+rebuilt for other ops outside a region of the ledger), ``rule`` (the same inside a region), ``pool`` (max pooling after
 such a layer).
 """
 

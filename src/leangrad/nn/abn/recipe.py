@@ -1,18 +1,20 @@
-"""How the output of an activated batch norm that kept its input is rebuilt for others: recipes.
+"""Recipes that rebuild the output of an activated batch norm that kept its input, for the ops that read the output.
 
-The output of such a layer is what the next convolution would keep as a second map. Inside `rebuilding()` it keeps a
-recipe instead: the layer's input and vectors, one cheap pass away from the output.
+The next convolution would keep the output of such a layer as a second map. Inside `rebuilding()` it keeps a recipe
+instead: the layer's input and vectors, from which one cheap pass computes the output.
 
-[Note: chains] The output of a residual block rests on its input, which is the output of the block before, and so on:
-the last one of a stage takes the whole stage to rebuild. What is made on the way is needed soon after, when backward
-comes to those blocks. Held until then, each is made once; but held maps raise the peak, if backward has not released
-as much before. So a session counts what its backward has released, and holds no more than that, less what comes to
-stand in the same place: the gradients of all weights, and two maps, since maps grow on the way back. Where weights are
-large or not known it holds a quarter.
+[Note: chains] The output of a residual block depends on the block's input, which is the output of the block before, and
+so on: to rebuild the last output of a stage, the outputs of the whole stage have to be rebuilt. Backward reads the
+other ones soon after, when it reaches their blocks. If they are held until then, each is rebuilt only once. But held
+maps raise the peak, unless backward has released as many bytes before. So a session counts the bytes that its backward
+has released, and holds at most that many, less those that are allocated in their place: the gradients of all weights,
+and two maps, since maps grow towards the front of a network. If the weights are large or not known, it holds at most a
+quarter of the released bytes.
 
-[Note: outside the ledger] A region of the ledger around a converted model can do the same by `rule`, and was tried: a
-step of ResNet-50 took 1.19 times as long on an H200 (39.9 ms for 33.6, all of it the host's), at 4.28 GiB for 4.21
-(the last row of `versions_h200.json`). So a converted model that is not lean has these recipes of its own.
+[Note: outside the ledger] A ledger's region around a converted model can do the same by `rule`. That was measured: a
+step of ResNet-50 on an H200 took 1.19 times as long (39.9 instead of 33.6 ms, and the difference is host time), at a
+peak of 4.28 instead of 4.21 GiB (the last row of `versions_h200.json`). So a converted model that is not lean uses the
+recipes of this file.
 """
 
 from __future__ import annotations
@@ -43,37 +45,37 @@ from leangrad.switch import disabled
 
 __all__ = ["Recipe", "Session", "behind_hooks", "note_region", "rebuilding", "recipe_of"]
 
-# A recipe may rest on the recipe of its residual, and so on. ResNet-50's longest chain is 6; see Recipe.
+# Longest chain of recipes, each the residual of the next one; see `Recipe`. The longest chain of ResNet-50 is 6.
 MAX_DEPTH = 8
 
 
 class Session:
-    """One `rebuilding()`: what its backward has released so far, and what is held for later; see [Note: chains]."""
+    """The state of one `rebuilding()`: the bytes that its backward has released, and those held; see [Note: chains]."""
 
     __slots__ = ("held_bytes", "meets_region", "model", "released_bytes")
 
     def __init__(self, model: nn.Module | None) -> None:
         self.model = model
-        self.meets_region = False  # a part of the model is lean
-        self.released_bytes = 0
-        self.held_bytes = 0
+        self.meets_region = False  # a layer ran inside a ledger's region: a part of the model is lean
+        self.released_bytes = 0  # of inputs whose recipes backward has dropped
+        self.held_bytes = 0  # of rebuilt maps that are held for later readers
 
     @staticmethod
     def here() -> Session | None:
-        """The session whose hooks are the innermost ones: only those see what is saved."""
+        """Returns the session whose hooks are the innermost ones, or None; only innermost hooks see saved tensors."""
         owner = getattr(innermost_pack_hook(), "__self__", None)
         return owner if isinstance(owner, Session) else None
 
     def pack(self, t: Tensor) -> Recipe | tuple[Tensor, int]:
-        """What autograd keeps in the place of `t`."""
+        """The pack hook: returns the recipe of `t`, or else `t`, detached, and its version."""
         recipe = recipe_of(t)
         if recipe is None:
-            return t.detach(), version(t)  # detached: a node that keeps its own output must not keep itself alive
+            return t.detach(), version(t)  # detached: a node that saves its own output must not keep itself alive
         recipe.readers += 1
         return recipe
 
     def may_hold(self, n_bytes: int) -> bool:
-        """Whether so much more may be held."""
+        """Whether `n_bytes` more may be held for later readers; see [Note: chains]."""
         room = self.released_bytes // 4
         if self.model is not None:
             room = max(room, self.released_bytes - _gradient_bytes(self.model) - 2 * n_bytes)
@@ -84,17 +86,18 @@ _gradient_bytes_of: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 
 
 def _gradient_bytes(model: nn.Module) -> int:
-    """The bytes of all gradients, counted once: a guess that is good enough, for it only decides what is held."""
+    """Returns the bytes of all gradients, counted once per model. An estimate suffices: it only limits what is held."""
     if model not in _gradient_bytes_of:
         _gradient_bytes_of[model] = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     return _gradient_bytes_of[model]
 
 
 class Recipe:
-    """How to make a layer's output again: its kept input, its vectors, and its residual (a tensor or another recipe).
+    """How to rebuild a layer's output: its kept input, its vectors, and its residual (a tensor or another recipe).
 
-    The bits are those of the forward. A rebuilt map is held until its last reader has read it, so an output with two
-    consumers is rebuilt once. A recipe deeper than MAX_DEPTH is not made: that output is kept, and ends the chain.
+    The rebuilt output has the bits of the forward. It is held until its last reader has read it, so an output with two
+    consumers is rebuilt once. No recipe is made with a chain longer than MAX_DEPTH: that output is kept, and so ends
+    the chain.
     """
 
     __slots__ = (
@@ -107,20 +110,20 @@ class Recipe:
     ) -> None:
         self.x, self.x_version = x.detach(), version(x)
         self.z_version = 0
-        self.layer: Any = None  # the kernels of the forward, if there were any
+        self.layer: Any = None  # the kernels of the forward; None: `ops` ran it
         self.vectors, self.activation, self.session = vectors, activation, session
         self.residual = residual
         self.residual_version = version(residual) if isinstance(residual, Tensor) else 0
         self.depth: int = 1 + (residual.depth if isinstance(residual, Recipe) else 0)
-        self.readers = 0
-        self.value: Tensor | None = None
-        self.held_bytes = 0  # what the session counts for `value`
+        self.readers = 0  # reads to come: one per pack, and one by each layer that added the output as its residual
+        self.value: Tensor | None = None  # the rebuilt output, while it is held
+        self.held_bytes = 0  # bytes that the session counts for `value`
 
     @staticmethod
     def of(
         x: Tensor, vectors: Tensor, residual: Tensor | None, z: Tensor, activation: ops.Activation, layer: Any
     ) -> Recipe | None:
-        """A recipe for z, or None where the chain would become too deep, or nobody would ask for it."""
+        """Returns a recipe for z; None if no session's hooks are the innermost ones, or the chain would be too long."""
         session = Session.here()
         if session is None:
             return None
@@ -132,11 +135,11 @@ class Recipe:
         if recipe.depth > MAX_DEPTH:
             return None
         if isinstance(source, Recipe) and activation.name != "identity":
-            source.readers += 1  # the layer's own backward; see `inputs`
+            source.readers += 1  # the layer's own backward reads it, in `inputs`
         return recipe
 
     def inputs(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The vectors, the input, and the residual, if the activation's derivative needs that."""
+        """Returns the vectors, the input, and the residual; None for a residual that the derivative does not need."""
         if version(self.x) != self.x_version:
             raise _changed(self.x, "the input of an activated batch norm")
         if self.activation.name == "identity" or self.residual is None:
@@ -148,7 +151,7 @@ class Recipe:
         return self.vectors, self.x, self.residual
 
     def read(self) -> Tensor:
-        """The output, for one of the readers that packed it."""
+        """Returns the output, for one of its readers; rebuilds it if it is not held."""
         z = self.rebuild() if self.value is None else self.value
         self.readers -= 1
         if self.readers > 0:
@@ -160,7 +163,7 @@ class Recipe:
         return z
 
     def rebuild(self) -> Tensor:
-        """The output, in a buffer of its own."""
+        """Returns the output, rebuilt in a buffer that nothing else uses."""
         if version(self.x) != self.x_version:
             raise _changed(self.x, "the input of an activated batch norm")
         residual, out = self.residual, None
@@ -176,7 +179,7 @@ class Recipe:
             return ops.normalize(self.x, self.vectors, self.activation, residual=residual, out=out)
 
     def lend(self) -> tuple[Tensor, Tensor | None]:
-        """The output, and again the output if it may be overwritten: if it is not held for its own readers."""
+        """Returns the output, and a buffer to overwrite: the output again, or None if its own readers still need it."""
         if self.value is not None:
             return self.value, None
         size = self.x.nbytes
@@ -190,16 +193,16 @@ class Recipe:
 
 
 def recipe_of(t: Tensor) -> Recipe | None:
-    """The recipe of a tensor that is an unchanged output of ABNFunction."""
+    """Returns the recipe of `t`; None unless `t` is an unchanged output of `ABNFunction` that has one."""
     node: Any = t.grad_fn
-    if type(node) is HOOK_NODE:  # a module's backward hooks, which hand on what they were given
+    if type(node) is HOOK_NODE:  # the node of a module's backward hooks, whose outputs are its inputs
         node = behind_hooks(node, t.output_nr)
     recipe = getattr(node, "recipe", None)
     return recipe if isinstance(recipe, Recipe) and version(t) == recipe.z_version else None
 
 
 def behind_hooks(node: Any, nr: int) -> Any:
-    """The node that made output `nr` of `node`, where that is only a module's backward hooks."""
+    """Returns the node that made output `nr` of `node`, skipping nodes of modules' backward hooks."""
     while type(node) is HOOK_NODE:
         node, nr = node.next_functions[nr]
     return node
@@ -207,13 +210,15 @@ def behind_hooks(node: Any, nr: int) -> Any:
 
 @contextmanager
 def rebuilding(model: nn.Module | None = None) -> Iterator[None]:
-    """Inside, whatever would keep the output of an activated batch norm keeps a recipe for it instead.
+    """Let every op inside that saves the output of an activated batch norm keep a recipe for it instead.
 
-    `model` is what is run inside; how large its weights are says how much may be held in backward. See [Note: chains].
-    Does nothing where other saved-tensor hooks are in force (offloading from a GPU), inside a ledger's region, which
-    rebuilds these outputs itself (`rule.py`), and under torch.compile. Inside `torch.utils.checkpoint` the model is
-    run in such a region, as a lean model is there; so is a model of which a part is lean, from its second step on: a
-    region of that part would keep what flows through.
+    model: the model that runs inside. The size of its weights limits how much may be held in backward: [Note: chains].
+
+    Does nothing if other saved-tensor hooks are in force (offloading from a GPU), inside a ledger's region, which
+    rebuilds these outputs itself (`rule.py`), under torch.compile, and with `LEANGRAD_DISABLE=1`. In two cases the
+    model runs in a ledger's region instead: inside `torch.utils.checkpoint`, as a lean model does there; and, if a part
+    of it is lean, from its second step on, because the region of that part alone would keep the tensors that pass
+    through it.
 
     >>> from leangrad.nn.abn import ABN
     >>> abn, conv = ABN(4, activation="relu"), torch.nn.Conv2d(4, 4, 1)
@@ -246,20 +251,23 @@ def rebuilding(model: nn.Module | None = None) -> Iterator[None]:
 
 
 def _others_save(model: nn.Module | None) -> bool:
-    """Whether there are hooks of others that want what is saved: those of `save_on_cpu` do not, if it is there."""
+    """Whether hooks of others handle saved tensors; those of `save_on_cpu` do nothing if the model is on the CPU."""
     if not saved_tensor_hooks_active():
         return False
     parameter = None if model is None else next(model.parameters(), None)
     return parameter is None or not parameter.is_cpu or not only_saves_on_cpu()
 
 
-_sessions = threading.local()
-_partly_lean: WeakSet[nn.Module] = WeakSet()
+_sessions = threading.local()  # `innermost`: the session that is open in this thread
+_partly_lean: WeakSet[nn.Module] = WeakSet()  # models of which a part was lean when they last ran
 _ledgers: WeakKeyDictionary[nn.Module, Ledger] = WeakKeyDictionary()  # of models that run in a region as a whole
 
 
 def _region_of(model: nn.Module, others: bool) -> Region | None:
-    """The region of a model inside hooks of `others`, or of which a part is lean; None if no part is so any more."""
+    """Returns the region for a model inside a checkpoint, or for one of which a part is still lean; else None.
+
+    others: saved-tensor hooks of others are in force; these must then be those of a checkpoint.
+    """
     if not others and not any(isinstance(getattr(h, "ledger", None), Ledger) for h in _pre_hooks(model)):
         _partly_lean.discard(model)
         return None
@@ -277,7 +285,7 @@ def _pre_hooks(model: nn.Module) -> Iterator[Any]:
 
 
 def note_region() -> None:
-    """An activated batch norm runs inside a ledger's region, maybe that of a part of a model that is being rebuilt."""
+    """Note that a layer runs inside a ledger's region: if a session is open too, a part of its model is lean."""
     session: Session | None = getattr(_sessions, "innermost", None)
     if session is not None:
         session.meets_region = True

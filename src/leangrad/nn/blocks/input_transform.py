@@ -1,7 +1,7 @@
-"""What is done to the input of a product, and never stored: a norm (with FiLM) or an activation, on a tape.
+"""Norms (with FiLM) and activations before a product, on a tape: their outputs are not kept.
 
-A `Prepare` is written into scratch, read by the product and forgotten; in backward it is written again for the
-gradient of the weight, and the gradient is then written over it.
+The output of a `Prepare` is written to scratch, read by the product and dropped. Backward computes it again for the
+gradient of the weight, and then writes the output's own gradient over it.
 """
 
 from __future__ import annotations
@@ -21,17 +21,20 @@ __all__ = ["Activated", "Normed", "Prepare", "take_over"]
 
 
 class Prepare(Protocol):
-    """What is done to x before a product, row by row, and undone in backward."""
+    """An op on x before a product, which works row by row, and its backward."""
 
     @property
     def needs_grad(self) -> bool:
-        """Whether something that it reads beside x wants a gradient."""
+        """Whether something else than x that the op reads needs a gradient."""
 
     def forward(self, tape: Tape, x: Tensor, dtype: torch.dtype) -> tuple[Lease, Statistics]:
-        """What it makes of x, in scratch and in this dtype, and what else backward reads."""
+        """Returns the output for x, in scratch and in `dtype`, and the statistics that backward reads too."""
 
     def backward(self, tape: Tape, g: Lease, x: Var, value: Tensor, statistics: Statistics, again: bool) -> None:
-        """Move g, which is owned, on to x, whose value is given, and to what else wants a gradient."""
+        """Compute the gradients of x, and of all else that needs one, from g, and send them to `tape`.
+
+        g: gradient of the output, owned. value: that of x. again: another backward may follow.
+        """
 
 
 @dataclass(frozen=True)
@@ -42,16 +45,18 @@ class Activated:
     needs_grad = False
 
     def forward(self, tape: Tape, x: Tensor, dtype: torch.dtype) -> tuple[Lease, Statistics]:
-        """Half as wide as x where x has gates."""
+        """Returns the activation of x; a gated one is half as wide as x."""
         width = x.shape[1] // 2 if self.record.gated else x.shape[1]
         lease = tape.pool.borrow(torch.Size((x.shape[0], width)), x)
         self.record.forward(x, self.record.parameter, lease.tensor)
         return lease, ()
 
     def backward(self, tape: Tape, g: Lease, x: Var, value: Tensor, statistics: Statistics, again: bool) -> None:
-        """Over g; a gated one over x, which is as large as its gradient, where nobody else reads it.
+        """Write the gradient of x over g.
 
-        That goes a few rows at a time, which is right for a CPU; elsewhere every launch counts.
+        For a gated activation that gradient is larger than g, and as large as x. On a CPU it is written over x if
+        nothing reads x any more, a few rows at a time; on other devices each of these steps would be a launch. Else it
+        is written to memory of the pool.
         """
         into = g
         if self.record.gated:
@@ -64,7 +69,7 @@ class Activated:
 
 @dataclass(frozen=True)
 class Normed:
-    """A norm as a `Prepare`, with a scale and a shift for each sequence where they are given (FiLM).
+    """A norm as a `Prepare`, followed by a scale and a shift for each sequence if they are given (FiLM).
 
     Equals `norm(x) * (1 + scale) + shift`, with scale and shift of (B, D) for x of (B·T, D).
     """
@@ -78,11 +83,14 @@ class Normed:
 
     @property
     def needs_grad(self) -> bool:
-        """Whether a parameter or the condition wants one."""
+        """Whether a parameter, the scale or the shift needs a gradient."""
         return any(v is not None and v.needs_grad for v in (self.weight, self.bias, self.scale, self.shift))
 
     def forward(self, tape: Tape, x: Tensor, dtype: torch.dtype) -> tuple[Lease, Statistics]:
-        """In the dtype of x until it is done, as plain code has it under autocast."""
+        """Returns norm(x), with FiLM if it is given, and the statistics.
+
+        FiLM runs in the dtype of x, as in plain PyTorch under autocast; the result is then cast to `dtype`.
+        """
         lease, statistics = self._normalize(tape, x, x.dtype if self.scale is not None else dtype)
         if self.scale is not None and self.shift is not None:
             y = self._by_sequence(lease.tensor, self.scale)
@@ -91,7 +99,7 @@ class Normed:
         return lease, statistics
 
     def backward(self, tape: Tape, g: Lease, x: Var, value: Tensor, statistics: Statistics, again: bool) -> None:
-        """Over g where it has the dtype of x."""
+        """Write the gradient of x over g on a CPU, if g has the dtype of x; else into other memory."""
         g = _in_dtype(tape, g, value.dtype)
         if self.scale is not None:
             self._film_backward(tape, g.tensor, value)
@@ -111,7 +119,7 @@ class Normed:
             tape.pool.release(g)
 
     def _film_backward(self, tape: Tape, g: Tensor, x: Tensor) -> None:
-        """dshift = Σ_T g, dscale = Σ_T g · norm(x); then g is that of norm(x)."""
+        """dshift = Σ_T g, dscale = Σ_T g · norm(x); then turns g into the gradient of norm(x), in place."""
         assert self.scale is not None
         by_sequence = self._by_sequence(g, self.scale)
         if self.shift is not None and self.shift.needs_grad:
@@ -124,7 +132,7 @@ class Normed:
         by_sequence.mul_(1 + self.scale.value.unsqueeze(1))
 
     def _normalize(self, tape: Tape, x: Tensor, dtype: torch.dtype) -> tuple[Lease, Statistics]:
-        """In scratch on a CPU; see [Note: rows at a time] in `leangrad.ops.norm`. Elsewhere torch allocates it."""
+        """Returns norm(x), on a CPU in scratch, and statistics; see [Note: rows at a time] in `leangrad.ops.norm`."""
         weight, bias = (None if v is None else v.value for v in (self.weight, self.bias))
         if not x.is_cpu:
             y, statistics = self.norm.forward(x, weight, bias, self.eps, None)
@@ -138,7 +146,7 @@ class Normed:
 
 
 def take_over(tape: Tape, x: Var, again: bool) -> Lease | None:
-    """The memory of x, with the value still in it, where this reader is the last; None where somebody may yet read."""
+    """Returns the memory of x, with its value, if this is its last reader; None if the value may be read again."""
     if again or x.fixed or not tape.private or x.readers != 1 or x.tensor is None:
         return None
     memory, x.tensor = x.tensor, None
@@ -146,7 +154,7 @@ def take_over(tape: Tape, x: Var, again: bool) -> Lease | None:
 
 
 def _in_dtype(tape: Tape, lease: Lease, dtype: torch.dtype) -> Lease:
-    """The same lease, or one on a copy in this dtype."""
+    """Returns `lease`, or releases it and returns one on a copy in `dtype`."""
     if lease.tensor.dtype == dtype:
         return lease
     copy = tape.pool.borrow(lease.tensor.shape, lease.tensor.new_empty(0, dtype=dtype))

@@ -1,4 +1,4 @@
-"""Attention masks in the forms that people have them, as the one form that attention takes."""
+"""Converts attention masks of the usual shapes to the one form that attention takes."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["fit_mask"]
 def fit_mask(
     mask: Tensor | None, shape: tuple[int, int], heads: int, causal: bool, dtype: torch.dtype
 ) -> tuple[Tensor | None, bool]:
-    """A mask of four dimensions that broadcasts to (B, heads, T, T), and whether attention still has to be causal.
+    """Returns a 4-D mask that broadcasts to (B, heads, T, T), and whether attention still has to be causal.
 
-    `shape` is (B, T). A boolean mask is True where a key takes part, a floating one is added to the scores, in `dtype`.
-    A mask and `causal` become one mask, since kernels take one or the other.
+    `shape` is (B, T). A boolean mask is True where a key takes part; a floating one is added to the scores, in `dtype`.
+    A mask and `causal` are combined into one mask, since kernels take only one of the two.
 
     >>> fit_mask(torch.tensor([[True, False]]), (1, 2), 4, True, torch.float32)
     (tensor([[[[ True, False],

@@ -1,10 +1,11 @@
-"""An attention whose backward is torch's own, with everything that it keeps in the caller's hands.
+"""Attention with torch's own backward, whose saved tensors the caller keeps.
 
 [Note: whose memory] Torch has half a dozen kernels for attention and chooses among them by device, dtype, shape and
-mask; each keeps other tensors, and their backwards are private. So the attention is recorded on a small autograd graph
-of its own, and hooks take every tensor that it would keep out of that graph and hand it to the caller, who gives
-them back for backward. Whoever holds them may share them, as the outputs of the products around it are, and nothing
-is kept twice. The graph itself holds no memory: its sources are nodes without a tensor.
+mask. Each saves other tensors, and their backwards are private. So the attention is recorded in a small autograd graph
+of its own. Saved-tensor hooks take every tensor that this graph would save and pass it to the caller, who passes the
+tensors back for backward. The caller can share them with other kept tensors, such as the outputs of the products
+around the attention, so nothing is kept twice. The graph itself holds no memory: its inputs are outputs of a node that
+saves no tensor.
 """
 
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ __all__ = ["Recorded", "record_attention"]
 
 
 class Recorded:
-    """An attention that ran forward and can run backward, given what it wanted to keep; see [Note: whose memory]."""
+    """An attention that ran forward, and runs backward if it gets its saved tensors; see [Note: whose memory]."""
 
     __slots__ = ("_kept", "_output", "_sources")
 
@@ -28,7 +29,11 @@ class Recorded:
         self._output, self._sources, self._kept = output, sources, kept
 
     def backward(self, g: Tensor, kept: Sequence[Tensor], *, again: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-        """The gradients of q, k and v; `again` says that another backward may follow."""
+        """Returns the gradients of q, k and v.
+
+        g: gradient of the output. kept: the tensors that `record_attention` returned. again: another backward may
+        follow.
+        """
         self._kept[:] = kept
         try:
             dq, dk, dv = torch.autograd.grad([self._output], self._sources, [g], retain_graph=again)
@@ -40,14 +45,14 @@ class Recorded:
 def record_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, dropout: float
 ) -> tuple[Tensor, Recorded, list[Tensor]]:
-    """`attend`, the record of it, and the tensors that `Recorded.backward` has to be given again.
+    """Run `attend`; returns its output, the record, and the saved tensors, which `Recorded.backward` needs.
 
     >>> q = torch.ones(1, 1, 3, 2)
     >>> out, recorded, kept = record_attention(q, q, q, None, False, 0.0)
     >>> [gradient.shape for gradient in recorded.backward(torch.ones_like(out), kept)] == [q.shape] * 3
     True
     """
-    # The graph reaches this list through its hooks, and nothing in the list reaches the graph: no cycle.
+    # The hooks of the graph refer to this list, and nothing in the list refers to the graph: no cycle.
     kept: list[Tensor | None] = []
 
     def take(tensor: Tensor) -> int:
@@ -71,13 +76,13 @@ def record_attention(
 
 
 def _edge(tensor: Tensor) -> GradientEdge:
-    """`get_gradient_edge`, at a fifth of its cost: the output's node keeps the sources alive, so no token has to."""
+    """Does as `get_gradient_edge` at a fifth of its cost: it needs no token, as the output's node keeps the sources."""
     assert tensor.grad_fn is not None
     return GradientEdge(tensor.grad_fn, tensor.output_nr)
 
 
 class _Sources(torch.autograd.Function):
-    """Tensors that require a gradient and whose node holds none of them, as a leaf's would."""
+    """Returns tensors that require grad, and whose node holds none of them, unlike the AccumulateGrad of a leaf."""
 
     @staticmethod
     def forward(ctx: Any, root: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:

@@ -1,11 +1,11 @@
-"""The steps of a Transformer block on a tape: `project` and `attend`, which handle leases as the tape's own steps do.
+"""The steps of a Transformer block on a tape, `project` and `attend`. They handle leases as the tape's own steps do.
 
     project    out = residual + dropout(prepare(x) Wᵀ + b)        prepare: a norm, an activation, or nothing
     attend     out = attention over the heads in one map of queries, keys and values
 
-What `prepare` makes is never stored: it is written into scratch, read by the product, and in backward written there
-again for the gradient of the weight; then the gradient of it is written over it. So a block keeps the outputs of its
-products and of its attention, and nothing else that is as large: the floor.
+The output of `prepare` is not kept: it is written to scratch, read by the product, and computed again in backward for
+the gradient of the weight; then its own gradient is written over it. So a block keeps the outputs of its products and
+of its attention, and no other tensor of that size: this is the floor.
 """
 
 from __future__ import annotations
@@ -41,10 +41,13 @@ def project(
     addend_may_do: bool = False,
     shape: torch.Size | None = None,
 ) -> Var:
-    """Residual + dropout(prepare(x) Wᵀ + b), for x of (N, in); `observe` is shown the product before the dropout.
+    """Returns residual + dropout(prepare(x) Wᵀ + b), for x of (N, in).
 
-    Keeps x, and one byte an element of the output where there is dropout. For `addend_may_do` see `keep_addend`. With
-    a `shape` the output, which is then a sum, has that shape, and is no view: its caller may change it in place.
+    observe: called with the product before dropout.
+    addend_may_do: `keep_addend` may keep the addend of the residual in place of the sum.
+    shape: shape of the output. Only with a residual; the output is then no view, so its caller may change it in place.
+
+    Keeps x, and with dropout one byte per element of the output.
     """
     given = x.value
     lease = None
@@ -53,7 +56,7 @@ def project(
         given = lease.tensor
     into = None if shape is None or residual is None else residual.value.new_empty(shape)
     rows = None if into is None else into.view(x.shape[0], -1)
-    is_sum_over_y = residual is not None and residual.dtype == weight.dtype  # autocast makes y smaller
+    is_sum_over_y = residual is not None and residual.dtype == weight.dtype  # under autocast y has a smaller dtype
     y = linear(given, weight.value, None if bias is None else bias.value, rows if is_sum_over_y else None)
     if lease is not None:
         tape.pool.release(lease)
@@ -79,7 +82,7 @@ def project(
 
 @dataclass(frozen=True)
 class _Sum:
-    """How a sum is rebuilt from what was added to the residual; to a `Var` it looks like an activation."""
+    """Rebuilds a sum from the addend of the residual; has the interface that `Var.rebuilt` expects of an activation."""
 
     residual: Var
     parameter: float = 0.0
@@ -89,10 +92,10 @@ class _Sum:
 
 
 def keep_addend(tape: Tape, x: Var) -> None:
-    """Once nothing in forward reads a sum any more: keep what was added to the residual, if that is smaller.
+    """Keep the addend of a sum x in place of x, if it is smaller; call it when nothing in forward reads x any more.
 
-    Under autocast the residual stream is float32 and what is added to it is half as large. The sum is made again in
-    backward, with the same bits.
+    Under autocast the residual stream is float32, and the addends have half as many bytes. Backward computes the sum
+    again, with the same bits.
     """
     if x.rebuilt is None:
         return
@@ -105,7 +108,7 @@ def keep_addend(tape: Tape, x: Var) -> None:
 
 
 def _read(tape: Tape, x: Var) -> tuple[Tensor, Lease | None]:
-    """The value of x; where it had to be added up again, also the lease on the scratch that it is in."""
+    """Returns the value of x; if the sum had to be computed again, also the lease on the scratch that holds it."""
     if x.tensor is not None or x.rebuilt is None:
         return x.value, None
     lease = tape.pool.borrow(x.shape, x.rebuilt[1].value.new_empty(0, dtype=x.dtype))
@@ -163,7 +166,7 @@ def _project_backward(
 
 
 def _by_rows(tape: Tape, g: Lease, rows: int) -> Lease:
-    """The gradient of (B, T, D) as (B·T, D)."""
+    """Returns the gradient g of (B, T, D) as (B·T, D), with `rows` = B·T."""
     flat = g.tensor.reshape(rows, -1)
     if flat.data_ptr() == g.tensor.data_ptr():
         return g.viewed_as(flat)
@@ -172,7 +175,7 @@ def _by_rows(tape: Tape, g: Lease, rows: int) -> Lease:
 
 
 def _gradient_of_product(tape: Tape, g: Lease, w: Tensor, mask: Tensor | None, p: float) -> Lease:
-    """The gradient before the dropout, in the dtype of the product."""
+    """Returns the gradient of the product, before its dropout, in the dtype of w."""
     if mask is not None and not mask.is_cpu and p < 1:
         undropped = Lease(torch.ops.aten.native_dropout_backward(g.tensor.to(w.dtype), mask, 1 / (1 - p)))
         tape.pool.release(g)
@@ -186,7 +189,10 @@ def _gradient_of_product(tape: Tape, g: Lease, w: Tensor, mask: Tensor | None, p
 
 
 def _drop(y: Tensor, p: float) -> tuple[Tensor, Tensor]:
-    """Dropout, over y where it can be, and its mask. Draws what `F.dropout` draws, none for p = 1; gives its bits."""
+    """Apply dropout to y, in place if possible; returns the result and the mask.
+
+    Draws the same random numbers as `F.dropout`, none for p = 1, and gives the same bits.
+    """
     if p == 1:
         return y.mul_(0), torch.zeros_like(y, dtype=torch.bool)
     if not y.is_cpu:
@@ -196,7 +202,7 @@ def _drop(y: Tensor, p: float) -> tuple[Tensor, Tensor]:
 
 
 def _kept_scale(like: Tensor, p: float) -> Tensor:
-    """1/(1 − p), rounded as dropout rounds it; for p = 1 the mask is 0 anyway."""
+    """Returns 1/(1 − p), rounded as `F.dropout` rounds it; 1 for p = 1, where the mask is 0 anyway."""
     return torch.ones((), dtype=like.dtype).div_(1 - p if p < 1 else 1)
 
 
@@ -204,20 +210,20 @@ def _kept_scale(like: Tensor, p: float) -> Tensor:
 class Heads:
     """How a map of (B·T, (H + 2K)·d) is divided into queries, keys and values, and how they attend."""
 
-    batch: int
-    length: int
-    queries: int
-    keys: int
+    batch: int  # B
+    length: int  # T
+    queries: int  # H, the number of query heads
+    keys: int  # K, the number of key and value heads
     causal: bool = False
     dropout: float = 0.0
 
     def split(self, packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Views of (B, H, T, d), (B, K, T, d) and (B, K, T, d)."""
+        """Returns views of (B, H, T, d), (B, K, T, d) and (B, K, T, d)."""
         q, k, v = self._by_position(packed).transpose(1, 2).split([self.queries, self.keys, self.keys], 1)
         return q, k, v
 
     def turning(self, packed: Tensor) -> Tensor:
-        """The queries and keys, which rotary positions turn: (B, T, H + K, d)."""
+        """Returns a view of the queries and keys, which rotary positions rotate: (B, T, H + K, d)."""
         return self._by_position(packed)[:, :, : self.queries + self.keys]
 
     def _by_position(self, packed: Tensor) -> Tensor:
@@ -226,9 +232,9 @@ class Heads:
 
 
 def attend(tape: Tape, qkv: Var, heads: Heads, mask: Var | None = None, rotary: tuple[Var, Var] | None = None) -> Var:
-    """Attention over a map of queries, keys and values of (B·T, (H + 2K)·d), to (B·T, H·d).
+    """Returns the attention, (B·T, H·d), for a map of queries, keys and values of (B·T, (H + 2K)·d).
 
-    Keeps that map (turned in place where there are rotary positions), the output, and what the kernel keeps beside.
+    Keeps that map (with rotary positions, rotated in place), the output, and what else the kernel saves.
     """
     packed, masked = qkv.value, None if mask is None else mask.value
     if rotary is not None:
@@ -248,7 +254,7 @@ def attend(tape: Tape, qkv: Var, heads: Heads, mask: Var | None = None, rotary: 
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a tensor that the attention wants to keep is: all of a value, or a view in it."""
+    """Where a tensor that the attention saved is: `var` itself, or a view (shape, stride, offset) in its memory."""
 
     var: Var
     view: tuple[torch.Size, tuple[int, ...], int] | None = None
@@ -287,7 +293,7 @@ def _attend_backward(
 
 
 def _rows(y: Tensor) -> Tensor:
-    """(B, H, T, d) as (B·T, H·d); a view where the kernel has written it so."""
+    """Returns y of (B, H, T, d) as (B·T, H·d): a view if the kernel wrote it in that layout, else a copy."""
     batch, heads, length, width = y.shape
     return y.transpose(1, 2).reshape(batch * length, heads * width)
 
@@ -301,7 +307,7 @@ def _view_in(base: Tensor, tensor: Tensor) -> tuple[torch.Size, tuple[int, ...],
 
 
 def _keep(tape: Tape, tensor: Tensor) -> Var:
-    """Hold a tensor for backward as the tape holds its values; it is never overwritten, since a caller may have it."""
+    """Let the tape keep a tensor for backward; it is never overwritten, since a caller may hold it too."""
     var = Var(tensor, tensor, False, fixed=True)
     var.readers = 1
     tape._kept.append(var)

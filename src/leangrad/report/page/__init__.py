@@ -1,7 +1,7 @@
-"""The report as one HTML file: it needs nothing beside itself, and asks for nothing on any network.
+"""The report as one HTML file that needs no other file and makes no network requests.
 
-`page.html` is the frame, `page.css` how it looks, `page.js` what moves. The figures are embedded as JSON. What comes
-from the user's program, such as the name of a module, reaches the page as text only: see `embedded`.
+`page.html` is the frame, `page.css` the style, `page.js` the behavior. The figures are embedded as JSON. Strings from
+the user's program, such as the name of a module, reach the page as text only: see `embedded`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["embedded", "render"]
 
 
 def render(data: dict[str, Any]) -> str:
-    """The page that shows ``data``."""
+    """Return the HTML page that shows ``data``."""
     folder = files(__name__)
     style, script, frame = (
         folder.joinpath(name).read_text(encoding="utf-8") for name in ("page.css", "page.js", "page.html")
@@ -25,7 +25,7 @@ def render(data: dict[str, Any]) -> str:
 
 
 def embedded(data: object) -> str:
-    """JSON that can stand in a script element: nothing in it ends the element or begins a comment.
+    """Return ``data`` as JSON that is safe inside a script element: nothing in it ends the element or begins a comment.
 
     >>> embedded("</script>")
     '"\\\\u003c/script\\\\u003e"'

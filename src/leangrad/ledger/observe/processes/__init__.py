@@ -1,1 +1,1 @@
-"""What torch.distributed does to tensors while a region is open: it gathers parameters, and collectives write."""
+"""What torch.distributed does to tensors while a region is open: FSDP2 gathers parameters, and collectives write."""

@@ -1,4 +1,4 @@
-"""Reductions, scans, softmax, norms and transforms."""
+"""Rules for reductions, scans, softmax, norms and transforms."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ aten = torch.ops.aten
 
 
 def _vector_norm(x: Tensor, order: float, dim: list[int] | None, keepdim: bool, dtype: torch.dtype) -> Tensor:
-    # The norm of a complex tensor is real, and ``dtype`` is that of the elements: name it only where it was given.
+    # The norm of a complex tensor is real, while the argument ``dtype`` is that of the elements. So ``dtype`` is passed
+    # only if the caller gave it.
     named = None if x.is_complex() or x.dtype == dtype else dtype
     return aten.linalg_vector_norm.default(x, order, dim, keepdim, dtype=named)  # type: ignore[no-any-return]
 
@@ -52,7 +53,7 @@ rule("StdMeanBackward0", "self", _std_mean, "dim", "correction", "keepdim", numb
 rule("LinalgVectorNormBackward0", "self", _vector_norm, "ord", "dim", "keepdim", "@dtype")
 
 
-# What chooses elements is gathered by the indices that autograd keeps: see [Note: the same bits].
+# Ops that choose elements are replayed as a gather by the indices that autograd keeps: see [Note: the same bits].
 
 
 def _chosen(x: Tensor, dim: int, indices: Tensor) -> Tensor:
@@ -113,29 +114,30 @@ rule("SafeSoftmaxBackward0", "self", aten._safe_softmax.default, "dim", dtype="@
 # ---------------------------------------------------------------------------------------------------------------- norms
 
 
-# The rules call these for their first output. The statistics, which autograd saves, come last among the arguments: a
-# fused kernel applies a norm from them (``fused.py``), the norm's own function needs none.
+# These return a norm with its statistics; rules use only the first output. The functions of rules take the statistics
+# that autograd saved as their last arguments: a fused kernel applies a norm from them (``fused.py``), the norm's own
+# function does not need them. Only `_batch_norm` reads them itself.
 
 
 def whole_layer_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, shape: list[int], eps: float
 ) -> tuple[Tensor, ...]:
-    """The output, the mean and 1/deviation of each row."""
+    """Layer norm: returns the output, and the mean and 1/deviation of each row."""
     return torch.native_layer_norm(x, shape, weight, bias, eps)
 
 
 def whole_rms_norm(x: Tensor, weight: Tensor | None, shape: list[int], eps: float | None) -> tuple[Tensor, ...]:
-    """The output and 1/rms of each row."""
+    """RMS norm: returns the output, and 1/rms of each row."""
     return aten._fused_rms_norm.default(x, shape, weight, eps)  # type: ignore[no-any-return]
 
 
 def whole_batch_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, ...]:
-    """The output, the mean and 1/deviation of each channel; no running statistics are touched."""
+    """Batch norm: returns the output, and the mean and 1/deviation of each channel; no running statistics change."""
     return torch.native_batch_norm(x, weight, bias, None, None, True, 0.0, eps)
 
 
 def whole_cudnn_batch_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, ...]:
-    """The same by cuDNN."""
+    """Batch norm by cuDNN: returns the output, and the mean and 1/deviation of each channel."""
     return torch.cudnn_batch_norm(x, weight, bias, None, None, True, 0.0, eps)[:3]
 
 
@@ -152,12 +154,13 @@ def _rms_norm(x: Tensor, weight: Tensor | None, shape: list[int], eps: float | N
 def _batch_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, mean: Tensor | None, inverse: Tensor | None
 ) -> Tensor:
-    # Or the statistics of the batch again, with no running statistics to touch: the same bits, and no state changes.
+    # If the saved statistics cannot be applied, those of the batch are computed again without running statistics: this
+    # gives the same bits and changes no state.
     applied = shorter.batch_norm(x, weight, bias, mean, inverse)
     if applied is not None:
         return applied
     if weight is None and bias is None and mean is not None and mean.dtype != x.dtype and x.is_cpu:
-        # Only the running statistics told ATen to compute in float32: others in their stead do.
+        # ATen computed in float32 only because there were running statistics in float32: pass others in their place.
         unused = torch.zeros_like(mean)
         return torch.native_batch_norm(x, None, None, unused, unused.clone(), True, 0.0, eps)[0]
     return whole_batch_norm(x, weight, bias, eps)[0]
@@ -189,7 +192,7 @@ def _evaluating(node: Any) -> bool:
     return not node._saved_training
 
 
-_STATISTICS = ("?fixed_mean", "?fixed_var", "eps")  # copies: a later training step changes the originals unseen
+_STATISTICS = ("?fixed_mean", "?fixed_var", "eps")  # copies: later training steps change the originals unseen
 rule("NativeLayerNormBackward0", "input weight bias", _layer_norm, "normalized_shape", "?eps", "~result1", "~result2")
 rule("FusedRmsNormBackward0", "input weight", _rms_norm, "normalized_shape", "?eps", "~result1")
 rule("NativeGroupNormBackward0", "input weight bias", _group_norm, "N", "C", "HxW", "group", "eps")

@@ -1,4 +1,4 @@
-"""Views, and ops that only move elements: gather, scatter, join, pad."""
+"""Rules for views, and for ops that only move elements: gather, scatter, join, pad."""
 
 from __future__ import annotations
 
@@ -51,15 +51,15 @@ rule("RollBackward0", "self", torch.roll, "shifts", "dims")
 rule("FlipBackward0", "self", torch.flip, "dims")
 rule("Rot90Backward0", "self", torch.rot90, "k", "dims")
 rule("DiagEmbedBackward0", "self", torch.diag_embed, "offset", "dim1", "dim2")
-# Of one pixel, or with a factor of one, a shuffle may hand back memory of its input, and autograd does not see it. As a
-# view it is never overwritten.
+# A shuffle of one pixel, or by a factor of one, may return the memory of its input without being a view to autograd.
+# ``[...]`` makes it a view, which a replay never overwrites.
 rule("PixelShuffleBackward0", "self", lambda x, factor: F.pixel_shuffle(x, factor)[...], "upscale_factor")
 rule("PixelUnshuffleBackward0", "self", lambda x, factor: F.pixel_unshuffle(x, factor)[...], "downscale_factor")
 rule("ChannelShuffleBackward0", "self", lambda x, groups: aten.channel_shuffle(x, groups)[...], "groups")
 
 
 def _padded(x: Tensor, pad: Any, value: complex | None) -> Tensor:
-    """``F.pad`` refuses complex numbers."""
+    """Pad with a constant; ``F.pad`` refuses complex numbers."""
     return torch.constant_pad_nd(x, pad, 0 if value is None else value)
 
 
@@ -72,7 +72,7 @@ for _d in "123":
 
 
 def _at(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """``function(x, dim, index, source)``, with its tensors first."""
+    """Returns ``function(x, dim, index, source)`` with the arguments reordered: ``x, source, dim, index``."""
 
     def at(x: Tensor, source: Tensor, dim: int, index: Tensor, **options: Any) -> Tensor:
         return function(x, dim, index, source, **options)
@@ -93,7 +93,7 @@ rule("IndexFillBackward0", "self", torch.index_fill, "dim", "index", "?value")
 rule("IndexCopyBackward0", "self ?source", _at(torch.index_copy), "dim", "index", when=on_cpu)
 
 
-# These two keep their index only for the gradient of what is added.
+# The nodes of scatter_add and index_add save the index only if the tensor that is added needs a gradient.
 
 
 def _adds_gradient(node: Any) -> bool:

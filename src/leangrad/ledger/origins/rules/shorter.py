@@ -1,9 +1,9 @@
-"""The same bits by a shorter way, for ops that a CPU takes long to compute as they were computed in forward.
+"""CPU replays with the same bits as forward's op in less time, for ops that are slow on a CPU.
 
 [Note: a shorter way]
-The arithmetic is ATen's in each case; what differs is how much of it is done again. A way is taken only after it was
-compared with the op itself, once for each dtype and with the inputs that could tell the two apart: a torch release in
-which they differ goes the long way. What only copies elements needs no such proof.
+The arithmetic is ATen's in each case; what differs is how much of it runs again. A shorter replay is used only after it
+was compared with the op itself, once for each dtype, on inputs that could show a difference. In a release of torch in
+which they differ, the op itself runs. A replay that only copies elements needs no such proof.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch import Tensor
 
 aten = torch.ops.aten
 
-WIDE = (torch.float32, torch.float64)
+WIDE = (torch.float32, torch.float64)  # dtypes of statistics, and of maps to pool, for which a shorter replay is tried
 
 
 def _numbers(*shape: int, dtype: torch.dtype) -> Tensor:
-    """Numbers of either sign with no pattern; no generator is drawn from."""
+    """Returns numbers of both signs without a pattern, for comparisons; it draws from no random generator."""
     count = torch.Size(shape).numel()
     return torch.arange(count, dtype=torch.float64, device="cpu").mul_(12.9898).sin_().mul_(3).view(shape).to(dtype)
 
@@ -40,16 +40,18 @@ def _bits(tensor: Tensor) -> Tensor:
 def batch_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, inverse: Tensor | None
 ) -> Tensor | None:
-    """Batch norm from the mean and 1/deviation of its channels: one pass over ``x`` and not three; None: it cannot.
+    """Batch norm from the saved mean and 1/deviation of each channel, in one pass over ``x`` instead of three.
 
-    ATen computes ``x * alpha + (bias - mean * alpha)``, ``alpha = inverse * weight``, in training and in evaluation,
-    where ``inverse = 1 / sqrt(var + eps)``. With a variance of one and no eps that is one, and ``alpha`` is passed as
-    the weight: it is rounded once, as there.
+    Returns None if this is not possible, or was not proven to give the same bits.
+
+    ATen computes ``x * alpha + (bias - mean * alpha)`` with ``alpha = inverse * weight``, both in training and in
+    evaluation. In evaluation ``inverse = 1 / sqrt(var + eps)``. With a variance of one and no eps that is one, so
+    ``alpha`` can be passed as the weight: it is rounded once, as in forward.
     """
     if mean is None or inverse is None or not x.is_cpu or not _is_dense(x):
         return None
     dtype = inverse.dtype
-    # Of bfloat16 parameters ``alpha`` would be rounded once more; what is not contiguous has another formula.
+    # With bfloat16 parameters ``alpha`` would be rounded once more; for those not contiguous ATen has another formula.
     if weight is not None and (weight.dtype != dtype or not weight.is_contiguous()):
         return None
     if bias is not None and (bias.dtype != dtype or not bias.is_contiguous()):
@@ -90,15 +92,16 @@ def _batch_norm_is_exact(dtype: torch.dtype, statistics: torch.dtype) -> bool:
 
 # ---------------------------------------------------------------------------------------------------------- max pooling
 
-PIECE = 1 << 18  # elements that are turned at once
-FEWEST, FEWEST_CHANNELS = 1 << 14, 8  # below this there is nothing to gain
+PIECE = 1 << 18  # elements that are copied to channels_last at once
+FEWEST, FEWEST_CHANNELS = 1 << 14, 8  # elements and channels below which there is nothing to gain
 
 
 def max_pool2d(which: int) -> Callable[..., Tensor]:
-    """The values (0) or the indices (1) of a max pooling; of a contiguous map by way of the channels_last layout.
+    """Returns a function that computes the values (``which`` 0) or the indices (1) of a max pooling.
 
-    There ATen compares many channels at once, an element at a time here: the same comparisons in the same order, three
-    times as fast with the copies into that layout and back. Samples are turned a few at a time.
+    A contiguous map is copied to the channels_last layout, a few samples at a time. There ATen compares many channels
+    at once, while it compares one element at a time in a contiguous map. These are the same comparisons in the same
+    order, three times as fast with the copies into that layout and back.
     """
 
     def pool(x: Tensor, *settings: Any) -> Tensor:
@@ -118,7 +121,10 @@ def _gains(x: Tensor) -> bool:
 
 
 def _is_planes(x: Tensor) -> bool:
-    """Whether ATen lays out a larger map like ``x`` contiguously: of one position or one channel it may do either."""
+    """Whether ATen certainly returns a larger map made from ``x`` as a contiguous one.
+
+    Not if ``x`` is channels_last as well, as a contiguous map of one position or one channel is: it may return either.
+    """
     return x.is_contiguous() and not x.is_contiguous(memory_format=torch.channels_last)
 
 
@@ -137,7 +143,7 @@ def _pool_turned(x: Tensor, which: int, settings: Sequence[Any]) -> Tensor:
 
 @functools.cache
 def _pool_is_exact(dtype: torch.dtype) -> bool:
-    """Compared with ties, zeros of either sign, infinities and NaN."""
+    """Whether both layouts give the same bits, compared on ties, zeros of both signs, infinities and NaN."""
     x = _numbers(3, 21, 12, 14, dtype=dtype).round_()
     x.view(-1)[::5], x.view(-1)[3::17], x.view(-1)[7::29] = -0.0, float("-inf"), float("nan")
     for settings in (((3, 3), (2, 2), (1, 1)), ((2, 2), (2, 2), (0, 0)), ((2, 3), (1, 2), (1, 1), (2, 1), True)):
@@ -152,9 +158,9 @@ _upsample: Callable[..., Tensor] = aten.upsample_nearest2d.default
 
 
 def upsample_nearest2d(x: Tensor, size: Sequence[int], *scales: float | None) -> Tensor:
-    """Nearest neighbours; of a contiguous map that is doubled by four copies, which is six times as fast.
+    """Nearest-neighbour resampling. A contiguous map is doubled in size by strided copies, which is six times as fast.
 
-    ATen looks each element up; halves are exact, so there is no question which element it finds.
+    ATen looks up each element of the output. Halves are exact, so it is certain which element it finds.
     """
     doubled = x.dim() == 4 and list(size) == [2 * n for n in x.shape[2:]] and all(s in (None, 2.0) for s in scales)
     if not doubled or not x.is_cpu or not _is_planes(x):

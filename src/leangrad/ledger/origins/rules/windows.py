@@ -1,4 +1,4 @@
-"""Pooling, resampling, patches; and dropout."""
+"""Rules for pooling, resampling, patches and dropout."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ aten = torch.ops.aten
 # -------------------------------------------------------------------------------------------------------------- pooling
 
 
-# Output 0 of a max pooling is the values; output 1 the indices, 8 bytes each, which are rebuilt too.
+# Output 0 of a max pooling is the values. Output 1 is the indices, 8 bytes each, which are rebuilt too.
 _MAXIMUM = ("kernel_size", "stride", "padding", "dilation", "ceil_mode")
 _AVERAGE = ("kernel_size", "stride", "padding", "ceil_mode", "count_include_pad", "divisor_override")
 for _output in (0, 1):
@@ -52,6 +52,7 @@ rule("Col2ImBackward0", "self", aten.col2im.default, "@shape[-2:]", *_PATCH)
 
 # -------------------------------------------------------------------------------------------------------------- dropout
 
-# The mask of a fused dropout is drawn again from the generator's state before the op: see ``handlers.py``. Where
-# dropout is written out as a product with random numbers, these are drawn again, and the product has its own rule.
+# The mask of a fused dropout is drawn again from the generator's state before the op: see ``random_ops.py``. Where ATen
+# computes dropout as a multiplication with random numbers, these are drawn again, and the multiplication has its own
+# rule.
 rule("NativeDropoutBackward0", "input", lambda x, redraw: redraw(x), "?redraw", numbered=True)
