@@ -1,5 +1,5 @@
-"""`python -m benchmarks`: everything side by side. See `side_by_side.py`."""
+"""`python -m benchmarks` compares all ways on all models; see `bench/side_by_side.py`."""
 
-from benchmarks.side_by_side import main
+from benchmarks.bench.side_by_side import main
 
 main()

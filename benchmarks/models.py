@@ -1,18 +1,24 @@
-"""The four models of the H200 table, plain and lean in one process.
+"""Time and memory of the four models of the H200 table, plain and lean in one process.
 
     python -m benchmarks.models --floor --write h200_models   # all four, full size
     python -m benchmarks.models --case vit_l --scale 8        # one, with an eighth of the batch
 
-A row holds, for plain and lean: the step in milliseconds, waited for and in a row as training runs them, and their
-ratios, measured in turns in one process: of each turn the median of twelve steps, and in a row the mean as well; over
-the turns the median, and the best (what else runs on the host makes a step slower, never faster). Before and after each
-turn a loop of Python that has nothing to do with us is timed: hosts were seen to halve their speed from one second to
-the next, and ``quiet`` is the median over the turns in which that loop took at most a fifth more than at its best. A
-row also holds the time of a step's kernels alone, and of the host for forward and backward; the peak of allocated bytes
-above what stands before the step (parameters and optimizer state), and the bytes alive between forward and backward;
-the floor, found at an eighth of the batch and scaled; and how lean's gradients compare with plain's, beside plain's
-with themselves. ``nothing`` is plain under a function override and saved-tensor hooks that do nothing: what any such
-tool costs the host before it does its work.
+Plain and lean are timed in alternation. A row holds, for both:
+
+- the time of a step in milliseconds: ``ms`` if the host waits for the device after each step, ``ms_in_a_row`` for steps
+  one after another, as training runs them. Each round gives the median of twelve steps, and for steps in a row also the
+  mean; the row has the median over the rounds and the best one (other programs on the host make a step slower, never
+  faster). The ratios of lean to plain are medians over the rounds.
+- the time of a step's kernels alone, and the host's time for forward and for backward.
+- the peak of allocated bytes above those before the step (parameters and optimizer state), and the bytes alive between
+  forward and backward.
+
+An unrelated loop of Python is timed before and after each measurement, because hosts were seen to halve their speed
+from one second to the next: ``quiet_time_ratio`` is the median over the rounds in which that loop took at most a fifth
+more time than in its best round. A row also has the floor, computed at an eighth of the batch and scaled, and the
+difference of lean's gradients from the plain ones, beside the difference between two plain runs. ``nothing`` is plain
+under a function mode and saved-tensor hooks that do nothing: the host time that any such tool costs before it does its
+work.
 """
 
 from __future__ import annotations
@@ -35,13 +41,13 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import leangrad
 from benchmarks.environment import WARM_UP, write_rows
-from benchmarks.overhead import PassThrough
+from benchmarks.ledger.overhead import PassThrough
 from leangrad.ledger import no_regions
 from leangrad.ledger.fuse import fused
 
 STEPS, FIRST = 12, 4
-ROUNDS = 6  # of steps in a row; half as many of steps that are waited for
-QUIET = 1.2  # times as long as at its best, that a loop of Python may take
+ROUNDS = 6  # rounds in which steps in a row are timed; in half of them also steps that the host waits for
+QUIET = 1.2  # a round is quiet if the loop of Python took at most this many times its best time
 
 
 @dataclass(frozen=True)
@@ -52,7 +58,7 @@ class Case:
     loss: Callable[[nn.Module, tuple[Tensor, ...]], Tensor]
     size: int
     autocast: bool
-    floor_gib: float  # the hand count in the design's table of figures
+    floor_gib: float  # the floor as counted by hand, in the design's table of figures
 
 
 def _classify(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
@@ -127,7 +133,7 @@ def run(case: Case, scale: int) -> dict[str, Any]:
 
     row: dict[str, Any] = {"case": case.name, "batch": batch[0].shape[0], "floor_hand_gib": case.floor_gib}
     forward().backward()
-    optimizer.step()  # its state stands from here on
+    optimizer.step()  # allocates the optimizer's state
     leangrad.lean(model)
     first, again = _with_plain(model, forward), _with_plain(model, forward)
     lean_first, lean_learned = _gradients(model, forward), _gradients(model, forward)
@@ -142,7 +148,7 @@ def run(case: Case, scale: int) -> dict[str, Any]:
             step()
     for way, one in ways.items():
         row[way] = _memory(one, optimizer)
-    turns = [_turn(steps, n) for n in range(ROUNDS)]  # in turns: the host's speed changes while we look
+    turns = [_turn(steps, n) for n in range(ROUNDS)]  # the ways alternate, because the host's speed changes
     for way in steps:
         for name in ("ms", "ms_in_a_row", "mean_ms_in_a_row"):
             times = [turn[way][name] for turn in turns if name in turn.get(way, {})]
@@ -161,7 +167,7 @@ def run(case: Case, scale: int) -> dict[str, Any]:
     row["lean_against_plain"] = _compare(first, lean_first)
     row["lean_learned_against_plain"] = _compare(first, lean_learned)
     row["fused"] = {k: v for k, v in fused.report().items() if k != "refused"}
-    for way in ("plain", "lean"):  # at the end: once a profiler was on, every launch of the process is dearer
+    for way in ("plain", "lean"):  # at the end: once a profiler was on, each launch of the process takes longer
         row[way]["kernel_ms"] = kernels(steps[way])
     row["kernel_ratio"] = row["lean"]["kernel_ms"] / row["plain"]["kernel_ms"]
     row["peak_ratio"] = row["lean"]["peak_gib"] / row["plain"]["peak_gib"]
@@ -169,7 +175,7 @@ def run(case: Case, scale: int) -> dict[str, Any]:
 
 
 def _turn(steps: dict[str, Callable[[], None]], n: int) -> dict[str, Any]:
-    """Turn ``n`` of every way, and how long the loop of Python took at worst meanwhile, in milliseconds."""
+    """Time every way in round ``n``; ``loop_ms`` is the longest time of the loop of Python in this round."""
     turn: dict[str, Any] = {}
     loops = [_loop()]
     for way in list(steps) if n % 2 == 0 else list(reversed(steps)):
@@ -182,7 +188,7 @@ def _turn(steps: dict[str, Callable[[], None]], n: int) -> dict[str, Any]:
 
 
 def _loop() -> float:
-    """A loop of Python, in milliseconds, the best of three: how quick the host is just now."""
+    """Return the time of a loop of Python in milliseconds, the best of three runs: a measure of the host's speed."""
     times = []
     for _ in range(3):
         start = time.perf_counter()
@@ -194,7 +200,7 @@ def _loop() -> float:
 
 
 def _ratio(turns: list[dict[str, Any]], name: str) -> float:
-    """How much longer lean takes than plain, the median over the turns."""
+    """Return the time ``name`` of lean over that of plain: the median over the rounds that have it."""
     return float(statistics.median(t["lean"][name] / t["plain"][name] for t in turns if name in t["lean"]))
 
 
@@ -261,7 +267,7 @@ def _memory(forward: Callable[[], Tensor], optimizer: torch.optim.Optimizer) -> 
 
 
 def _waited(step: Callable[[], None]) -> float:
-    """The median of steps that are waited for, in milliseconds."""
+    """Return the median time in milliseconds of steps after each of which the host waits for the device."""
     times = []
     for _ in range(STEPS):
         torch.cuda.synchronize()
@@ -273,9 +279,10 @@ def _waited(step: Callable[[], None]) -> float:
 
 
 def _in_a_row(step: Callable[[], None]) -> dict[str, float]:
-    """Steps one after the other, as training runs them, in milliseconds: the median and the mean.
+    """Return the median and the mean time in milliseconds of steps one after another, as training runs them.
 
-    Timed on the device, from the end of one step to that of the next: the first steps only fill the queue.
+    The time is measured on the device, from the end of one step to the end of the next. The first steps are not timed:
+    they fill the device's queue.
     """
     for _ in range(FIRST):
         step()
@@ -290,7 +297,7 @@ def _in_a_row(step: Callable[[], None]) -> dict[str, float]:
 
 
 def _host(forward: Callable[[], Tensor], optimizer: torch.optim.Optimizer) -> dict[str, float]:
-    """What the host takes for a forward and for a backward, each from an idle device, in milliseconds."""
+    """Return the host's time in milliseconds for forward and for backward; the device is idle before each."""
     times: list[tuple[float, float]] = []
     for _ in range(STEPS):
         optimizer.zero_grad(set_to_none=True)
@@ -308,7 +315,7 @@ def _host(forward: Callable[[], Tensor], optimizer: torch.optim.Optimizer) -> di
 
 
 def kernels(step: Callable[[], None]) -> float:
-    """The time of a step's kernels, in milliseconds."""
+    """Return the sum of the times of a step's kernels, in milliseconds."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         step()
         torch.cuda.synchronize()
@@ -316,7 +323,7 @@ def kernels(step: Callable[[], None]) -> float:
 
 
 def scaled_floor(case: Case, scale: int = 8) -> float:
-    """The floor in GiB, found at a fraction of the batch."""
+    """Return the floor in GiB, computed with a ``scale``-th of the batch and multiplied back."""
     from leangrad import floor
 
     torch.manual_seed(0)
@@ -354,7 +361,7 @@ def main() -> None:
             torch.cuda.empty_cache()
             if arguments.floor:
                 row["floor_gib"] = scaled_floor(case)
-        except Exception as error:  # one case must not cost the others their turn on the machine
+        except Exception as error:  # go on with the other cases
             import traceback
 
             traceback.print_exc()

@@ -5,10 +5,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks import readme
-from benchmarks.cases import FULL, SMALL, make
+from benchmarks.bench import readme
+from benchmarks.bench.cases import FULL, SMALL, make
+from benchmarks.bench.side_by_side import AXES, FACTORS, SCALED, scaling
 from benchmarks.environment import RESULTS
-from benchmarks.side_by_side import AXES, FACTORS, SCALED, scaling
 from leangrad.bench import WAYS
 
 

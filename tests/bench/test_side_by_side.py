@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks import side_by_side
-from benchmarks.cases import FULL, SMALL, UNROLLED
+from benchmarks.bench import side_by_side
+from benchmarks.bench.cases import FULL, SMALL, UNROLLED
 from leangrad.bench import WAYS, Bench, Row
 
 

@@ -15,8 +15,8 @@ from leangrad.measure import measure
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
-from benchmarks import simulated
-from benchmarks.untouched import Untouched, one_of
+from benchmarks.distributed import simulated
+from benchmarks.distributed.untouched import Untouched, one_of
 
 
 @pytest.mark.slow

@@ -1,12 +1,13 @@
-"""Architectures that nobody tuned for, from timm, plain and lean in one process: do they settle, and are they exact?
+"""Architectures of timm that leangrad was not tuned for, plain and lean: do steps follow a trace, are they exact?
 
-    python -m benchmarks.architectures --write timm_h200             # all of them, both memory formats
-    python -m benchmarks.architectures --only efficientnet_b0 --time # one, with times
+    python -m benchmarks.ledger.architectures --write timm_h200             # all of them, both memory formats
+    python -m benchmarks.ledger.architectures --only efficientnet_b0 --time # one, with times
 
 A row holds, for one architecture and memory format under bfloat16 autocast: whether every step from the third on
-followed the trace of the recorded one, and if not, the ledger's own word for it; whether lean's gradients are plain's,
-bit for bit, where plain's are equal to themselves; the peak of allocated bytes above what stands before the step. With
-``--time`` also the step in milliseconds, as training runs them (the median of twelve), plain and lean in turns.
+followed the trace of the recorded step, and the ledger's trace status; whether lean's gradients are bitwise equal to
+the plain ones, and whether two plain runs are equal; the peak of allocated bytes above those before the step. With
+``--time`` also the time of a step in milliseconds, as training runs it: the median over rounds, in which plain and lean
+alternate, of the median of twelve steps.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from benchmarks.environment import WARM_UP, write_rows
 from benchmarks.models import _compare, _gradients, _in_a_row, _memory, _step_of
 from leangrad.ledger import no_regions
 
-# One or two of a family. Sizes are timm's own; the batch is small where the family is large.
+# One or two models of each family, at timm's own sizes.
 ARCHITECTURES = (
     "beit_base_patch16_224", "cait_xxs24_224", "coatnet_nano_rw_224", "convmixer_768_32", "convnext_tiny",
     "crossvit_tiny_240", "cspresnet50", "davit_tiny", "deit3_small_patch16_224", "densenet121", "dla34", "dpn68",
@@ -44,7 +45,7 @@ STEPS, TURNS = 6, 3
 
 
 def setup(name: str, memory_format: torch.memory_format, batch: int) -> tuple[nn.Module, Callable[[], Tensor]]:
-    """The model in training, and one forward with its loss."""
+    """Return a model in training mode, and a function that runs one forward and returns the loss."""
     import timm
 
     torch.manual_seed(0)
@@ -52,7 +53,7 @@ def setup(name: str, memory_format: torch.memory_format, batch: int) -> tuple[nn
         model: nn.Module = timm.create_model(name).to(memory_format=memory_format).train()
         size: tuple[int, int, int] = model.default_cfg["input_size"]  # type: ignore[assignment, index]
         x = torch.randn(batch, *size).to(memory_format=memory_format)
-        target = torch.arange(batch)  # below the number of classes, or of features where there is no classifier
+        target = torch.arange(batch)  # smaller than the number of classes, or of features if there is no classifier
 
     def forward() -> Tensor:
         with torch.autocast("cuda", torch.bfloat16):
@@ -63,7 +64,7 @@ def setup(name: str, memory_format: torch.memory_format, batch: int) -> tuple[nn
 
 
 def settles(model: nn.Module, forward: Callable[[], Tensor]) -> str:
-    """The trace status of the first step from the third on that follows no trace; or nothing, if all do."""
+    """Run a few steps; return the trace status of the first from the third on that follows no trace, or ""."""
     ledger = leangrad.ledger_of(model)
     for n in range(STEPS):
         forward().backward()
@@ -82,7 +83,7 @@ def run(name: str, memory_format: str, batch: int, timed: bool) -> dict[str, Any
             return forward()
 
     plainly().backward()
-    optimizer.step()  # its state stands from here on
+    optimizer.step()  # allocates the optimizer's state
     leangrad.lean(model)
     status = settles(model, forward)
     row: dict[str, Any] = {"case": name, "memory_format": memory_format, "batch": batch, "settles": not status}
@@ -119,7 +120,7 @@ def main() -> None:
         for memory_format in arguments.formats:
             try:
                 row = run(name, memory_format, arguments.batch, arguments.time)
-            except Exception as error:  # one architecture must not cost the others their turn on the machine
+            except Exception as error:  # go on with the other architectures
                 row = {"case": name, "memory_format": memory_format, "error": repr(error)[:400]}
             gc.collect()
             torch.cuda.empty_cache()

@@ -1,7 +1,7 @@
-"""What README and docs/bench.md show of the committed rows, as tables and pictures: `python -m benchmarks --readme`.
+"""`python -m benchmarks --readme` writes the tables and pictures of README and docs/bench.md from the committed rows.
 
-Each table stands between two comments, `<!-- rows: NAME -->` and `<!-- end -->`; `tests/bench/test_pages.py` makes all
-of them again and fails where a page differs.
+Each table is between two comments, `<!-- rows: NAME -->` and `<!-- end -->`. `tests/bench/test_pages.py` generates all
+of them again and fails if a page differs.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cases import FULL, SMALL, TABLE
+from benchmarks.bench.cases import FULL, SMALL, TABLE
+from benchmarks.bench.pictures import curves, dots
+from benchmarks.bench.side_by_side import AXES, SCALED
 from benchmarks.environment import RESULTS
-from benchmarks.pictures import curves, dots
-from benchmarks.side_by_side import AXES, SCALED
 from leangrad.bench import WAYS
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PAGES = ("README.md", "docs/bench.md")
 CPU, GPU = "side_by_side_cpu", "side_by_side_h200"
 NAMES = {"resnet50": "ResNet-50", "vit_l": "ViT-L/16", "gpt2_medium": "GPT-2 medium", "llama_1b": "Llama 1B shape"}
@@ -45,13 +45,13 @@ GIB = 2**30
 
 
 def rows_in(name: str) -> list[dict[str, Any]]:
-    """The rows of a file of results."""
+    """Return the rows of the results file ``name``."""
     found: list[dict[str, Any]] = json.loads((RESULTS / f"{name}.json").read_text())["rows"]
     return found
 
 
 def row_in(name: str, **keys: Any) -> dict[str, Any] | None:
-    """The one row with these values, or None."""
+    """Return the first row of a results file with these values, or None."""
     return next((row for row in rows_in(name) if keys.items() <= row.items()), None)
 
 
@@ -59,17 +59,20 @@ def row_in(name: str, **keys: Any) -> dict[str, Any] | None:
 
 
 BUDGETS = "budgets_h200"
-Cell = tuple[float, float] | None  # GiB above state, and time over plain's; None: there is no row
+Cell = tuple[float, float] | None  # peak above state in GiB, and time over plain; None: there is no row
 
 
 def h200_cell(way: str, case: str) -> Cell:
-    """The peak above state in GiB and the time over plain's, of one model trained in one way on an H200."""
+    """Return the peak above state in GiB and the time over plain, of one model trained in one way on an H200.
+
+    State is the model's parameters and the optimizer's state.
+    """
     plain = row_in("h200_models", case=case)
     assert plain is not None
     above = plain["plain"]["peak_gib"]
 
     def of_budgets(file: str, **keys: Any) -> Cell:
-        """Peaks there are of all that is allocated: what plain takes there beyond its peak above state, all do."""
+        """Peaks in these files include the state; its size is the plain peak there minus ``above``, for all ways."""
         base, row = row_in(file, case=case, way="plain"), row_in(file, case=case, **keys)
         if base is None or row is None or "peak" not in row:
             return None
@@ -106,13 +109,13 @@ def h200_cell(way: str, case: str) -> Cell:
 
 
 def refusal(way: str, case: str) -> str:
-    """In the place of figures: lean has refused its budget; or there is no row."""
+    """Return the text of a cell without figures: "refused" if lean refused its budget, a dash if there is no row."""
     row = row_in(BUDGETS, case=case, way="budget", at="checkpoint's peak") if way == "lean_budget" else None
     return "refused" if row is not None and "error" in row else "–"
 
 
 def h200_table() -> str:
-    """The four models on a GPU: a line for each way."""
+    """Return the table of the four models on a GPU, with a line for each way."""
     lines = [["one H200: peak above state, GiB · time / plain", *(NAMES[case] for case in TABLE)]]
     for way in WAYS:
         cells = [h200_cell(way, case) for case in TABLE]
@@ -126,7 +129,7 @@ def h200_table() -> str:
 
 
 def timm_sentence() -> str:
-    """What compiling with leangrad's choice gives on the models of timm, in medians."""
+    """Return a sentence with the median peak and kernel time of leangrad's compile backend on the models of timm."""
     rows = [row for row in rows_in("compiled_h200") if row["way"] == "leangrad" and row["case"] not in TABLE]
     peak, kernels = (statistics.median(row[key] for row in rows) for key in ("peak_gib_ratio", "device_ms_ratio"))
     return (
@@ -139,17 +142,17 @@ def timm_sentence() -> str:
 
 
 def side_by_side(name: str) -> list[dict[str, Any]]:
-    """All ways on all models of one machine, without the rows that tell how peaks grow."""
+    """Return the rows of all ways on all models in a results file, without those that show how peaks grow."""
     return [row for row in rows_in(name) if "axis" not in row]
 
 
 def cpu_rows() -> list[dict[str, Any]]:
-    """What was measured on a CPU."""
+    """Return the rows that were measured on a CPU."""
     return side_by_side(CPU)
 
 
 def cpu_table() -> str:
-    """A line for each way on a CPU: medians over the models, and the worst error."""
+    """Return a table with a line for each way on a CPU: medians over the models, and the largest gradient error."""
     heads = ["models", "peak / plain", "kept / floor", "time / plain", "gradients"]
     heads += ["batch in plain's memory, two models"]
     lines = [["ten small models, one CPU thread; medians", *heads]]
@@ -171,13 +174,13 @@ def cpu_table() -> str:
 
 
 def median(rows: list[dict[str, Any]], key: str) -> str:
-    """The median of a column, or a dash."""
+    """Return the median of a column as text, or a dash if no row has it."""
     values = [row[key] for row in rows if key in row]
     return f"{statistics.median(values):.2f}" if values else "–"
 
 
 def error_of(rows: list[dict[str, Any]]) -> str:
-    """How far gradients are from plain's at worst; and plain's own from those in float64."""
+    """Return as text the largest error of gradients relative to plain; for the rows of plain, relative to float64."""
     if own := [row["float64_error"] for row in rows if "float64_error" in row]:
         return f"off float64's by up to {max(own):.0e}"
     told = [row for row in rows if "gradient_error" in row]
@@ -187,7 +190,7 @@ def error_of(rows: list[dict[str, Any]]) -> str:
 
 
 def cases_table(name: str, cases: Sequence[str]) -> str:
-    """A line for each model, a column for each way: peak and time, over plain's."""
+    """Return a table with a line for each model and a column for each way: peak and time, relative to plain."""
     rows = side_by_side(name)
     ways = [way for way in WAYS if way != "plain" and any(row["way"] == way and "ratio" in row for row in rows)]
     lines = [["peak · time, / plain", *(way for way in ways)]]
@@ -199,14 +202,14 @@ def cases_table(name: str, cases: Sequence[str]) -> str:
 
 
 def cell_of(row: dict[str, Any] | None) -> str:
-    """Peak and time; a word if it failed, and a dash where there is nothing."""
+    """Return peak and time of a row as text; else its outcome, or a dash if there is no row or it does not apply."""
     if row is None or row["outcome"] == "not for this":
         return "–"
     return f"{row['peak_over_plain']:.2f} · {row['ratio']:.2f}" if "ratio" in row else row["outcome"]
 
 
 def left_out(name: str) -> str:
-    """The ways that have no figures, what failed, and budgets that were exceeded, each with its sentence."""
+    """Return a list of ways without figures, failures and exceeded budgets, each with the note of its row."""
     lines = []
     for way in WAYS:
         mine = [row for row in side_by_side(name) if row["way"] == way]
@@ -218,7 +221,7 @@ def left_out(name: str) -> str:
 
 
 def machine(name: str) -> str:
-    """Where and when these rows were measured."""
+    """Return a sentence with the hardware, the versions and the commits that these rows were measured with."""
     found = json.loads((RESULTS / f"{name}.json").read_text())
     commits = sorted({row.get("commit", found["commit"]) for row in found["rows"]})
     count = found["threads"]
@@ -229,7 +232,7 @@ def machine(name: str) -> str:
 
 
 def markdown(lines: list[list[str]]) -> str:
-    """Rows of text as a table; the first is its head."""
+    """Return rows of text as a Markdown table; the first row is its head."""
     head, *body = lines
     return "\n".join(f"| {' | '.join(line)} |" for line in [head, ["---"] * len(head), *body])
 
@@ -250,7 +253,7 @@ PARTS: dict[str, Callable[[], str]] = {
 
 
 def pictures() -> dict[str, str]:
-    """The pictures by the names of their files."""
+    """Return the pictures as SVG text, by the names of their files."""
     rows = cpu_rows()
     ways = [way for way in WAYS if way != "plain" and any(row["way"] == way and "ratio" in row for row in rows)]
     grown = [row for row in rows_in(CPU) if "axis" in row]
@@ -265,7 +268,7 @@ def pictures() -> dict[str, str]:
 
 
 def filled(page: str) -> str:
-    """A page with its generated parts made anew."""
+    """Return the text of a page with its generated parts made anew."""
 
     def fill(match: re.Match[str]) -> str:
         return f"<!-- rows: {match[1]} -->\n{PARTS[match[1]]()}\n<!-- end -->"

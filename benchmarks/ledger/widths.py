@@ -1,10 +1,10 @@
-"""Language models of two blocks on a CPU, narrow to wide: time, peak, and what of the time are replayed ops.
+"""Language models of two blocks on a CPU, narrow to wide: time, peak, and the share of replayed ops in the time.
 
-    python -m benchmarks.widths [--write widths_cpu]
+    python -m benchmarks.ledger.widths [--write widths_cpu]
 
-The models of the zoo are small, so that tests are quick: there products, whose work goes with the square of the width,
-hardly outweigh the ops that are replayed, whose work goes with the width, nor the host, whose work is always the same.
-Here the same blocks are widened to the widths that people train.
+The models of the zoo are small, so that tests are quick. There matmuls, whose work grows with the square of the width,
+hardly take longer than the replayed ops, whose work grows with the width, or than the host's work, which is constant.
+Here the same blocks have the widths that people train.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 import leangrad
 from benchmarks.environment import write_rows
-from benchmarks.zoo import replay_ratio, time_ratio
+from benchmarks.ledger.zoo import replay_ratio, time_ratio
 
 WIDTHS = (128, 256, 512, 768, 1024)
 BLOCKS, HEAD, TOKENS, WORDS = 2, 64, (2, 256), 1024
 
 
 def gpt2(width: int, dropout: float = 0.0) -> nn.Module:
-    """Blocks of GPT-2."""
+    """Return a GPT-2 of `BLOCKS` blocks."""
     sizes = {"n_embd": width, "n_layer": BLOCKS, "n_head": width // HEAD, "vocab_size": WORDS}
     dropouts = {"resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": dropout}
     ids = {"bos_token_id": 0, "eos_token_id": 0}
@@ -36,7 +36,7 @@ def gpt2(width: int, dropout: float = 0.0) -> nn.Module:
 
 
 def llama(width: int) -> nn.Module:
-    """Blocks of Llama, four query heads for each key."""
+    """Return a Llama of `BLOCKS` blocks, with four query heads for each key head."""
     heads = width // HEAD
     sizes = {"hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": BLOCKS, "vocab_size": WORDS}
     attention = {"num_attention_heads": heads, "num_key_value_heads": max(1, heads // 4)}
@@ -52,7 +52,7 @@ MODELS: dict[str, Callable[[int], nn.Module]] = {
 
 
 def measure(name: str, width: int) -> dict[str, Any]:
-    """One row."""
+    """Measure one model at one width; return the row."""
     torch.manual_seed(0)
     model, words, ledger = MODELS[name](width).train(), torch.randint(0, WORDS, TOKENS), leangrad.saving()
 

@@ -1,18 +1,19 @@
 """Peak memory per GPU of Llama 8B and 70B under FSDP2 on 8 and 64 ranks: simulated, without a device.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.simulated --write simulated
+    OMP_NUM_THREADS=1 python -m benchmarks.distributed.simulated --write simulated
 
-One rank of each is run, as `untouched.py` says: transformers' Llama, FSDP2 per block and for the root, float32 shards
-with a policy of bfloat16 for computing and float32 for reducing, fused AdamW, one sequence of 8,192 tokens for each
-rank. Attention is torch's flash attention for the CPU, which saves what CUDA's saves: query, key and value (with the
-heads that they have, not repeated), output and logsumexp. The fused loss takes a GPU's chunks. What is rebuilt is
-rebuilt op by op, as on a GPU without Triton.
+One rank of each is run, without arithmetic (see `untouched.py`): transformers' Llama, FSDP2 per block and for the root,
+float32 shards with a policy of bfloat16 for computing and float32 for reducing, fused AdamW, one sequence of 8,192
+tokens for each rank. Attention is torch's flash attention for the CPU, which saves the same tensors as CUDA's: query,
+key and value (key and value with their own heads, not repeated), output and logsumexp. The fused loss uses the chunk
+sizes of a GPU. Tensors are rebuilt op by op, as on a GPU without Triton.
 
-``peak_bytes`` is the highest that a rank's memory stands in a step: shards, the optimizer's state, and the step's own
-memory. ``kept_bytes`` of that stand between forward and backward. Rows with ``real_peak_bytes`` are the checks: a small
-shape on two ranks, simulated and in two real processes over gloo, in float32, for which a CPU has fast products; and
-Llama 1B in bfloat16 on one device, without what stands before its step, beside what an H200 has measured. There the
-fused loss is that of ``exact=False``. ``--write`` also puts the table into docs/distributed.md.
+``peak_bytes`` is the peak of a rank's memory in a step: shards, the optimizer's state, and the step's own memory.
+``kept_bytes`` are the step's bytes that are allocated between forward and backward. Rows with ``real_peak_bytes`` are
+checks of the simulation: a small shape on two ranks, simulated and in two real processes over gloo, in float32, for
+which a CPU has fast matmuls; and Llama 1B in bfloat16 on one device, compared with the measurement on an H200, both
+without the memory allocated before the step. There the fused loss is that of ``exact=False``. ``--write`` also writes
+the table into docs/distributed.md.
 """
 
 from __future__ import annotations
@@ -33,27 +34,27 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutput
 
 import leangrad
+from benchmarks.distributed.untouched import Untouched, avoid_huge_pages, one_of
 from benchmarks.environment import RESULTS, write_rows
 from benchmarks.models import CASES
-from benchmarks.untouched import Untouched, avoid_huge_pages, one_of
 from leangrad.measure.measurement import Measurement
 from leangrad.ops import linear_cross_entropy
 from leangrad.profile.standing import standing_bytes
 from tests.support.checkpointed import checkpoint_blocks
 from tests.support.ranks import run_ranks
 
-DOCS = Path(__file__).parent.parent / "docs" / "distributed.md"
-BEGIN, END = "<!-- made by python -m benchmarks.simulated -->\n\n", "\n<!-- end of what is made -->\n"
+DOCS = Path(__file__).parents[2] / "docs" / "distributed.md"
+BEGIN, END = "<!-- made by python -m benchmarks.distributed.simulated -->\n\n", "\n<!-- end of what is made -->\n"
 
 WAYS = ("plain", "checkpoint per block", "lean", "lean, fused loss")
 RANKS, TOKENS = (8, 64), 8192
-SHAPES = {  # by name: width, units of the MLP, blocks, heads, heads of keys and values, words
+SHAPES = {  # by name: width, units of the MLP, blocks, heads, heads of keys and values, vocabulary size
     "Llama 8B": (4096, 14336, 32, 32, 8, 128256),
     "Llama 70B": (8192, 28672, 80, 64, 8, 128256),
 }
 SMALL, SMALL_RANKS, SMALL_TOKENS = (256, 896, 4, 8, 2, 2048), 2, 512
 ON_A_GPU, GPU_BATCH = "llama_1b", (4, 2048)  # a case of `models.py`
-GPU_WAYS = {"plain": "plain", "lean": "lean", "lean, fused loss": "lean, exact=False"}  # as its rows call them
+GPU_WAYS = {"plain": "plain", "lean": "lean", "lean, fused loss": "lean, exact=False"}  # by way, its name in those rows
 Shape = tuple[int, int, int, int, int, int]
 
 
@@ -61,24 +62,24 @@ Shape = tuple[int, int, int, int, int, int]
 
 
 class FusedLoss(LlamaForCausalLM):
-    """The same model, its loss computed without logits."""
+    """Llama with its loss computed without logits, by `leangrad.linear_cross_entropy`."""
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> CausalLMOutput:
-        """The loss of ``labels``, each of which belongs to the token before it."""
+        """Return the loss of predicting each of the ``labels`` from the tokens before it."""
         hidden = self.model(input_ids=input_ids).last_hidden_state
         after = F.pad(labels, (0, 1), value=-100)[:, 1:]
         return CausalLMOutput(loss=leangrad.linear_cross_entropy(hidden, self.lm_head.weight, after))
 
 
 def llama(shape: Shape, kind: Any = LlamaForCausalLM) -> Any:
-    """A language model of this shape."""
+    """Return a language model of the class ``kind`` with this shape."""
     names = "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads vocab_size"
     options = dict(zip(names.split(), shape, strict=True))
     return kind(LlamaConfig(**options, tie_word_embeddings=False, use_cache=False)).train()
 
 
 def sharded(way: str, shape: Shape, dtype: torch.dtype) -> Any:
-    """The model as this way trains it, on each rank."""
+    """Return the sharded model, prepared for one way; every rank calls this."""
     model = llama(shape, FusedLoss if "fused loss" in way else LlamaForCausalLM)
     if way.startswith("checkpoint"):
         checkpoint_blocks(model, use_reentrant=False)
@@ -94,7 +95,7 @@ def sharded(way: str, shape: Shape, dtype: torch.dtype) -> Any:
 
 
 class Training:
-    """A model in training."""
+    """A model in training, with its optimizer and tokens of the shape ``batch``."""
 
     def __init__(self, model: Any, batch: tuple[int, int]) -> None:
         self.model, self.optimizer = model, torch.optim.AdamW(model.parameters(), fused=True)
@@ -102,13 +103,13 @@ class Training:
         self.tokens = torch.randint(0, model.config.vocab_size, batch, generator=generator)
 
     def step(self) -> None:
-        """One step."""
+        """Run one training step."""
         self.model(input_ids=self.tokens, labels=self.tokens).loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
 
     def measure(self) -> Measurement:
-        """A step after two others, from which the ledger learns; the loss takes a GPU's chunks."""
+        """Measure a step after two others, from which the ledger learns; the loss uses the chunk sizes of a GPU."""
         with mock.patch.object(linear_cross_entropy, "chunk_rows", _chunk_rows_on_a_gpu):
             self.step()
             self.step()
@@ -120,12 +121,12 @@ _chunk_rows = linear_cross_entropy.chunk_rows
 
 
 def _chunk_rows_on_a_gpu(tokens: int, hidden: int, vocabulary: int, device_type: str, **asked: Any) -> int:
-    """As many float32 logits, which a CPU computes, as take the memory of a GPU's bfloat16 ones."""
+    """Return the rows of a chunk such that its float32 logits on a CPU use as many bytes as bfloat16 ones on a GPU."""
     return _chunk_rows(tokens, hidden, vocabulary, "cuda", **{**asked, "itemsize": 2}) // 2
 
 
 def measured(way: str, shape: Shape, tokens: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Peak and kept bytes of a step on this rank."""
+    """Return peak, standing and kept bytes of a step on this rank."""
     training = Training(sharded(way, shape, dtype), (1, tokens))
     found = training.measure()
     standing = sum(standing_bytes([training.model], [training.optimizer], "cpu").values())
@@ -133,7 +134,7 @@ def measured(way: str, shape: Shape, tokens: int, dtype: torch.dtype) -> dict[st
 
 
 def simulate(way: str, shape: Shape, tokens: int, dtype: torch.dtype, ranks: int) -> dict[str, Any]:
-    """What `measured` finds on one of so many ranks."""
+    """Return what `measured` returns on one simulated rank out of ``ranks``."""
     with one_of(ranks), Untouched():
         return measured(way, shape, tokens, dtype)
 
@@ -142,14 +143,14 @@ def simulate(way: str, shape: Shape, tokens: int, dtype: torch.dtype, ranks: int
 
 
 def run_small(rank: int, found: str) -> None:
-    """What `measured` finds of the small shape on a rank of real processes, by way."""
+    """Measure the small shape in all ways on a real process; rank 0 writes the rows to the file ``found``."""
     rows = {way: measured(way, SMALL, SMALL_TOKENS, torch.float32) for way in WAYS}
     if rank == 0:
         Path(found).write_text(json.dumps(rows))
 
 
 def checks() -> list[dict[str, Any]]:
-    """The rows of the small shape: simulated, and as real processes have them."""
+    """Return the rows of the small shape: simulated, with the figures of real processes."""
     with tempfile.TemporaryDirectory() as folder:
         found = Path(folder) / "found.json"
         run_ranks(run_small, SMALL_RANKS, Path(folder), str(found))
@@ -163,7 +164,7 @@ def checks() -> list[dict[str, Any]]:
 
 
 def gpu_checks() -> list[dict[str, Any]]:
-    """The rows of one device: simulated, and as an H200 has measured them."""
+    """Return the rows of Llama 1B on one device: simulated, with the committed measurements of an H200."""
     committed = json.loads((RESULTS / "loss_models_h200.json").read_text())["rows"]
     make = next(case.make for case in CASES if case.name == ON_A_GPU)
     rows = []
@@ -184,7 +185,7 @@ def gpu_checks() -> list[dict[str, Any]]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """The table of the docs, and how far the checks are off."""
+    """Return the table of the docs, with the largest error of the simulation in the checks."""
     off: dict[str, float] = {}
     for row in rows:
         if "real_peak_bytes" in row:
@@ -203,7 +204,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def write_table(rows: list[dict[str, Any]]) -> None:
-    """Put the table between its marks in the docs."""
+    """Write the table into the docs, between its marks."""
     before, _, rest = DOCS.read_text().partition(BEGIN)
     DOCS.write_text(before + BEGIN + table(rows) + END + rest.partition(END)[2])
 

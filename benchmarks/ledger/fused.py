@@ -1,9 +1,9 @@
-"""Chains of pointwise ops, replayed as one kernel and op by op: time, bytes and bits.
+"""Chains of pointwise ops, replayed as one kernel and op by op: time, bytes and bitwise equality.
 
-    python -m benchmarks.fused [--scale 64] [--write fused_h200]
+    python -m benchmarks.ledger.fused [--scale 64] [--write fused_h200]
 
-Recipes as the ledger makes them for common chains. A row holds the device time of a rebuild each way, the bytes
-that one kernel has to move and the share of them per second, and whether every bit is the same.
+The recipes are those that the ledger makes for common chains. A row holds the device time of a rebuild as one kernel
+and op by op, the bytes that the kernel has to move, in total and per second, and whether the results are bitwise equal.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ def kept(tensor: Tensor) -> Value:
 
 
 def made(node: str, *args: Any, like: Tensor | None = None, dtype: torch.dtype = f32, **kwargs: Any) -> Value:
-    """A value that the op of ``node`` makes; with ``like``, one that a reader waits for, laid out so."""
+    """Return a value with the recipe of the autograd node ``node``.
+
+    like: a tensor with the shape and strides of the value, which then has a reader in backward.
+    """
     value = Value(node)
     value.set_recipe(RULES[node][0].function, args, kwargs)
     if like is not None:
@@ -47,7 +50,7 @@ def number(x: float) -> Tensor:
 
 
 def tanh_gelu(scale: int, readers: bool = False) -> tuple[Value, list[Value]]:
-    """GELU in its tanh form, written out, under autocast; with ``readers``, all that its backward reads."""
+    """GELU in its tanh form, written out, under autocast; with ``readers``, also all values that its backward reads."""
     x = torch.randn(16 // min(16, scale), 1024, 4096, device="cuda").to(bf16)
     like = x if readers else None
     h = kept(x)
@@ -96,7 +99,7 @@ def batch_norm(scale: int) -> tuple[Value, list[Value]]:
 
 
 def mixed_sum(scale: int) -> tuple[Value, list[Value]]:
-    """One op alone: what attention gives, added to the residual stream under autocast."""
+    """One op alone: the output of attention is added to the residual stream under autocast."""
     x = torch.randn(max(1, 64 // scale), 197, 1024, device="cuda")
     root = made("AddBackward0", kept(x), kept(torch.randn_like(x).to(bf16)), alpha=1, like=x)
     root.dtype = f32
@@ -109,7 +112,7 @@ def cast_up(scale: int) -> tuple[Value, list[Value]]:
 
 
 def links(scale: int) -> tuple[Value, list[Value]]:
-    """Four links of a residual stream, each of which a norm will read."""
+    """Four additions to a residual stream; a norm will read each sum."""
     x = torch.randn(16 // min(16, scale), 1024, 1024, device="cuda")
     stream = [kept(x)]
     for _ in range(4):
@@ -159,7 +162,7 @@ def measure(name: str, scale: int) -> dict[str, Any]:
 
 
 def rebuild(root: Value, others: list[Value]) -> list[Tensor]:
-    """One rebuild, as backward asks for it: what readers are to come for is held, and given here."""
+    """Rebuild ``root`` as backward does; return it and those of ``others`` that it rebuilds too, for later readers."""
     tensor, _ = root._rebuild({}, 0)
     tensors = [tensor, *(v.memo for v in others if v.memo is not None)]
     for v in others:
@@ -178,7 +181,10 @@ def anchors(value: Value) -> list[Value]:
 
 
 def timed(call: Callable[[], Any]) -> tuple[float, float]:
-    """Microseconds on the device and on the host; the device is kept waiting, so that the host is not what is timed."""
+    """Return the microseconds of a call on the device and on the host.
+
+    The device is kept busy until calls are queued, so that its time does not include waiting for the host.
+    """
     for _ in range(3):
         call()
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

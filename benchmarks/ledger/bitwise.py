@@ -1,11 +1,12 @@
-"""The gradients of the H200 table's models, lean against plain, bit for bit.
+"""Compare the gradients of the H200 table's models bit for bit, lean against plain.
 
-    python -m benchmarks.bitwise --write h200_bitwise
+    python -m benchmarks.ledger.bitwise --write h200_bitwise
 
-Flash attention adds up its gradients in any order, so plain is not equal to itself on models that use it, and nothing
-can be said of lean but that it is as near. With ATen's written-out attention and deterministic algorithms plain is
-equal to itself, and lean must be equal to plain, in steps that are recorded, learned and fused. A row says, for each
-kind of attention, how many of a model's gradients are the same bits twice in plain, and in each step of lean.
+Flash attention sums up its gradients in varying order, so two runs of plain differ on models that use it, and lean can
+only be shown to be as close. With ATen's math backend of attention and deterministic algorithms two runs of plain are
+equal, and lean must be equal to plain: in the recorded step, in steps that follow the trace, and with fused replays. A
+row holds, for one kind of attention, how many of a model's gradients are bitwise equal in two runs of plain, and in
+each step of lean to those of plain.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ STEPS = 8
 
 
 def run(case: Case) -> list[dict[str, Any]]:
-    """Compare one model, at half its batch, until a kind of attention is found in which plain is equal to itself."""
+    """Compare one model, at half its batch, with one kind of attention after another until two plain runs are equal."""
     torch.manual_seed(0)
     with torch.device("cuda"):
         model = case.make().train()
@@ -77,7 +78,7 @@ def main() -> None:
     parser.add_argument("--write", default="")
     arguments = parser.parse_args()
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    warnings.simplefilter("ignore")  # of what has no deterministic form: that is why plain is asked twice
+    warnings.simplefilter("ignore")  # for ops without a deterministic form; running plain twice shows their effect
     torch.use_deterministic_algorithms(True, warn_only=True)
     rows = [row for case in CASES if case.name in arguments.case for row in run(case)]
     if arguments.write:

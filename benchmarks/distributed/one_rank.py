@@ -1,12 +1,12 @@
-"""Llama 1B by FSDP2 and DDP on one rank over NCCL: what lean saves and costs where the streams are real.
+"""Llama 1B under FSDP2 and DDP on one rank over NCCL: memory and time of lean with real CUDA streams.
 
-    python -m benchmarks.one_rank --write one_rank_h200
+    python -m benchmarks.distributed.one_rank --write one_rank_h200
 
 One process with one GPU, `fully_shard` per block, bfloat16, 4 x 2048 tokens, AdamW. A row is one way: `peak_gib` and
-`kept_gib` above what stands before the step, `ms` of a step as training runs it, `device_ms` of its kernels. `bits`
-says whether loss, gradients and weights of three steps at a quarter of the batch are plain's, and for plain itself
-whether a second run of it gives the same; attention is written out for them, since torch's kernels for it are not
-equal to themselves.
+`kept_gib` above the memory allocated before the step, `ms` of a step as training runs it, `device_ms` of its kernels.
+`bits` is whether loss, gradients and weights of three steps at a quarter of the batch are bitwise equal to plain
+PyTorch; for plain itself, whether a second run gives the same. These steps use the math backend of attention, because
+torch's fused attention kernels give other bits in each run.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def loss_of(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
 
 
 def train(way: str) -> list[Tensor]:
-    """Losses, gradients and at the end weights of some steps, in the host's memory."""
+    """Run `STEPS` steps; return the loss and the gradients of each, and the final weights, in host memory."""
     model = make(way)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     seen = []
@@ -95,7 +95,7 @@ def train(way: str) -> list[Tensor]:
 
 
 def cost(way: str) -> dict[str, float]:
-    """Memory and time of one way."""
+    """Return memory and time of a step of one way."""
     model = make(way)
     batch = CASE.batch(CASE.size)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
@@ -113,7 +113,7 @@ def clean() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.one_rank", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.distributed.one_rank", description=__doc__)
     parser.add_argument("--write", default="", metavar="NAME")
     arguments = parser.parse_args()
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -1,11 +1,11 @@
-"""The scans against the plain loop over time, in one process, in turns: time, kept bytes, and how those grow with T.
+"""The scans against a plain loop over time, in alternation in one process: time, kept bytes, and their growth with T.
 
-    python -m benchmarks.scan                  # on the CPU
-    python -m benchmarks.scan --device cuda    # and the kernels one by one
+    python -m benchmarks.nn.scan                  # on the CPU
+    python -m benchmarks.nn.scan --device cuda    # also the time of each kernel
 
-The plain loop takes each step's slices by `unbind`; with `u[:, t]` its backward would be quadratic in T. "doubling", on
-CUDA only, is plain PyTorch without a loop: log2(T) passes over all states. The rows go to
-benchmarks/results/scan_<device>.json, the picture of the growth to benchmarks/results/scan_kept_bytes.svg.
+The plain loop gets the slices of each time step by `unbind`; with `u[:, t]` its backward would be quadratic in T.
+"doubling", on CUDA only, is plain PyTorch without a loop: log2(T) passes over all states. The rows are written to
+benchmarks/results/scan_<device>.json, the picture of the growth (on the CPU) to benchmarks/results/scan_kept_bytes.svg.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from benchmarks.environment import RESULTS, write_rows
 from leangrad.measure import measure
 from leangrad.nn.scan import _Kind, _plain, rg_lru, selective_scan
 
-LENGTHS = (256, 512, 1024, 2048)  # and 4096, which is measured anyway
+LENGTHS = (256, 512, 1024, 2048)  # 4096 is measured in any case
 
 
 def plain_selective_scan(u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ def rg_lru_inputs(batch: int, T: int, width: int, device: str, dtype: torch.dtyp
 
 
 class Step:
-    """Forward and backward; notes what CUDA had allocated between the two."""
+    """Forward and backward; notes in ``kept_bytes`` the bytes that CUDA had allocated between the two."""
 
     def __init__(self, function: Callable[..., Any], inputs: list[Tensor]) -> None:
         self.function, self.inputs = function, inputs
@@ -98,7 +98,7 @@ def seconds_of(step: Step, device: str) -> float:
 
 
 def memory_of(step: Step, device: str) -> dict[str, int]:
-    """Bytes that stand between forward and backward, and at the peak, above the inputs."""
+    """Return the bytes allocated between forward and backward and at the peak, without the inputs."""
     if device == "cpu":
         found = measure(step, timed_runs=0)
         return {"kept_bytes": found.kept_bytes, "peak_bytes": found.peak_bytes}
@@ -110,7 +110,7 @@ def memory_of(step: Step, device: str) -> dict[str, int]:
 
 
 def compare(case: str, plain: Step, lean: Step, device: str, rounds: int) -> dict[str, Any]:
-    """Both in turns; the time ratio is the median over the turns."""
+    """Time both in alternation and measure their memory; the time ratio is the median over the rounds."""
     for step in (plain, lean, lean):
         step()
     pairs = [(seconds_of(plain, device), seconds_of(lean, device)) for _ in range(rounds)]
@@ -128,7 +128,7 @@ def compare(case: str, plain: Step, lean: Step, device: str, rounds: int) -> dic
 
 
 def growth(device: str) -> list[dict[str, Any]]:
-    """Kept bytes of both for growing T, with the output, which both make."""
+    """Return rows with the kept bytes of both for growing T; these include the output, which both compute."""
     rows = []
     for T in LENGTHS:
         inputs = mamba_inputs(1, T, 512, 16, device, torch.float32)
@@ -142,7 +142,7 @@ def growth(device: str) -> list[dict[str, Any]]:
 
 
 def kernels(device: str, rounds: int) -> list[dict[str, Any]]:
-    """Training sizes in bfloat16, lean only: wall time beside the time of each kernel."""
+    """Return rows with the wall time and the time of each kernel, lean only, mostly at training sizes in bfloat16."""
     from torch.profiler import ProfilerActivity, profile
 
     rows = []
@@ -171,7 +171,7 @@ def kernels(device: str, rounds: int) -> list[dict[str, Any]]:
 
 
 def draw(rows: list[dict[str, Any]]) -> str:
-    """Kept bytes over T, both axes logarithmic, as SVG."""
+    """Return a picture of the kept bytes over T as SVG, with logarithmic axes."""
     from math import log10
 
     width, height, left, bottom = 560, 360, 70, 45

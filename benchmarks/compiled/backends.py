@@ -1,18 +1,18 @@
-"""Compiled training on one GPU: torch.compile as it is, its own ways to less memory, eager lean, and ours.
+"""Compiled training on one GPU: torch.compile, its own options that save memory, eager lean, and leangrad's backend.
 
-    python -m benchmarks.compiled --write compiled_h200                       # the four models of the table
-    python -m benchmarks.compiled --timm --write compiled_timm_h200           # timm, batch 128, channels_last
-    python -m benchmarks.compiled --all --workers 15 --write compiled_h200    # both
+    python -m benchmarks.compiled.backends --write compiled_h200                       # the four models of the table
+    python -m benchmarks.compiled.backends --timm --write compiled_timm_h200           # timm, batch 128, channels_last
+    python -m benchmarks.compiled.backends --all --workers 15 --write compiled_h200    # both
 
-Compiling takes most of the time: ``--workers`` processes compile side by side and hold what they have compiled; when
-all is compiled, or after ``--compile-seconds``, they are measured one at a time on an otherwise idle machine, the ways
+Compiling takes most of the time: ``--workers`` processes compile in parallel and hold the compiled models. When all are
+compiled, or after ``--compile-seconds``, the models are measured one at a time on an otherwise idle machine, the ways
 of a model one after the other.
 
-A row is one model trained in one way: the step in milliseconds, as training runs them (``ms``), the time of its
+A row is one model trained in one way: the time of a step in milliseconds, as training runs it (``ms``), the time of its
 kernels alone (``device_ms``), the peak of allocated bytes above parameters and optimizer state, the bytes alive between
-forward and backward, the seconds of the first step, which compiles, and for ``leangrad`` what the policy foresaw
-(``simulated_peak_gib``, ``simulated_kept_gib``) and the seconds it took to choose. Ratios are to ``compile`` of the
-same model in the same run.
+forward and backward, and the seconds of the first step, which compiles. For ``leangrad`` a row also has the peak and
+the kept bytes that the policy predicted (``simulated_peak_gib``, ``simulated_kept_gib``) and the seconds that choosing
+the plan took (``choosing_s``). Ratios are to ``compile`` of the same model in the same run.
 
 compile     torch.compile(model)
 budget      the same with activation_memory_budget 0.5
@@ -60,13 +60,13 @@ TIMM = (
     "poolformer_s12", "regnety_016", "repvgg_a2", "res2net50_26w_4s", "swin_tiny_patch4_window7_224",
     "tf_efficientnetv2_s", "vit_base_patch16_224", "xcit_tiny_12_p16_224",
 )  # fmt: skip
-BLOCKS = ("Bottleneck", "EncoderBlock")  # of torchvision, which has no switch for checkpoints
+BLOCKS = ("Bottleneck", "EncoderBlock")  # the blocks of torchvision's models, which have no switch for checkpoints
 EAGER = ("checkpoint", "lean")
 TURNS = 2
-PAUSE = 5  # seconds, after the GPU was full
-GRACE = 45  # seconds more, for what is being compiled when the time is over
+PAUSE = 5  # seconds to wait after the GPU ran out of memory
+GRACE = 45  # extra seconds for models that are being compiled when the time is over
 
-Forward = Callable[[nn.Module], Tensor]  # of a model, compiled or not: the loss of one step
+Forward = Callable[[nn.Module], Tensor]  # returns the loss of one step of a model, compiled or not
 Setup = Callable[[], tuple[nn.Module, Forward]]
 
 
@@ -142,7 +142,12 @@ WAYS: dict[str, tuple[Callable[[nn.Module], nn.Module], Callable[[], AbstractCon
 
 @dataclass
 class Prepared:
-    """A model that took its first step, and so is compiled."""
+    """A model that ran its first step, and so is compiled.
+
+    - `model`: the model as made, whose parameters are trained.
+    - `ready`: the model as the way prepared it; `loss` is called with it.
+    - `row`: the row so far.
+    """
 
     model: nn.Module
     ready: nn.Module
@@ -162,7 +167,7 @@ class Prepared:
 
 
 def prepare(name: str, setup: Setup, way: str) -> Prepared:
-    """Take the first step of a model in one way."""
+    """Run the first forward and backward of a model in one way, which compiles it."""
     chosen.clear()
     torch.manual_seed(0)
     model, loss = setup()
@@ -191,9 +196,9 @@ def prepare(name: str, setup: Setup, way: str) -> Prepared:
 
 
 def _work(cases: dict[str, Setup]) -> None:
-    """Prepare and measure what is asked for, line by line, and answer each line with a row."""
+    """Run a worker process: read requests to prepare or measure a model from stdin, and print a row for each line."""
     torch.set_float32_matmul_precision("high")
-    dynamo.automatic_dynamic_shapes = False  # models of one class are held side by side, each for its own shapes
+    dynamo.automatic_dynamic_shapes = False  # models of one class are held at once, each compiled for its own shapes
     dynamo.recompile_limit = 64
     held: dict[str, Prepared] = {}
     for line in sys.stdin:
@@ -208,17 +213,17 @@ def _work(cases: dict[str, Setup]) -> None:
                 answer = held.pop(key).measure()
                 gc.collect()
                 torch.cuda.empty_cache()
-        except Exception as error:  # one of them must not cost the others their turn on the machine
+        except Exception as error:  # go on with the other models
             answer["error"] = repr(error)[:400]
         print("row " + json.dumps(answer), flush=True)
 
 
 class _Worker:
-    """A process that compiles, and holds what it compiled until it is measured."""
+    """A process that compiles models, and holds them until they are measured; see `_work`."""
 
     def __init__(self, batch: int) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.compiled", "--all", "--batch", str(batch), "--work"],
+            [sys.executable, "-m", "benchmarks.compiled.backends", "--all", "--batch", str(batch), "--work"],
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -246,7 +251,7 @@ Job = tuple[str, str]  # the name of a model, a way
 
 
 def _prepare_all(jobs: list[Job], workers: list[_Worker], seconds: float) -> dict[Job, _Worker]:
-    """Share out ``jobs``; who holds each that was prepared within ``seconds``."""
+    """Distribute ``jobs`` over the workers; return the worker that holds each job that was prepared in ``seconds``."""
     waiting: queue.SimpleQueue[Job] = queue.SimpleQueue()
     for job in jobs:
         waiting.put(job)
@@ -263,7 +268,7 @@ def _prepare_all(jobs: list[Job], workers: list[_Worker], seconds: float) -> dic
             print(json.dumps(row), flush=True)
             if "error" not in row:
                 holders[job] = worker
-            elif "OutOfMemory" in row["error"]:  # others took their first step at the same time
+            elif "OutOfMemory" in row["error"]:  # other workers ran their first steps at the same time: try again
                 waiting.put(job)
                 time.sleep(PAUSE)
 
@@ -272,13 +277,13 @@ def _prepare_all(jobs: list[Job], workers: list[_Worker], seconds: float) -> dic
         thread.start()
     for thread, worker in zip(threads, workers, strict=True):
         thread.join(max(0.0, end + GRACE - time.monotonic()))
-        if thread.is_alive():  # in the midst of compiling: what it holds cannot be asked for
+        if thread.is_alive():  # still compiling, and cannot answer: the models that it holds are prepared again below
             worker.kill()
             thread.join()
     spare = [worker for worker in workers if worker.is_alive()]
     for job in [job for job, holder in holders.items() if not holder.is_alive()]:
         del holders[job]
-        if spare and "error" not in spare[0].ask("prepare", *job):  # from the caches on disk: seconds
+        if spare and "error" not in spare[0].ask("prepare", *job):  # takes seconds only, due to the caches on disk
             holders[job] = spare[0]
             spare.append(spare.pop(0))
     return holders

@@ -1,12 +1,12 @@
-"""Gradients of a user's autograd Function under torch's own backends, beside plain: no code of leangrad runs.
+"""Gradients of a user's autograd Function under torch's own backends, against eager mode: no code of leangrad runs.
 
-    python -m benchmarks.custom_function
+    python -m benchmarks.compiled.custom_function
 
-Torch 2.11 loses the gradient, with its own ``eager`` backend too, if a Function's forward returns a tensor that is also
-one of its intermediate results: after ``y += 1`` (https://github.com/pytorch/pytorch/issues/180642), and by
-``y.to(y.dtype)``, which is ``y``. The zoo's ``custom`` model does the latter. In 2.13 all are right.
-Each line is one Function and one backend: the largest difference of a gradient from plain's, beside plain's largest
-element.
+Torch 2.11 loses the gradient, also with its own ``eager`` backend, if a Function's forward returns a tensor that is
+also one of its intermediate results: after ``y += 1`` (https://github.com/pytorch/pytorch/issues/180642), and with
+``y.to(y.dtype)``, which returns ``y``. The zoo's ``custom`` model does the latter. In 2.13 all gradients are right.
+Each printed line is one Function and one backend: for each gradient, the largest difference from eager mode's gradient
+and the largest element of that.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ FUNCTIONS = {
 
 
 def gradients(function: Any, backend: str | None) -> list[Tensor]:
-    """The gradients of a step with two calls of a Function."""
+    """Return the gradients of a step with two calls of a Function; ``backend``: None for eager mode."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     x, size = torch.randn(16, 16, requires_grad=True), torch.tensor(0.05, requires_grad=True)

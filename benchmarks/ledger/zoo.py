@@ -1,12 +1,12 @@
 """Every model of the zoo, plain and lean: kept bytes against the floor, peak, time, and whether gradients are the same.
 
-    python -m benchmarks.zoo [--case gpt llama] [--write zoo_cpu]
+    python -m benchmarks.ledger.zoo [--case gpt llama] [--write zoo_cpu]
 
-Peak and kept bytes are exact (`leangrad.measure`); the peak is also set beside those of constant cuts. Time is the
-median of interleaved steps in one process, lean over plain; beside it the time of the replayed ops alone, over plain's
-step: no ledger that keeps so little can take less than one plus that. Under bfloat16 autocast products are computed in
-float32 and rounded (`tests/zoo/bfloat16.py`), since most CPUs have no bfloat16 units: bytes and bits are then told, and
-time is not.
+Peak and kept bytes are exact (`leangrad.measure`); the peak is also compared with those of constant cuts. The time is
+that of lean over plain, the median over steps that alternate in one process. `replays_over_plain` is the time of the
+replayed ops alone over that of a plain step: a ledger that keeps as little cannot take less than 1 plus that. Under
+bfloat16 autocast matmuls are computed in float32 and rounded (`tests/zoo/bfloat16.py`), because most CPUs have no
+bfloat16 units; these rows have bytes and bitwise equality, but no times.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from torch import Tensor, nn
 import leangrad
 from benchmarks.environment import write_rows
 from leangrad import floor
-from leangrad.ledger.values.inplace_variants import IN_PLACE
+from leangrad.ledger.values.rebuild.inplace_variants import IN_PLACE
 from leangrad.ledger.values.value import Value
 from tests.zoo import CASES, Case, FastBFloat16, case
 
 ROUNDS = 7
-DEPTHS = (0, 1, 2, 3, 4, 8)  # constant cuts of residual chains, beside the one that is learned
+DEPTHS = (0, 1, 2, 3, 4, 8)  # values of `residual_depth` to compare with the cut that lean chooses itself
 
 
 def measure_case(found: Case, *, bfloat16: bool) -> dict[str, Any]:
-    """One row."""
+    """Measure one model; return the row."""
     torch.manual_seed(0)
     batch = found.batch()
     plain_model, lean_model = _make(found), _make(found)
@@ -80,7 +80,7 @@ def measure_case(found: Case, *, bfloat16: bool) -> dict[str, Any]:
 
 
 def _peak_at(depth: int, step: Callable[[Any], Tensor]) -> int:
-    """The peak of a step whose residual chains are all cut at one depth."""
+    """Return the peak of a step in which all residual chains are cut at the depth ``depth``."""
     ledger = leangrad.saving(residual_depth=depth)
     step(ledger).backward()
     return leangrad.measure(lambda: step(ledger).backward(), timed_runs=0).peak_bytes
@@ -102,7 +102,7 @@ def _same(a: nn.Module, step_a: Callable[[], None], b: nn.Module, step_b: Callab
 
 
 def time_ratio(plain: Callable[[], None], lean: Callable[[], None]) -> float:
-    """The time of a lean step over that of a plain one, taken in turns: the median."""
+    """Return the time of a lean step over that of a plain one: the median over rounds of one step each."""
     ratios = []
     for _ in range(ROUNDS):
         start = time.process_time()
@@ -114,7 +114,7 @@ def time_ratio(plain: Callable[[], None], lean: Callable[[], None]) -> float:
 
 
 class _Timed:
-    """A function of a recipe that adds its time to a sum."""
+    """A recipe's function that adds its time to ``spent``, in seconds over all instances; equal to the function."""
 
     spent = 0.0
 
@@ -135,7 +135,7 @@ class _Timed:
 
 
 def replay_ratio(plain: Callable[[], None], lean: Callable[[], None]) -> float:
-    """The time of the functions that recipes call, over the time of a plain step."""
+    """Return the time of the functions that recipes call over that of a plain step: the median over rounds."""
     rebuild, in_place = Value._rebuild, dict(IN_PLACE)
 
     def timed(self: Value, made: dict[int, Tensor], task: int) -> tuple[Tensor, bool]:

@@ -1,4 +1,4 @@
-"""Where the time of a lean step goes on a GPU: host time of forward and backward, device time of kernels."""
+"""The time of plain and lean steps on a GPU: host time of forward and backward, device time of kernels."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _forward(case: Case, model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
 
 
 def _timed(case: Case, model: nn.Module, batch: tuple[Tensor, ...], label: str) -> Any:
-    """Print the medians of six steps after three; return the profile of the kernels of one more."""
+    """Print the medians of six steps after three untimed ones; return the kernel profile of one more step."""
     rows = []
     for i in range(9):
         model.zero_grad(set_to_none=True)

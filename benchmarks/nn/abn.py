@@ -1,13 +1,15 @@
-"""Activated batch norm against BatchNorm2d + activation, in one process, interleaved.
+"""Activated batch norm against BatchNorm2d + activation, in one process, in alternation.
 
-    python -m benchmarks.abn --write abn_cpu                  # a residual net
-    python -m benchmarks.abn --device cuda --write abn_h200   # each layer of ResNet-50, whole training steps
+    python -m benchmarks.nn.abn --write abn_cpu                  # a residual net
+    python -m benchmarks.nn.abn --device cuda --write abn_h200   # each layer of ResNet-50, whole training steps
 
-One layer is timed over a leaf and over a copy. Over a leaf, InPlaceABN keeps that, as ABN does, and does not invert;
-over a copy, which stands for a convolution's output, it overwrites that, asks the device and inverts.
+A single layer is timed on a leaf tensor and on a copy of it. Autograd holds a leaf until backward in any case, so
+InPlaceABN keeps it, as ABN does, and does not invert. The copy stands for the output of a convolution: InPlaceABN
+overwrites it and inverts it in backward, after asking the device which channels can be inverted.
 
-Each row is printed as a line of JSON; `--write` puts all into benchmarks/results. Ratios are lean / plain, the median
-over rounds in which both run right after each other; "device" is what the kernels take by themselves, without the host.
+Each row is printed as a line of JSON; `--write` writes all rows to benchmarks/results. Ratios are lean / plain, the
+median over rounds in which both run right after each other; "device" is the time of the kernels alone, without the
+host.
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ def residual_net(width: int, depth: int) -> nn.Module:
 
 
 def seconds(step: Callable[[], object], device: str, repeats: int) -> float:
-    """Of one step, of several that run without waiting for the device in between, as training does."""
+    """Return the seconds of one step: the mean of ``repeats`` steps that run without waiting for the device between."""
     if device == "cuda":
         torch.cuda.synchronize()
     start = time.perf_counter()
@@ -73,7 +75,7 @@ def interleave(
     for _ in range(3):
         plain(), lean()
     pairs = []
-    for i in range(rounds):  # in turns, so that neither is always the first
+    for i in range(rounds):  # the order alternates, so that neither is always the first
         times = {step: seconds(step, device, repeats) for step in ((plain, lean), (lean, plain))[i % 2]}
         pairs.append((times[plain], times[lean]))
     return {
@@ -89,7 +91,7 @@ def training_step(model: nn.Module, x: Tensor, target: Tensor, optimizer: Any, a
             loss = F.cross_entropy(model(x), target)
         loss.backward()
         optimizer.step()
-        optimizer.zero_grad(set_to_none=True)  # last, so that no gradient stands before the step
+        optimizer.zero_grad(set_to_none=True)  # last, so that no gradient is allocated before the step
 
     return step
 
@@ -113,7 +115,10 @@ def cpu_row(width: int, depth: int, size: int, batch: int, rounds: int) -> dict[
 
 
 def layer_row(channels: int, height: int, batch: int, rounds: int, kind: type[ABN], copied: bool) -> dict[str, Any]:
-    """One layer alone: over a leaf, or over a copy in the place of a convolution, which InPlaceABN may overwrite."""
+    """Return the row of one layer alone.
+
+    copied: the layer's input is a copy, which InPlaceABN may overwrite like a convolution's output; else it is a leaf.
+    """
     plain = nn.Sequential(nn.BatchNorm2d(channels), nn.LeakyReLU(0.01, inplace=True)).cuda()
     lean = kind(channels).cuda()
     shape = (batch, channels, height, height)
@@ -128,7 +133,7 @@ def layer_row(channels: int, height: int, batch: int, rounds: int, kind: type[AB
 
         return run
 
-    # Many short rounds: what the host takes varies by a third from one tenth of a second to the next.
+    # Many short rounds, because the host's time varies by a third from one tenth of a second to the next.
     times = interleave(step(plain), step(lean), "cuda", 5 * rounds, repeats=10)
     device_ms = {f"{name}_device_ms": busy_ms(step(layer)) for name, layer in (("plain", plain), ("lean", lean))}
     what = f"copy + {kind.__name__}" if copied else kind.__name__
@@ -136,7 +141,7 @@ def layer_row(channels: int, height: int, batch: int, rounds: int, kind: type[AB
 
 
 def busy_ms(step: Callable[[], object]) -> float:
-    """How long the device works in a step: the sum of its kernels."""
+    """Return the time that the device works in a step, in milliseconds: the sum of its kernels."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
         step()
         torch.cuda.synchronize()
@@ -144,7 +149,7 @@ def busy_ms(step: Callable[[], object]) -> float:
 
 
 def chain(width: int, depth: int, norm: Callable[[int], list[nn.Module]]) -> nn.Module:
-    """Convolution + norm + activation, over and over; each of four stages halves the map and doubles the width."""
+    """Return a chain of convolution + norm + activation; each of four stages halves the map and doubles the width."""
     layers: list[nn.Module] = []
     channels = 3
     for stage in range(4):
@@ -156,7 +161,7 @@ def chain(width: int, depth: int, norm: Callable[[int], list[nn.Module]]) -> nn.
 
 
 def chain_row(batch: int, size: int, rounds: int) -> dict[str, Any]:
-    """As in-place norms are used: each over the output of a convolution, all in one model."""
+    """Return the row of a model in which each norm follows a convolution, as in-place norms are used."""
     plain = chain(64, 5, lambda c: [nn.BatchNorm2d(c), nn.LeakyReLU(0.01, inplace=True)])
     lean = chain(64, 5, lambda c: [InPlaceABN(c)])
     lean.load_state_dict(dict(zip(lean.state_dict(), plain.state_dict().values(), strict=True)))
@@ -174,7 +179,7 @@ def resnet50_row(batch: int, rounds: int) -> dict[str, Any]:
 
 
 def model_figures(plain: nn.Module, lean: nn.Module, batch: int, size: int, rounds: int) -> dict[str, Any]:
-    """Time, device time and peak of a training step."""
+    """Return time, device time and peak of a training step, plain and lean, and the ratios."""
     models: list[Any] = [plain, lean]
     models = [m.cuda().to(memory_format=torch.channels_last) for m in models]
     x = torch.randn(batch, 3, size, size, device="cuda").to(memory_format=torch.channels_last)

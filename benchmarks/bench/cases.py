@@ -1,8 +1,8 @@
-"""The models that are set side by side: real ones on a GPU, small ones of the same kinds on a CPU.
+"""The models on which the ways are compared: real ones on a GPU, small ones of the same kinds on a CPU.
 
 On a GPU: the four of `benchmarks.models`, a BERT of BERT-large's shape, a diffusion U-Net of diffusers, a Mamba on long
-sequences, and ten of timm. On a CPU: models of `tests/zoo` and of `leangrad demo`, with conv nets in timm's stead; a
-step takes a fraction of a second. `make` is what each process calls.
+sequences, and ten models of timm. On a CPU: models of `tests/zoo` and of `leangrad demo`, with conv nets instead of
+timm's models; a step takes a fraction of a second. Each worker process calls `make`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from leangrad.demo import gpt, swiglu
 from leangrad.frontier.fit.rows import with_rows
 from tests.zoo import case as zoo
 
-# What stands for each model on a CPU: a model of the zoo, and the rows of its batch; or one of the demo's.
+# The substitutes of the models on a CPU. ZOO: a model of the zoo, and the rows of its batch. DEMO: a model of the demo.
 ZOO = {
     "resnet50": ("resnet", 4),
     "vit_l": ("vit", 4),
@@ -41,12 +41,12 @@ TIMM = (
     "nf_resnet50", "regnety_016", "swin_tiny_patch4_window7_224", "vit_base_patch16_224",
 )  # fmt: skip
 FULL = (*TABLE, "bert_large", "unet", "mamba", *(f"timm:{name}" for name in TIMM))
-UNROLLED = ("mamba",)  # without its own kernels it loops over positions, which compile would unroll: not compiled
-PLAIN_DTYPE = ("llama_1b",)  # in bfloat16 itself; all others run under autocast
+UNROLLED = ("mamba",)  # not compiled: without its own kernels it loops over positions, which compile would unroll
+PLAIN_DTYPE = ("llama_1b",)  # its parameters are in bfloat16; all others run under autocast
 
 
 def make(name: str, device: str = "cpu", **shape: int) -> tuple[Any, ...]:
-    """The model and a batch of one case; with `shape` some of SHAPES are others."""
+    """Return the model and a batch of one case, and for a model of the zoo its loss; `shape` overrides `SHAPES`."""
     return _full(name) if device == "cuda" else _small(name, **shape)
 
 
@@ -68,40 +68,40 @@ def _small(name: str, **shape: int) -> tuple[Any, ...]:
 
 
 class Classifier(nn.Module):
-    """A model that tells classes apart, and its loss."""
+    """A classifier that returns its loss."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, images: Tensor, labels: Tensor) -> Tensor:
-        """The cross entropy of a batch."""
+        """Return the cross entropy of a batch."""
         logits = self.model(images)
         return F.cross_entropy(logits[0] if isinstance(logits, tuple) else logits, labels)
 
 
 class LanguageModel(nn.Module):
-    """A model of transformers that computes its own loss."""
+    """A transformers model that computes its own loss."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, ids: Tensor) -> Tensor:
-        """The loss of a batch, as the model itself defines it."""
+        """Return the loss of a batch, as the model itself defines it."""
         loss: Tensor = self.model(input_ids=ids, labels=ids).loss
         return loss
 
 
 class Denoiser(nn.Module):
-    """A U-Net that tells the noise in an image, and its squared error."""
+    """A U-Net that predicts the noise in an image, and returns the mean squared error."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, noisy: Tensor, noise: Tensor, time: Tensor) -> Tensor:
-        """The error of a batch."""
+        """Return the error of a batch."""
         return F.mse_loss(self.model(noisy, time).sample, noise)
 
 

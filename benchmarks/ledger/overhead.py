@@ -1,9 +1,10 @@
-"""What the ledger costs the host: microseconds per saved tensor, in a model whose tensors are too small to matter.
+"""Host time of the ledger: microseconds per saved tensor, in a model whose kernels take almost no time.
 
-    python -m benchmarks.overhead [--device cuda] [--write overhead_cpu]
+    python -m benchmarks.ledger.overhead [--device cuda] [--write overhead_cpu]
 
-Twenty-four Transformer blocks on tiny tensors, so that a step is nothing but the host's work. Each row adds one layer
-of the machinery; all are interleaved in one process, host time by `time.process_time`.
+The model is twenty-four Transformer blocks on tiny tensors, so that a step consists of the host's work only. The rows
+are plain, a function mode and hooks that do nothing, and two ledgers; all are timed in alternation in one process, host
+time by `time.process_time`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Pictures of the rows that are side by side: SVG, written by hand, legible on a light and on a dark page."""
+"""Pictures of the rows: SVG, made without a plotting library, legible on light and on dark pages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 WIDTH = 760
-# They bring their own ground, for a page's theme may be another than the reader's system.
+# The pictures have their own background, because a page's theme may differ from the color scheme of the system.
 STYLE = """
 .ground { fill: #ffffff } text { fill: #24292f; font: 13px system-ui, sans-serif } .title { font-weight: 600 }
 .soft { fill: #57606a } .grid { stroke: #d8dee4 } .one { stroke: #57606a; stroke-dasharray: 3 3 }
@@ -26,12 +26,12 @@ OURS = ("lean", "lean_budget", "no_logits", "compile_leangrad", "convert_abn", "
 
 
 def kind_of(way: str) -> str:
-    """What decides the color of a way: whose it is."""
+    """Return the key of a way's color: "plain", "ours" for a way of leangrad, or "others"."""
     return "plain" if way == "plain" else "ours" if way in OURS else "others"
 
 
 def page(title: str, height: int, parts: list[str]) -> str:
-    """A picture of these parts, with a title."""
+    """Return an SVG picture of these parts, with a title."""
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img">',
@@ -46,24 +46,27 @@ def page(title: str, height: int, parts: list[str]) -> str:
 
 
 def text(x: float, y: float, words: str, style: str = "", anchor: str = "start") -> str:
-    """Words at a place."""
+    """Return an SVG text element at a position."""
     return f'<text class="{style}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{html.escape(words)}</text>'
 
 
 class Scale:
-    """From the values `low` to `high`, on the page from `start` to `end`; what lies beyond is put at the edge."""
+    """An axis: the values `low` to `high` lie at the coordinates `start` to `end`, values beyond at the edge."""
 
     def __init__(self, low: float, high: float, start: float, end: float) -> None:
         self.low, self.high, self.start, self.end = low, high, start, end
 
     def __call__(self, value: float) -> float:
-        """The place of a value."""
+        """Return the coordinate of a value."""
         inside = min(max(value, self.low), self.high)
         return self.start + (inside - self.low) / (self.high - self.low) * (self.end - self.start)
 
 
 def dots(title: str, rows: Sequence[dict[str, Any]], ways: Sequence[str]) -> str:
-    """A line for each way: a dot for each model, and a bar at the median; peak on the left, time on the right."""
+    """Return a picture with a line for each way: a dot for each model and a bar at the median.
+
+    The left panel shows the peak, the right one the time, both relative to plain.
+    """
     panels = (
         ("peak_over_plain", "peak, / plain", Scale(0, 1.2, 150, 430), (0.25, 0.5, 0.75, 1.0)),
         ("ratio", "time, / plain", Scale(0.5, 2.5, 470, 740), (0.5, 1.0, 1.5, 2.0, 2.5)),
@@ -94,7 +97,10 @@ def dots(title: str, rows: Sequence[dict[str, Any]], ways: Sequence[str]) -> str
 
 
 def curves(title: str, rows: Sequence[dict[str, Any]], ways: Sequence[str], axes: Sequence[str]) -> str:
-    """A panel for each axis along which a model grows: the peak of each way, over plain's at the base."""
+    """Return a picture with a panel for each axis along which a model grows.
+
+    It shows the peak of each way relative to the plain peak for the base shape.
+    """
     base = next(row["peak_bytes"] for row in rows if row["axis"] == "base" and row["way"] == "plain")
     factors = sorted({row["factor"] for row in rows})
     top, bottom, room = 74, 250, 180

@@ -1,11 +1,11 @@
-"""Where torch's own activation_memory_budget gives wrong gradients: dropout under backend="inductor".
+"""A case in which torch's own activation_memory_budget gives wrong gradients: dropout under backend="inductor".
 
-    python -m benchmarks.stock_budget                  # a CPU and its C++ compiler are enough
+    python -m benchmarks.compiled.stock_budget                  # a CPU and its C++ compiler are enough
 
-A six-layer MLP with dropout is compiled with budgets from 1 downwards, and with ``backend="leangrad"``. Inputs and
-weights are such that every gradient can be told from the masks that forward drew: the model multiplies its input by
-each mask, so the gradient of the sum with respect to the input is what forward gave for an input of ones. A row holds
-the relative error of that gradient: 0 if backward used the masks of forward, about 1 if it drew others.
+A six-layer MLP with dropout is compiled with budgets from 1 downwards, and with ``backend="leangrad"``. All weights are
+the identity, and the inputs are ones: the model multiplies its input by each dropout mask, so the gradient of the sum
+with respect to the input must equal the output of forward. Each printed line has the relative error of that gradient:
+0 if backward used the masks of forward, about 1 if it drew others.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BUDGETS = (1.0, 0.5, 0.3, 0.1)
 
 
 class Masked(nn.Module):
-    """Dropout between products with the identity: what comes out is the input times every mask."""
+    """Dropout between matmuls with the identity: for inputs that are not negative, the input times every mask."""
 
     def __init__(self, layers: int, width: int) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Masked(nn.Module):
 
 
 def error(backend: str | Callable[..., Any], *, layers: int = 6, width: int = 64, rows: int = 8192) -> float:
-    """The relative error of the input's gradient, by the masks that forward shows."""
+    """Return the relative error of the input's gradient; the output of forward is the exact gradient."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     x = torch.ones(rows, width, requires_grad=True)
@@ -49,8 +49,8 @@ def error(backend: str | Callable[..., Any], *, layers: int = 6, width: int = 64
 
 
 def main() -> None:
-    """Print the error of each budget, and of ours."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.stock_budget", description=main.__doc__)
+    """Print the error for each budget of inductor, and for leangrad's backend."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.compiled.stock_budget", description=main.__doc__)
     parser.add_argument("--budget", type=float, nargs="+", default=BUDGETS)
     chosen = parser.parse_args()
     for budget in chosen.budget:

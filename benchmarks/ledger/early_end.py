@@ -1,15 +1,21 @@
-"""What the host saves where the override of a step ends early: timm's models on images so small that only it counts.
+"""Host time saved by ending the function mode of a step early, on timm's models with images so small that it dominates.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.early_end --write early_end_cpu
+    OMP_NUM_THREADS=1 python -m benchmarks.ledger.early_end --write early_end_cpu
 
-One row a model and goal: a budget halfway between plain's peak and that of `lean`, and `slowdown=1.1`. `ratio` is the
-CPU time of a step over plain's, `watched_ratio` that of the same plan with the override on to the end of forward and
-with a value for each small tensor that a recipe of the floor would read, as before; `forward_` the same of forward
-alone. With a budget, `spread_ratio` and `spread_peak` are those of a plan that is made without regard to where its
-override ends: no plan is tried that keeps all of the last layers. `calls` is how many calls of torch the recorded
-forward makes (those of `leangrad.measure` among them where that runs it), `watched_calls` how many of them the override
-sees. All ways run in turns in one process, and the median of the ratios counts. The clock, that of the tuner too, is
-`time.thread_time`: other processes do not count.
+There is one row for each model and goal: a budget halfway between the plain peak and that of `lean`, and
+`slowdown=1.1`.
+
+- `ratio`: the CPU time of a step over that of a plain step.
+- `watched_ratio`: the same for the same plan, but with the function mode on to the end of forward, and with a `Value`
+  for each small tensor that a recipe of the floor would read.
+- `forward_ratio`, `forward_watched_ratio`: the same for forward alone.
+- `spread_ratio`, `spread_peak`: with a budget, time and peak of a plan that is chosen without regard to where the
+  function mode ends: no plan is tried that keeps all of the last layers.
+- `calls`: the torch calls of the recorded forward (including those of `leangrad.measure`, if that runs the forward).
+- `watched_calls`: how many of them the function mode sees.
+
+All ways are timed in alternation in one process; a ratio is the median over the rounds. The clock, also that of the
+tuner, is `time.thread_time`, so other processes do not count.
 """
 
 from __future__ import annotations
@@ -33,7 +39,7 @@ from benchmarks.environment import write_rows
 from leangrad.ledger import Ledger
 from leangrad.ledger.learn.timing import Stopwatch
 from leangrad.ledger.learn.trace import Trace
-from leangrad.ledger.tune import to_budget
+from leangrad.ledger.tune import budget_search
 from tests.support import same_bits
 
 MODELS = (
@@ -47,7 +53,7 @@ ROUNDS = 15
 
 
 def step(model: nn.Module, x: Tensor) -> tuple[float, float]:
-    """The CPU time of a step, and of its forward."""
+    """Run a step; return its CPU time and that of its forward."""
     for parameter in model.parameters():
         parameter.grad = None
     torch.manual_seed(0)
@@ -59,12 +65,12 @@ def step(model: nn.Module, x: Tensor) -> tuple[float, float]:
 
 
 def peak(model: nn.Module, x: Tensor) -> int:
-    """What a step takes above what stood before it."""
+    """Return the peak of a step in bytes, above what was allocated before it."""
     return leangrad.measure(lambda: step(model, x), timed_runs=0).peak_bytes
 
 
 def measure(name: str) -> Iterator[dict[str, Any]]:
-    """The rows of one model."""
+    """Yield the rows of one model."""
     import timm
 
     torch.manual_seed(0)
@@ -82,14 +88,14 @@ def measure(name: str) -> Iterator[dict[str, Any]]:
         row = {"case": name, "goal": goal, "at": value, **_compare(plain, lean, x)}
         row |= {"plain_peak": most, "floor_peak": least, "peak": peak(lean, x)}
         if goal == "budget":
-            with patch.object(to_budget, "SOONER", 0.0):
+            with patch.object(budget_search, "FEWER_CALLS", 0.0):
                 spread = _settled(model, x, goal, value)
             row |= {"spread_ratio": _compare(plain, spread, x)["ratio"], "spread_peak": peak(spread, x)}
         yield row
 
 
 def _settled(model: nn.Module, x: Tensor, goal: str, value: float) -> nn.Module:
-    """A lean copy of the model with this goal, when its plan stands."""
+    """Return a lean copy of the model with this goal, trained until its plan is final."""
     lean = leangrad.lean(copy.deepcopy(model), min_bytes=MIN_BYTES, **{goal: value})  # type: ignore[arg-type]
     if goal == "budget":  # on a CPU a peak is known only where it is measured
         for _ in range(MEASURED):
@@ -104,7 +110,8 @@ def _compare(plain: nn.Module, lean: nn.Module, x: Tensor) -> dict[str, Any]:
     ways: dict[str, Callable[[], Any]] = {"": lambda: None}
     row: dict[str, Any] = {}
     if ledger.trace is not None and not ledger._is_plain:
-        now, before = (ledger.trace, ledger.saved_kinds), _watched(ledger)
+        assert ledger.learned is not None
+        now, before = (ledger.trace, ledger.learned.saved_kinds), _watched(ledger)
         ways = {"": partial(_use, ledger, *now), "watched_": partial(_use, ledger, *before)}
         row = _calls(ledger, ledger.trace)
     times: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
@@ -138,7 +145,7 @@ def _calls(ledger: Ledger, trace: Trace) -> dict[str, int]:
 
 
 def _watched(ledger: Ledger) -> tuple[Trace | None, Any]:
-    """The same plan as it would be followed to the end."""
+    """Return trace and saved kinds of the ledger's plan for steps in which the function mode does not end early."""
     recorder = ledger.last_recorder
     assert recorder is not None
     assert recorder.step is not None
@@ -148,12 +155,13 @@ def _watched(ledger: Ledger) -> tuple[Trace | None, Any]:
 
 
 def _use(ledger: Ledger, trace: Trace | None, saved_kinds: Any) -> None:
-    ledger.trace, ledger.saved_kinds = trace, saved_kinds
+    assert ledger.learned is not None
+    ledger.learned = ledger.learned._replace(trace=trace, saved_kinds=saved_kinds)
 
 
 def main() -> None:
     """Measure models and print a row for each goal."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.early_end", description=main.__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.ledger.early_end", description=main.__doc__)
     parser.add_argument("--case", nargs="+", metavar="NAME", default=MODELS)
     parser.add_argument("--write", metavar="NAME", help="write the rows to benchmarks/results")
     chosen = parser.parse_args()

@@ -1,13 +1,14 @@
-"""Steps without arithmetic: every tensor has its memory, and nobody ever touches it.
+"""Training steps without arithmetic: the memory of every tensor is allocated, but never written to or read.
 
-A training step of any size runs here as it is: the real model, the real ledger, the real FSDP2, the real optimizer and
-the real allocator, as one rank of torch's fake process group. Only the kernels are left out. What an op returns is
-asked of torch's fake tensors, and allocated uninitialised. Memory that is never written to takes addresses and nothing
-of the machine, so that a rank of a 70B model fits into a small one. And since it is the allocator's own memory,
-``leangrad.measure`` counts it as it counts any other step's, with what FSDP2 resizes and what backward frees.
+A training step of any size runs here with the real model, the real ledger, the real FSDP2, the real optimizer and the
+real allocator, as one rank of torch's fake process group. Only the kernels do not run. Torch's fake tensors give the
+shape, stride and dtype of what an op returns, and that is allocated uninitialised. Memory that is never written to
+uses virtual addresses but no physical memory, so a rank of a 70B model fits into a small machine. It comes from the
+usual allocator, so ``leangrad.measure`` counts it like that of any step, with the storages that FSDP2 resizes and those
+that backward frees.
 
-Not counted is what a kernel allocates and frees within itself. Computed after all are views, ops on integers alone
-(tokens, positions, targets) and ops on a few elements (rotary frequencies, the loss): programs branch on those.
+Memory that a kernel allocates and frees internally is not counted. Views, ops on integers only (tokens, positions,
+targets) and ops on few elements (rotary frequencies, the loss) are computed, because programs branch on their values.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-FEW = 256  # elements: floating tensors up to this size are computed
+FEW = 256  # elements; an op is computed if none of its floating-point tensors has more
 PLAIN = {Tensor, torch.nn.Parameter}
 PR_SET_THP_DISABLE = 41
-READS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)  # of ops that return what values say
+READS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)  # ops whose result depends on values
 
 
 @contextlib.contextmanager
 def one_of(ranks: int) -> Iterator[None]:
-    """The first of so many ranks, of which no other exists: its collectives return at once."""
+    """Be rank 0 of ``ranks`` ranks inside the context; no other rank exists, and collectives return at once."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
         yield
@@ -42,26 +43,27 @@ def one_of(ranks: int) -> Iterator[None]:
 
 
 def avoid_huge_pages() -> None:
-    """Keep Linux from backing the few bytes that the allocator writes beside each block with 2 MB, in this process.
+    """Disable huge pages in this process.
 
-    Four blocks of Llama 8B: the process takes 0.52 GB, with huge pages 0.92.
+    The allocator writes a few bytes beside each block; with huge pages Linux backs them with 2 MB of physical memory.
+    With four blocks of Llama 8B the process uses 0.52 GB, with huge pages 0.92 GB.
     """
-    with contextlib.suppress(AttributeError, OSError):  # another system
+    with contextlib.suppress(AttributeError, OSError):  # not on Linux
         ctypes.CDLL(None).prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0)
 
 
 class Result(NamedTuple):
-    """A tensor that an op returns: new memory, or that of one of its arguments."""
+    """A description of a tensor that an op returns, in new memory or in that of one of its arguments."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
     offset: int
-    argument: int | None  # the number of the tensor in whose memory it lies
-    is_argument: bool  # it is that tensor itself, as in-place ops return it
+    argument: int | None  # index of the argument tensor whose memory it uses; None: new memory
+    is_argument: bool  # whether it is that tensor itself, as in-place ops return it
 
     def make(self, arguments: list[Tensor]) -> Tensor:
-        """This result of a call with these tensors."""
+        """Return the result tensor of a call with these argument tensors."""
         if self.argument is None:
             return torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
         argument = arguments[self.argument]
@@ -69,21 +71,22 @@ class Result(NamedTuple):
 
 
 class Untouched(TorchDispatchMode):
-    """Inside of it ops on the CPU allocate what they return, and compute nothing."""
+    """A mode in which ops on the CPU allocate what they return and compute nothing."""
 
     def __init__(self) -> None:
         super().__init__()
         self._fake = FakeTensorMode()
-        self._known: dict[Any, Any] = {}  # by an op and what its arguments look like: its results; None: it is computed
+        # Results by op and description of the arguments: their `Result`s and tree structure, or None if it is computed.
+        self._known: dict[Any, Any] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """What ``func`` returns, uninitialised."""
+        """Return what ``func`` returns, uninitialised; compute it if it is one of the exceptions."""
         kwargs = kwargs or {}
-        if FakeTensor in types:  # by which DTensor finds out about placements
+        if FakeTensor in types:  # DTensor uses fake tensors to find out about placements
             return func(*args, **kwargs)
-        if not PLAIN.issuperset(types):  # a DTensor first does what it does with its local tensors
+        if not PLAIN.issuperset(types):  # let a DTensor run first: it calls ops on its local tensors
             return NotImplemented
         if func.is_view or func.namespace == "profiler" or any(tag in func.tags for tag in READS):
             return func(*args, **kwargs)
@@ -98,7 +101,7 @@ class Untouched(TorchDispatchMode):
         return made[0] if form.is_leaf() else tree_unflatten(made, form)
 
     def _results(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What a call of ``func`` gives back, and its form, by fake tensors; None: it is to be computed."""
+        """Call ``func`` with fake tensors; return its results and their tree structure, or None to compute it."""
         with self._fake:
             args, kwargs = tree_map_only(Tensor, _fake, (args, kwargs))
             found, form = tree_flatten(func(*args, **kwargs))
@@ -118,7 +121,10 @@ class Untouched(TorchDispatchMode):
 
 
 def _look(value: Any, tensors: list[Tensor]) -> Any:
-    """All of an argument that an op's results depend on, but for the values of tensors, which go into ``tensors``."""
+    """Return a hashable description of an argument: of a tensor shape, stride, dtype, offset and storage size.
+
+    The tensors themselves are appended to ``tensors``.
+    """
     if isinstance(value, Tensor):
         tensors.append(value)
         return value.shape, value.stride(), value.dtype, value.storage_offset(), value.untyped_storage().nbytes()
@@ -128,7 +134,7 @@ def _look(value: Any, tensors: list[Tensor]) -> Any:
 
 
 def _fake(tensor: Tensor) -> Tensor:
-    """A fake tensor that looks like this one."""
+    """Return a fake tensor with geometry, dtype and storage size of ``tensor``; to be called in the fake mode."""
     whole = torch.empty(tensor.untyped_storage().nbytes() // tensor.element_size(), dtype=tensor.dtype)
     return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 

@@ -1,11 +1,11 @@
-"""What the replays of the H200 table's models cost the device, beside what no tool could save.
+"""Device time of the replays of the H200 table's models, against a lower bound that no tool could go below.
 
-    python -m benchmarks.replays --case gpt2_medium --write h200_replays
+    python -m benchmarks.ledger.replays --case gpt2_medium --write h200_replays
 
-Backward's own nodes ask for the tensors that lean did not keep, so each must be written once: that is a lower bound of
-bytes. A row says what the kernels of a step take in plain and in lean, what of the difference are fused replays and
-what is left to ATen, how long each kind of fused replay takes alone and how long a copy of as many bytes takes on the
-same device, and the ratio to plain that would be left if every fused replay ran at the speed of a copy.
+The nodes of backward read the tensors that lean did not keep, so each must be written once: that is a lower bound of
+the bytes to move. A row holds the kernel time of a step in plain and in lean, the parts of the difference that fused
+replays and ATen's ops take, the time of each kind of fused replay alone and of a copy of as many bytes on the same
+device, and the ratio to plain if every fused replay ran at the speed of a copy.
 """
 
 from __future__ import annotations
@@ -32,7 +32,11 @@ Floats = tuple[float, ...]
 
 
 class Heard:
-    """The fused replays of one step: what was launched, over which kinds of tensors, how often."""
+    """Records the fused replays that are launched inside the context.
+
+    - `calls`: how often each `Launch` was called.
+    - `kinds`: for each `Launch`, shape, stride and dtype of the tensors of its last call, and its floats.
+    """
 
     def __init__(self) -> None:
         self.calls: Counter[Launch] = Counter()
@@ -76,7 +80,7 @@ def run(case: Case) -> dict[str, Any]:
 
 
 def _steps(case: Case) -> tuple[float, float, Heard]:
-    """The kernels of a plain and of a lean step, in milliseconds, and the fused replays of the lean one."""
+    """Return the kernel time of a plain and of a lean step in milliseconds, and the fused replays of the lean step."""
     torch.manual_seed(0)
     with torch.device("cuda"):
         model = case.make().train()
@@ -89,7 +93,7 @@ def _steps(case: Case) -> tuple[float, float, Heard]:
         loss.backward()
 
     leangrad.lean(model)
-    for _ in range(6):  # recorded, learned, proven
+    for _ in range(6):  # the step is recorded, the trace is followed, and fused kernels are compared with ATen's ops
         step()
     with Heard() as heard:
         step()
@@ -101,7 +105,7 @@ def _steps(case: Case) -> tuple[float, float, Heard]:
 
 
 def _alone(launch: Launch, count: int, kinds: list[tuple[Any, ...]], floats: Floats) -> dict[str, Any]:
-    """One kind of replay by itself, from a cold cache as in a step; and a copy of as many bytes."""
+    """Time one kind of replay by itself, with a cold cache as in a step, and a copy that moves as many bytes."""
     tensors = [torch.empty_strided(shape, stride, dtype=dtype, device="cuda") for shape, stride, dtype in kinds]
     for t in tensors:
         if t.is_floating_point():
@@ -114,7 +118,7 @@ def _alone(launch: Launch, count: int, kinds: list[tuple[Any, ...]], floats: Flo
 
 
 def _time(run: Callable[[], object]) -> float:
-    """The median time of ``run`` on the device, in microseconds."""
+    """Return the median time of ``run`` on the device in microseconds, with a cold cache."""
     cold = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
     times = []
     for _ in range(TIMES):

@@ -1,14 +1,14 @@
-"""How far the gradients of a compiled model are from float64, ours beside those of torch.compile as it is.
+"""Error of the gradients of a compiled model against float64, with leangrad's backend ("ours") and inductor ("stock").
 
-    python -m benchmarks.compiled_error            # a GPU if there is one, under bfloat16 autocast; else float32
+    python -m benchmarks.compiled.error            # a GPU if there is one, under bfloat16 autocast; else float32
 
-Over 8 seeds, each with its own weights and batch: the RMS of the relative errors of all gradients may be 1.05 times
-stock's, that of no single tensor more than twice stock's. A relative error is |found − truth| / |truth| by the 2-norm,
-and stock's counts at least as one rounding to the gradient's dtype. Two kinds of gradients are told apart:
+There are 8 seeds, each with its own weights and batch. The RMS of the relative errors of all gradients may be 1.05
+times stock's, that of a single tensor at most twice stock's. A relative error is |found − truth| / |truth| in the
+2-norm; stock's counts as at least one rounding to the gradient's dtype. Two kinds of gradients are treated differently:
 
-- One whose truth is 0 but for rounding (a bias before a norm) has no relative error that means anything. If stock has
-  no digit of it right, it is not in the RMS; beside stock's own it is compared all the same.
-- A single tensor of fewer than 16 elements is off by luck, and is not compared alone.
+- A gradient that is 0 except for rounding (a bias before a norm) has no meaningful relative error. If stock has no
+  correct digit of it, it is not in the RMS over all gradients; as a single tensor it is still compared with stock's.
+- The error of a tensor of fewer than 16 elements is mostly chance; it is not compared as a single tensor.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from leangrad.compiled import compile_lean
 
 SEEDS = 8
 TIMES, TIMES_OF_ONE, ELEMENTS_OF_ONE = 1.05, 2.0, 16
-ROUNDING = math.sqrt(3 / (8 * math.log(2)) / 12)  # the relative RMS of one rounding, in units of eps
-NO_DIGIT = 0.5
+ROUNDING = math.sqrt(3 / (8 * math.log(2)) / 12)  # relative RMS error of one rounding, in units of eps
+NO_DIGIT = 0.5  # a gradient with a relative error of this or more has no correct digit
 
 
 class Block(nn.Module):
@@ -50,7 +50,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A language model of a few blocks. Given tokens, it returns the loss of each next one."""
+    """A language model of a few blocks; its forward takes tokens and returns the loss of predicting each next token."""
 
     def __init__(self, vocabulary: int = 64, length: int = 32, width: int = 64, depth: int = 2) -> None:
         super().__init__()
@@ -105,7 +105,11 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
 
 @dataclass
 class Errors:
-    """The relative errors of each gradient, one for each seed, ours and stock's."""
+    """The relative errors of each gradient, by name, with one entry for each seed.
+
+    - `ours`, `stock`: the errors with leangrad's backend and with inductor.
+    - `sizes`: the number of elements of each gradient.
+    """
 
     ours: dict[str, list[float]] = field(default_factory=dict)
     stock: dict[str, list[float]] = field(default_factory=dict)
@@ -113,18 +117,18 @@ class Errors:
 
     @property
     def times(self) -> float:
-        """The RMS of our errors over stock's, of all gradients that have a relative error."""
+        """The RMS of our errors over that of stock's, for all gradients of which stock has a correct digit."""
         names = [name for name, errors in self.stock.items() if max(errors) < NO_DIGIT]
         return _rms(e for name in names for e in self.ours[name]) / _rms(e for n in names for e in self.stock[n])
 
     @property
     def times_of_one(self) -> dict[str, float]:
-        """The same for each single gradient that is large enough."""
+        """The RMS of our errors over that of stock's, for each gradient of at least `ELEMENTS_OF_ONE` elements."""
         large = [name for name, size in self.sizes.items() if size >= ELEMENTS_OF_ONE]
         return {name: _rms(self.ours[name]) / _rms(self.stock[name]) for name in large}
 
     def worst(self) -> tuple[str, float]:
-        """The gradient that is the furthest above stock's, and how far."""
+        """Return the gradient with the largest value in `times_of_one`, and that value."""
         return max(self.times_of_one.items(), key=lambda item: item[1])
 
 
@@ -136,7 +140,7 @@ def errors_of(
     autocast: torch.dtype | None = None,
     seeds: int = SEEDS,
 ) -> Errors:
-    """Compile a model that returns its loss, with stock and with ours, and compare the gradients of both to float64."""
+    """Compile a model that returns its loss with both backends, and compare the gradients of both to float64."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = make().to(device)

@@ -1,13 +1,13 @@
 """`leangrad.nn.MLP` against the `nn.Sequential` it equals: time, peak, kept bytes, allocations in backward.
 
-    python -m benchmarks.mlp [--device cuda] [--write mlp_cpu]
+    python -m benchmarks.nn.mlp [--device cuda] [--write mlp_cpu]
 
-One process serves both. Steps are timed in turns, plain first in one round and lean first in the next, and the time
-ratio is the median over the rounds. On CUDA a step is the wall time from an idle device to an idle device, and a row
-also says what the kernels alone took and how many were launched, since a step may be bound by either. All cases are
-timed, in turns, before the first is profiled: a profiler that was on once makes each launch of the process dearer. On
-one thread of a CPU (`OMP_NUM_THREADS=1`) it is the time of the process, which neighbours on the machine disturb less.
-Peaks are above the parameters, gradients and scratch included.
+One process runs both. Steps are timed in alternation, plain first in one round and lean first in the next, and the time
+ratio is the median over the rounds. On CUDA the time of a step is the wall time from an idle device to an idle device,
+and a row also has the time of the kernels alone and the number of launches, because either may limit a step. All cases
+are timed before the first is profiled: once a profiler was on, each launch of the process takes longer. On one thread
+of a CPU (`OMP_NUM_THREADS=1`) CPU time is measured, which other programs on the machine disturb less. Peaks include
+gradients and scratch, but not the parameters.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ CASES = {
 
 
 def build(case: Case, device: str) -> tuple[nn.Module, nn.Module]:
-    """The plain and the lean model, with the same parameters."""
+    """Return the plain and the lean model, with equal parameters."""
     torch.manual_seed(0)
     sizes, dtype = [case.width] * (case.layers + 1), getattr(torch, case.dtype)
     lean = MLP(sizes, case.activation, device=device, dtype=dtype)
@@ -99,9 +99,9 @@ def time_in_turns(steps: dict[str, Callable[[], None]], device: str, rounds: int
 
 
 def kernels_of(step: Callable[[], None], runs: int = 5) -> tuple[float, float]:
-    """Milliseconds in kernels, and launches, of one step on CUDA, when steps have warmed it up."""
+    """Return the milliseconds in kernels and the number of launches of one step on CUDA, after a warm-up."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    for _ in range(20):  # a device that was idle runs faster than one that works
+    for _ in range(20):  # warm-up: a device that was idle runs faster than one that works
         step()
     with torch.profiler.profile(activities=activities) as profile:
         for _ in range(runs):
@@ -114,7 +114,7 @@ def kernels_of(step: Callable[[], None], runs: int = 5) -> tuple[float, float]:
 
 
 def peak_and_kept_bytes(model: nn.Module, step: Callable[[], None]) -> tuple[int, int]:
-    """Above the parameters: no gradient and no scratch stands when the step begins."""
+    """Return peak and kept bytes of a step without the parameters; gradients and scratch are freed before it."""
     model.zero_grad()
     release_scratch()
     found = measure(step, timed_runs=0)
@@ -122,7 +122,7 @@ def peak_and_kept_bytes(model: nn.Module, step: Callable[[], None]) -> tuple[int
 
 
 def backward_allocations(model: nn.Module, x: Tensor) -> int:
-    """Allocations of at least one activation map in the model's own backward, after warm-up."""
+    """Return how many blocks at least as large as an activation map the model's backward allocates, after warm-up."""
     grad = torch.randn_like(x)
 
     def step() -> None:
@@ -135,7 +135,7 @@ def backward_allocations(model: nn.Module, x: Tensor) -> int:
 
 
 def largest_difference(plain: nn.Module, lean: nn.Module) -> float:
-    """Of any gradient, relative to the largest entry of plain's."""
+    """Return the largest difference of any gradient, relative to the largest entry of the plain gradient."""
     pairs = zip(plain.parameters(), lean.parameters(), strict=True)
     ratios = [
         (p.grad - q.grad).abs().max() / p.grad.abs().max()
@@ -146,7 +146,7 @@ def largest_difference(plain: nn.Module, lean: nn.Module) -> float:
 
 
 def build_steps(case: Case, device: str) -> tuple[dict[str, nn.Module], dict[str, Callable[[], None]], Tensor]:
-    """The models, a training step of each, and their input."""
+    """Return the models by name, a training step of each, and their input."""
     plain, lean = build(case, device)
     x = torch.randn(case.batch, case.width, device=device, dtype=getattr(torch, case.dtype))
     target = torch.randn_like(x)
@@ -155,7 +155,7 @@ def build_steps(case: Case, device: str) -> tuple[dict[str, nn.Module], dict[str
 
 
 def time_cases(cases: list[Case], device: str, rounds: int, visits: int = 3) -> list[dict[str, Any]]:
-    """A row for each case. Each is visited several times, so that a slow minute of the machine falls on all of them."""
+    """Return a row for each case; cases are visited several times, so that a slow minute of the machine affects all."""
     built = [build_steps(case, device) for case in cases]
     rows: list[dict[str, Any]] = [{**asdict(case), "rounds": rounds, "clock": clock_of(device)} for case in cases]
     times: list[dict[str, list[float]]] = [{name: [] for name in steps} for _, steps, _ in built]

@@ -1,14 +1,14 @@
-"""Two versions of the library, step by step in turns: what a change costs or brings.
+"""Time and peak of two versions of the library in alternation: what a change costs or saves.
 
     git worktree add ../before 67f7914
-    OMP_NUM_THREADS=1 python -m benchmarks.versions ../before --write versions_cpu
-    python -m benchmarks.versions ../before --device cuda --write versions_h200
+    OMP_NUM_THREADS=1 python -m benchmarks.ledger.versions ../before --write versions_cpu
+    python -m benchmarks.ledger.versions ../before --device cuda --write versions_h200
 
-Each version has a process of its own, which imports leangrad from its tree and all else (models, batches) from this
-one. The two take a few steps in turns, so that what slows the machine down slows both. Host time is by
-`time.process_time`, wall time waits for the device. Ratios are after / before, the median over rounds. A row compares
-the peaks too, and with `--null` this version with itself, which shows the noise. A name with `converted_` before it is
-the model by `convert_abn` alone.
+Each version has its own process, which imports leangrad from its tree and all else (models, batches) from this one. The
+two processes alternate, a few steps each, so that other load on the machine slows down both. Host time is by
+`time.process_time`; wall time includes the wait for the device. Ratios are after / before, the median over the rounds.
+A row compares the peaks too. `--null` compares the other version with itself, which shows the noise. A model whose name
+begins with `converted_` is changed by `convert_abn` only and is not lean.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # a worker imports them from its tree's environment, after its paths are set
+if TYPE_CHECKING:  # at run time a worker imports torch in its functions, after its paths are set
     from torch import Tensor, nn
 
-HERE = Path(__file__).parent.parent
+HERE = Path(__file__).parents[2]
 ZOO = ("gpt", "llama", "resnet", "vit", "unet")
 GPU = ("resnet50", "vit_l", "gpt2_medium", "llama_1b")
 TIMM = (
@@ -40,12 +40,12 @@ TIMM = (
     "nf_resnet50",
     "gmlp_s16_224",
 )
-CONVERTED = "converted_"  # before a name: the model by `convert_abn` alone, and not lean
-SECONDS = 0.5  # of one turn, at least one step
+CONVERTED = "converted_"  # prefix of a model's name: changed by `convert_abn` only, not lean
+SECONDS = 0.5  # duration of the timed steps of each version in one round; at least one step
 
 
 def compare(before: Path, after: Path, case: str, device: str, rounds: int) -> dict[str, Any]:
-    """One row."""
+    """Compare the versions in two trees on one model; return the row."""
     workers = [_Worker(before, case, device), _Worker(after, case, device)]
     try:
         steps = max(1, int(SECONDS / max(workers[0].run(1)["wall"], workers[1].run(1)["wall"])))
@@ -66,12 +66,12 @@ def compare(before: Path, after: Path, case: str, device: str, rounds: int) -> d
 
 
 class _Worker:
-    """A process with one version of the library."""
+    """A process that runs one version of the library; see `_work`."""
 
     def __init__(self, tree: Path, case: str, device: str) -> None:
         paths = os.pathsep.join((str(tree / "src"), str(HERE), os.environ.get("PYTHONPATH", "")))
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.versions", str(tree), "--work-on", case, "--device", device],
+            [sys.executable, "-m", "benchmarks.ledger.versions", str(tree), "--work-on", case, "--device", device],
             cwd=HERE,
             env={**os.environ, "PYTHONPATH": paths},
             stdin=subprocess.PIPE,
@@ -99,7 +99,7 @@ class _Worker:
 
 
 def _work(tree: Path, case: str, device: str) -> None:
-    """Take steps as asked, and tell how long one took."""
+    """Run a worker process: for each number of steps on stdin, run so many steps and print the time of one."""
     import leangrad
     from benchmarks.environment import WARM_UP
 
@@ -121,7 +121,7 @@ def _work(tree: Path, case: str, device: str) -> None:
         print(json.dumps({"host": host / int(line), "wall": wall / int(line), "peak": peak_bytes}), flush=True)
 
 
-Parts = tuple[Callable[[], None], Callable[[], None], Callable[[], int]]  # a step, to wait for it, its peak
+Parts = tuple[Callable[[], None], Callable[[], None], Callable[[], int]]  # run a step, wait for it, measure its peak
 
 
 def _zoo_step(name: str) -> Parts:
@@ -168,7 +168,7 @@ def _gpu_step(name: str) -> Parts:
 
 
 def _table(name: str) -> tuple[nn.Module, Callable[[], Tensor]]:
-    """A lean model of benchmarks/models, or a converted one, and its forward with the loss."""
+    """Return a lean or converted model of `benchmarks.models`, and a function that runs forward and the loss."""
     import torch
 
     from benchmarks.models import CASES
@@ -186,11 +186,11 @@ def _table(name: str) -> tuple[nn.Module, Callable[[], Tensor]]:
 
 
 def _timm(name: str) -> tuple[nn.Module, Callable[[], Tensor]]:
-    """A lean model of timm, batch 128 in channels_last, and its forward with the loss."""
+    """Return a lean model of timm, and a function that runs forward and the loss: batch 128 in channels_last."""
     import torch
 
     import leangrad
-    from benchmarks.architectures import setup
+    from benchmarks.ledger.architectures import setup
 
     model, forward = setup(name, torch.channels_last, 128)
     leangrad.lean(model)
@@ -199,7 +199,7 @@ def _timm(name: str) -> tuple[nn.Module, Callable[[], Tensor]]:
 
 def main() -> None:
     """Compare another version with this one."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.versions", description=main.__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.ledger.versions", description=main.__doc__)
     parser.add_argument("before", type=Path, metavar="TREE", help="the root of a checkout of the other version")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument(

@@ -1,16 +1,16 @@
-"""leangrad and what a user would pick instead, on the same work, each in a process of its own.
+"""Compare leangrad with its alternatives on the same models, each way in its own process.
 
     make bench                                                                # the CPU set, as the next line
     OMP_NUM_THREADS=1 python -m benchmarks --workers 2 --write side_by_side_cpu
     OMP_NUM_THREADS=1 python -m benchmarks --device cuda --workers 5 --write side_by_side_h200     # full shapes
     python -m benchmarks --readme                                              # README's table and pictures, from rows
 
-A row is one way on one model (`leangrad.bench`, which says what is measured and how): its peak above what stands before
-a step, what it keeps over the floor, its time over plain's in the same process, its largest difference of a gradient
-from plain's, and, for the models of LARGEST, the largest batch in the memory that plain takes for its own. Rows with an
-`axis` tell how the peak grows when a GPT has more layers, is wider, or has longer or more sequences. On a CPU only the
-models of COMPILED are compiled, which takes about a minute each. On a GPU one process at a time runs steps, with
-processors of its own, and several prepare theirs or compile meanwhile.
+A row is one way on one model, measured by `leangrad.bench`: its peak above the memory allocated before a step, its kept
+bytes over the floor, its time over plain in the same process, the largest difference of a gradient from plain, and for
+the models of LARGEST, the largest batch that fits into the memory that plain uses for its batch. Rows with an
+`axis` show how the peak grows when a GPT has more layers, is wider, or has longer or more sequences. On a CPU only the
+models of COMPILED are compiled, which takes about a minute each. On a GPU one process at a time runs steps, on
+processors reserved for it, while others build their models or compile.
 """
 
 from __future__ import annotations
@@ -25,29 +25,30 @@ from tempfile import TemporaryDirectory
 from threading import Lock
 from typing import Any
 
-from benchmarks.cases import FULL, PLAIN_DTYPE, SHAPES, SMALL, UNROLLED
+from benchmarks.bench.cases import FULL, PLAIN_DTYPE, SHAPES, SMALL, UNROLLED
 from benchmarks.environment import RESULTS, commit
 from leangrad.bench import WAYS, Bench, Row, bench
 
-TARGET = "benchmarks.cases:make"
+TARGET = "benchmarks.bench.cases:make"
 COMPILED = ("gpt2_medium", "resnet50")
 LARGEST = ("gpt2_medium", "resnet50")
 AXES = {"layers": "depth", "width": "width", "length": "length", "batch": "batch"}
 FACTORS = (2, 4)
 SCALED = ("checkpoint", "lean")  # beside plain
 EAGER = tuple(name for name, choice in WAYS.items() if not choice.compiles)
-Known = dict[str, dict[str, Any]]  # rows that are there already, by their ways
+Known = dict[str, dict[str, Any]]  # rows of one model that were measured before, by their ways
 _FIELDS = {one.name for one in fields(Row)}
 TURNS: dict[str, dict[str, Any]] = {"cpu": {"rounds": 4, "steps": 2}, "cuda": {"rounds": 5, "steps": 2, "seconds": 2}}
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What is measured on each model.
+    """What to measure on each model.
 
-    - `ways`: some of them; None: all that `parts_of` a model are for it.
-    - `largest`: whether the largest batch is searched, for the models of LARGEST.
-    - `turnstile`: a file, by which one process at a time has the GPU.
+    - `device`: "cpu" or "cuda".
+    - `ways`: names of ways; None: all ways that `parts_of` chooses for the model.
+    - `largest`: whether to search the largest batch, for the models of LARGEST.
+    - `turnstile`: path of a lock file, so that one process at a time uses the GPU; "" for no lock.
     """
 
     device: str
@@ -56,28 +57,28 @@ class Asked:
     turnstile: str = ""
 
     def compiles(self, name: str) -> bool:
-        """Whether a model is compiled too."""
+        """Whether the ways that compile are measured on the model ``name``."""
         return name not in UNROLLED if self.device == "cuda" else name in COMPILED
 
 
 def rows_of(name: str, of: Asked, add: Callable[[list[dict[str, Any]]], object], known: Known) -> None:
-    """All ways on one model but those whose rows are `known`.
+    """Measure the ways in ``of.ways`` on one model, except those whose rows are `known`; pass each new row to ``add``.
 
-    The largest batch is searched without those that compile anew for each size.
+    The largest batch is searched for eager ways only: the others would compile again for each size.
     """
     asked = [way for way in of.ways or [] if way not in known]
     dtype = "bfloat16" if of.device == "cuda" and name not in PLAIN_DTYPE else ""
     settings: dict[str, Any] = {"autocast": dtype, "turnstile": of.turnstile, **TURNS[of.device]}
     settings["budget"] = _known_budget(known)
     if of.device == "cuda" and name in UNROLLED:
-        settings |= {"rounds": 2, "steps": 1}  # a step takes seconds, and the others wait for it
+        settings |= {"rounds": 2, "steps": 1}  # a step takes seconds, during which other processes wait
     options = {"name": name, "device": of.device}
     fitting = [way for way in asked if way in EAGER] if of.largest and name in LARGEST else []
     rest = [way for way in asked if way not in fitting]
-    added = set(known)  # plain may run all the same, and its row then lacks the largest batch
+    added = set(known)  # plain may run again, without the largest batch; its second row is not added
 
     def found(so_far: Bench) -> None:
-        """Add the row of the last way; plain's but once."""
+        """Add the row of the last way; that of plain only once."""
         row = so_far.as_rows()[-1] | {"machine": so_far.machine}
         if row["way"] not in added:
             added.add(row["way"])
@@ -92,7 +93,10 @@ def rows_of(name: str, of: Asked, add: Callable[[list[dict[str, Any]]], object],
 
 
 def _known_budget(known: Known) -> int | None:
-    """What `bench` would compare a budget at, if it ran the ways that are known again; None: it will find out."""
+    """Return the budget that `bench` would use if it ran the known ways again; None if `bench` has to find it.
+
+    See `budget` of `leangrad.bench.bench`: the peak of the checkpoint, or 0.8 of lean's.
+    """
     if "checkpoint" not in known:
         return None
     lean = known.get("lean", {}).get("peak_bytes")
@@ -100,7 +104,10 @@ def _known_budget(known: Known) -> int | None:
 
 
 def parts_of(name: str, of: Asked) -> list[Asked]:
-    """What runs one after the other; on a GPU plain is first, and the other parts run at the same time after it."""
+    """Split what to measure on a model into parts; on a GPU plain is first, and the others run after it, in parallel.
+
+    On a CPU there is one part.
+    """
     asked = of.ways or [way for way in WAYS if of.compiles(name) or not WAYS[way].compiles]
     if of.device == "cpu":
         return [replace(of, ways=asked)]
@@ -110,7 +117,7 @@ def parts_of(name: str, of: Asked) -> list[Asked]:
 
 
 def scaling() -> list[tuple[str, int, dict[str, int]]]:
-    """Each axis and factor, and the shape; the base comes first."""
+    """Return the shapes that show how the peak grows, each with its axis and factor; the base shape is first."""
     shapes = [("base", 1, dict(SHAPES))]
     for name, axis in AXES.items():
         shapes += [(axis, factor, {**SHAPES, name: factor * SHAPES[name]}) for factor in FACTORS]
@@ -118,36 +125,41 @@ def scaling() -> list[tuple[str, int, dict[str, int]]]:
 
 
 def scaled_rows(axis: str, factor: int, shape: dict[str, int], add: Callable[[list[dict[str, Any]]], object]) -> None:
-    """The peaks of a GPT of one shape."""
+    """Measure the peaks of a GPT of one shape, plain and in the ways of SCALED, and pass the rows to ``add``."""
     options = {"name": "gpt2_medium", **shape}
     found = bench(TARGET, SCALED, name="gpt2_medium", options=options, rounds=0)
     add([{"axis": axis, "factor": factor, **shape, **row, "machine": found.machine} for row in found.as_rows()])
 
 
 class Rows:
-    """What has been measured so far; written after each way. `keep`: beside the rows of earlier runs."""
+    """The rows measured so far; written to a file after each way.
+
+    write: the name of the results file; "" writes nothing.
+    order: the names of the models, in the order of the file.
+    keep: keep the rows of earlier runs that are in the file.
+    """
 
     def __init__(self, write: str, order: list[str], keep: bool) -> None:
         self.write, self.order, self.lock = write, order, Lock()
         self.found: dict[tuple[Any, ...], dict[str, Any]] = {}
         self.machine: dict[str, Any] = {}
-        self.added: set[tuple[str, str]] = set()  # models and ways of this run
+        self.added: set[tuple[str, str]] = set()  # (model, way) pairs that this run has measured
         if keep and (RESULTS / f"{write}.json").exists():
             content = json.loads((RESULTS / f"{write}.json").read_text())
             self._put([{"commit": content["commit"], **row} for row in content["rows"]])
 
     def known_of(self, name: str) -> Known:
-        """The rows of this model that are there, by their ways."""
+        """Return the rows of a model that did not fail, by their ways."""
         rows = [row for row in self.found.values() if "axis" not in row and row["case"] == name]
         return {row["way"]: row for row in rows if row["outcome"] != "failed"}
 
     def plain_of_this_run(self, name: str) -> Known:
-        """Plain's row of this model, if it was measured just now: no part of the run measures it again."""
+        """Return the row of plain for a model if this run measured it, so that it is not measured again; else {}."""
         plain = self.known_of(name).get("plain")
         return {} if plain is None or (name, "plain") not in self.added else {"plain": plain}
 
     def has_axis(self, axis: str, factor: int) -> bool:
-        """Whether the rows of this shape are there."""
+        """Whether there is a row for plain and for each way of SCALED for this shape."""
         ways = {row["way"] for row in self.found.values() if (row.get("axis"), row.get("factor")) == (axis, factor)}
         return ways == {"plain", *SCALED}
 
@@ -156,7 +168,7 @@ class Rows:
             self.found[row.get("axis"), row.get("factor"), row["case"], row["way"]] = row
 
     def add(self, rows: list[dict[str, Any]]) -> None:
-        """Print the rows, and write all there are."""
+        """Add and print these rows, and write all rows."""
         with self.lock:
             for row in rows:
                 self.machine = row.pop("machine") or self.machine
@@ -168,7 +180,7 @@ class Rows:
                 self.save()
 
     def save(self) -> None:
-        """Write what there is, in the order of the models."""
+        """Write all rows, in the order of the models."""
         ways = list(WAYS)
         rows = sorted(
             self.found.values(),
@@ -196,7 +208,7 @@ def main() -> None:
     parser.add_argument("--readme", action="store_true", help="write README's table and the pictures, and nothing else")
     chosen = parser.parse_args()
     if chosen.readme:
-        from benchmarks.readme import write_all
+        from benchmarks.bench.readme import write_all
 
         write_all()
         return
@@ -205,7 +217,7 @@ def main() -> None:
     if unknown := [name for name in names if name not in known]:
         parser.error(f"there is no model {unknown[0]!r}; there are {', '.join(known)}")
     if chosen.device == "cpu":
-        os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread has a clock that other programs do not change
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # so that steps are timed by CPU time, which is less noisy
     if (chosen.keep or chosen.resume) and not chosen.write:
         parser.error("--keep and --resume need --write NAME: the rows of which earlier run?")
     rows = Rows(chosen.write, list(known), chosen.keep or chosen.resume)
@@ -216,7 +228,7 @@ def main() -> None:
 
         def measure(name: str, first: Asked, *others: Asked) -> None:
             rows_of(name, first, rows.add, rows.plain_of_this_run(name) | before[name])
-            if others and "plain" in rows.known_of(name):  # it ran
+            if others and "plain" in rows.known_of(name):  # plain did not fail
                 jobs.extend(pool.submit(measure, name, part) for part in others)
 
         jobs: list[Future[None]] = []
@@ -224,5 +236,5 @@ def main() -> None:
         if chosen.device == "cpu" and (chosen.scaling or not (chosen.no_scaling or chosen.case)):
             shapes = [one for one in scaling() if not (chosen.resume and rows.has_axis(*one[:2]))]
             jobs += [pool.submit(scaled_rows, *one, rows.add) for one in shapes]
-        for job in jobs:  # those that are added meanwhile too
+        for job in jobs:  # includes jobs that are appended during the loop
             job.result()

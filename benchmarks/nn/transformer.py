@@ -1,13 +1,13 @@
 """`leangrad.nn.TransformerBlock` against its own plain form: time, kept bytes and the floor, peak, allocations.
 
-    python -m benchmarks.transformer                  # on the CPU: width 512, 8 x 512 tokens
-    python -m benchmarks.transformer --device cuda    # larger, float32, bfloat16 and autocast
+    python -m benchmarks.nn.transformer                  # on the CPU: width 512, 8 x 512 tokens
+    python -m benchmarks.nn.transformer --device cuda    # larger, float32, bfloat16 and autocast
 
-One process serves both: the steps are timed in turns, plain then lean, and the time ratio is the median of the ratios
-of neighbours. The peak is above the parameters and includes gradients and all scratch. The floor is that of the plain
-form (`leangrad.floor`); the batch is free in it, as it is in the kept bytes. `temporary maps` are allocations as
-large as an activation map, after warm-up, that are neither kept for backward nor leave the block: what `out=` is there
-to avoid. Rows go to `benchmarks/results/transformer_<device>.json`.
+One process runs both: steps are timed in alternation, plain then lean, and the time ratio is the median of the ratios
+of each such pair. The peak includes gradients and all scratch, but not the parameters. The floor is that of the plain
+form (`leangrad.floor`); neither it nor the kept bytes include the batch. `temporary_maps` are allocations after warm-up
+that are at least as large as an activation map, and that are neither kept for backward nor returned by the block: those
+that `out=` is meant to avoid. Rows are written to `benchmarks/results/transformer_<device>.json`.
 """
 
 import argparse
@@ -21,12 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.environment import write_rows
 from leangrad import floor
 from leangrad.engine.grad_buffer import release_scratch
 from leangrad.measure import measure
 from leangrad.nn import TransformerBlock
-
-from .environment import write_rows
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ CASES = {
 
 
 class Plain(nn.Module):
-    """The same blocks, each run as the modules that it consists of."""
+    """The same blocks, each run in its plain form, as the modules that it consists of."""
 
     def __init__(self, blocks: nn.Sequential):
         super().__init__()
@@ -93,7 +92,7 @@ def cast(case: Case, device: str) -> AbstractContextManager[Any]:
 
 
 def train_step(case: Case, device: str, model: nn.Module, x: Tensor, weight: Tensor) -> Callable[[], None]:
-    """Forward, a loss whose gradient is a map of its own, backward."""
+    """Return a step: forward, a loss whose gradient is a tensor of the size of the output, and backward."""
 
     def step() -> None:
         for parameter in model.parameters():
@@ -114,7 +113,7 @@ def seconds_of(step: Callable[[], None], device: str) -> float:
 
 
 def peak_and_kept_bytes(step: Callable[[], None], model: nn.Module) -> tuple[int, int]:
-    """The peak with all scratch in it; what is kept, without the scratch that stands since the step before."""
+    """Return the peak of a first step, with all scratch, and the kept bytes of a second one, without the scratch."""
     peaks_and_kept = []
     for _ in range(2):
         for parameter in model.parameters():
@@ -125,10 +124,11 @@ def peak_and_kept_bytes(step: Callable[[], None], model: nn.Module) -> tuple[int
 
 
 def temporary_maps(step: Callable[[], None], map_bytes: int) -> dict[str, int]:
-    """After warm-up: the blocks as large as a map that a step allocates and frees again within forward or backward.
+    """Count the blocks at least as large as a map that a step allocates and frees within forward or within backward.
 
-    What is kept is freed in another phase, and what leaves is not freed. In backward those of matrix products (the
-    GEMM paths) are counted apart; the attention's own kernel allocates three in both.
+    Kept tensors are freed in another phase, and returned ones are not freed, so they do not count. In backward those of
+    matmuls are also counted separately; the blocks that attention's own kernel allocates there, three in both forms,
+    are not counted.
     """
     timeline = measure(step, timed_runs=2).timeline
     freed_in = {event.block: event.phase for event in timeline if event.bytes < 0}
@@ -144,12 +144,12 @@ def temporary_maps(step: Callable[[], None], map_bytes: int) -> dict[str, int]:
 
 
 def ratio_of(times: dict[str, list[float]]) -> float:
-    """The median of the ratios of neighbours, lean over plain."""
+    """Return the ratio of the lean time to the plain time: the median over the rounds."""
     return statistics.median(lean / plain for plain, lean in zip(times["plain"], times["lean"], strict=True))
 
 
 def largest_difference(plain: list[Tensor | None], lean: list[Tensor | None]) -> float:
-    """Of any gradient, relative to the largest entry of plain's."""
+    """Return the largest difference of any gradient, relative to the largest entry of the plain gradient."""
     pairs = [(p, q) for p, q in zip(plain, lean, strict=True) if p is not None and q is not None]
     return max(float((p - q).abs().max() / p.abs().max()) for p, q in pairs)
 
@@ -178,7 +178,7 @@ def run(case: Case, device: str, repeats: int) -> dict[str, Any]:
     release_scratch()
     plain_peak, plain_kept = peak_and_kept_bytes(steps["plain"], plain)
     lean_peak, lean_kept = peak_and_kept_bytes(steps["lean"], lean)
-    # The output of the last block is alive when backward begins, in both, and in no floor.
+    # The output of the last block is alive when backward begins, in both forms; the floor does not include it.
     output_bytes = x.numel() * x.element_size()
     row = {
         **asdict(case),
@@ -186,7 +186,7 @@ def run(case: Case, device: str, repeats: int) -> dict[str, Any]:
         "plain_ms": statistics.median(times["plain"]) * 1e3,
         "lean_ms": statistics.median(times["lean"]) * 1e3,
         "time_ratio": ratio_of(times),
-        "cpu_time_ratio": ratio_of(cpu_times),  # of all threads: what a busy machine disturbs least
+        "cpu_time_ratio": ratio_of(cpu_times),  # CPU time of all threads, which a busy machine disturbs least
         "plain_peak_bytes": plain_peak,
         "lean_peak_bytes": lean_peak,
         "plain_kept_bytes": plain_kept,

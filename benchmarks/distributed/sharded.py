@@ -1,11 +1,12 @@
-"""What each rank keeps from forward to backward: one device, DDP, FSDP2 in its forms, tensor parallel; plain and lean.
+"""Bytes that each rank keeps from forward to backward: one device, DDP, variants of FSDP2, tensor parallel.
 
-    python -m benchmarks.sharded [--write sharded_cpu]
+    python -m benchmarks.distributed.sharded [--write sharded_cpu]
 
-Two real processes over gloo, a transformer of four blocks, 8 x 128 tokens for each rank. A row says what stands between
-forward and backward of a step that follows its plan, as ``leangrad.measure`` counts it on rank 0, gathered parameters
-included. ``lean_beyond_gathered_bytes`` leaves them out: what plain keeps there and not on one device. ``bits`` says
-whether losses, gradients and weights of four steps before were plain's, on every rank.
+Two real processes over gloo, a transformer of four blocks, 8 x 128 tokens for each rank; plain and lean. A row has the
+bytes allocated between forward and backward of a step that follows its plan, as ``leangrad.measure`` counts them on
+rank 0, gathered parameters included. ``lean_beyond_gathered_bytes`` excludes those: they are taken to be the bytes that
+plain keeps there and does not keep on one device. ``bits`` is whether losses, gradients and weights of the four steps
+before were bitwise equal to plain PyTorch on every rank.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def net() -> Transformer:
 
 
 def fsdp2(model: Any, parts: Callable[[Any], list[nn.Module]], **options: Any) -> nn.Module:
-    """Shard these parts, and the rest with the root."""
+    """Apply `fully_shard` to the modules that ``parts`` returns, then to the model."""
     for part in parts(model):
         fully_shard(part, **options)
     whole: nn.Module = fully_shard(model, **options)
@@ -62,7 +63,7 @@ def checkpointed(model: Any) -> nn.Module:
 
 
 def tensor_parallel(model: Any) -> nn.Module:
-    """The heads of attention and the units of each MLP split in two."""
+    """Split the heads of attention and the units of each MLP over the ranks."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     split = {f"attention.{name}": ColwiseParallel() for name in "qkv"} | {"up": ColwiseParallel()}
     for block in model.blocks:
@@ -86,7 +87,7 @@ WAYS: dict[str, Callable[[Any], nn.Module]] = {
 
 
 def train(model: nn.Module, rank: int) -> list[Tensor]:
-    """Losses, gradients and at the end weights of some steps."""
+    """Run `STEPS` steps; return the loss and the gradients of each, and the final weights."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
     seen = []
     for step in range(STEPS):
@@ -99,11 +100,11 @@ def train(model: nn.Module, rank: int) -> list[Tensor]:
 
 
 def row(way: str, rank: int) -> dict[str, Any]:
-    """One row."""
+    """Return the row of one way; all ranks call this together."""
     runs, kept = [], []
     for make in (net, lambda: leangrad.lean(net())):
         model = WAYS[way](make())
-        # One seed for all where every rank has to have the same batch.
+        # Under tensor parallelism every rank needs the same batch, hence the same seed.
         seed = 0 if way == "tensor parallel" else rank
         runs.append(train(model, seed))
         kept.append(leangrad.measure(lambda: loss_of(model, 99, BATCH).backward(), timed_runs=0).kept_bytes)  # noqa: B023
@@ -113,7 +114,7 @@ def row(way: str, rank: int) -> dict[str, Any]:
 
 
 def work(rank: int, ways: list[str], found: str) -> None:
-    """All rows, on one rank."""
+    """Run all ways on one rank; rank 0 writes the rows to the file ``found``."""
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module.*returned a view")
     rows = [row(way, rank) for way in ways]
     for one in rows:

@@ -1,21 +1,21 @@
-"""Each mechanism of the ledger that is there for speed, taken out: what a step takes without it, in one process.
+"""The time of a step without each of the mechanisms that the ledger has for speed, in one process.
 
 (Two of them save memory too: casts and in place.)
 
-    OMP_NUM_THREADS=1 python -m benchmarks.mechanisms --write mechanisms_cpu
-    python -m benchmarks.mechanisms --device cuda --write mechanisms_h200
+    OMP_NUM_THREADS=1 python -m benchmarks.ledger.mechanisms --write mechanisms_cpu
+    python -m benchmarks.ledger.mechanisms --device cuda --write mechanisms_h200
 
-A row is one lean model and one mechanism: steps with it and without it in turns. Ratios are without / with, the median
-over rounds: host time by `time.process_time`, wall time with the device waited for, on a GPU the time of the kernels
-too, and the peak. What a mechanism costs in lines is said beside it.
+A row is one lean model and one mechanism; steps with it and without it alternate. Ratios are without / with, the median
+over the rounds: host time by `time.process_time`, wall time including the wait for the device, on a GPU also the time
+of the kernels; and the peak. The list has the lines of source, with comments, that each mechanism consists of.
 
-trace       hooks are set only around the calls that save what is rebuilt (`learn/trace.py`, 362 lines)
+trace       hooks are set only around the calls that save what is rebuilt (`learn/trace.py`, 400 lines)
 kernels     chains of recipes run as one Triton kernel (`ledger/fuse`, 1,600 lines; `kernels/pointwise.py`, 300)
-patterns    a chain is known again without being gathered (`fuse/pattern.py`, `fuse/matcher.py`, 230 lines)
-launch      kernels are started without Triton's look at every argument (`kernels/launch.py`, 170 lines)
-collector   Python's collector pauses while a region is open (`gc_pause.py`, 26 lines)
-casts       a parameter's cast has a short way (`values/cast.py` and `Decider._cast`, 80 lines)
-in place    a replayed op writes into an input that is its alone (`values/inplace_variants.py`, 58 lines)
+patterns    a known chain is recognized without being collected again (`fuse/pattern.py`, `fuse/matcher.py`, 240 lines)
+launch      kernels are started without Triton's inspection of every argument (`kernels/launch.py`, 130 lines)
+collector   Python's garbage collector is paused while a region is open (`gc_pause.py`, 26 lines)
+casts       a parameter's cast is saved without a walk and a `Value` (`values/cast.py` and `Decider._cast`, 110 lines)
+in place    a replayed op writes into an input that only it uses (`values/rebuild/inplace_variants.py`, 59 lines)
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from typing import Any
 from unittest.mock import patch
 
 from benchmarks.environment import WARM_UP, write_rows
-from benchmarks.versions import GPU, TIMM, ZOO, _gpu_step, _zoo_step
+from benchmarks.ledger.versions import GPU, TIMM, ZOO, _gpu_step, _zoo_step
 from leangrad.kernels import launch
 from leangrad.ledger.decision import Decider
 from leangrad.ledger.fuse import fused
 from leangrad.ledger.gc_pause import GcPause
 from leangrad.ledger.ledger import Ledger
-from leangrad.ledger.values.inplace_variants import IN_PLACE
-from leangrad.ledger.values.value import replayers
+from leangrad.ledger.values.rebuild.inplace_variants import IN_PLACE
+from leangrad.ledger.values.rebuild.replays import replayers
 
-SECONDS = 0.3  # of one turn, at least one step
+SECONDS = 0.3  # duration of the timed steps with or without a mechanism in one round; at least one step
 
 
 def _without_trace() -> AbstractContextManager[Any]:
@@ -49,7 +49,7 @@ def _without_trace() -> AbstractContextManager[Any]:
 
 @contextmanager
 def _without_patterns() -> Iterator[None]:
-    with patch.object(fused, "_know", lambda *_: None), patch.dict(fused._patterns, clear=True):
+    with patch.object(fused, "_store_pattern", lambda *_: None), patch.dict(fused._patterns, clear=True):
         yield
 
 
@@ -59,7 +59,7 @@ def _without_collector() -> AbstractContextManager[Any]:
 
 OUT: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "trace": _without_trace,
-    "kernels": lambda: patch.dict(replayers, clear=True),  # in all threads: backward runs in one of its own
+    "kernels": lambda: patch.dict(replayers, clear=True),  # for all threads: backward runs in its own thread
     "patterns": _without_patterns,
     "launch": lambda: patch.object(launch, "stream_for", lambda device: None),
     "collector": _without_collector,
@@ -70,7 +70,7 @@ ON_A_GPU_ONLY = ("kernels", "patterns", "launch")
 
 
 def rows_of(case: str, device: str, rounds: int, mechanisms: list[str]) -> Iterator[dict[str, Any]]:
-    """The rows of one model."""
+    """Yield a row of one model for each mechanism."""
     step, wait, peak = _gpu_step(case) if device == "cuda" else _zoo_step(case)
     for _ in range(WARM_UP):
         step()
@@ -98,7 +98,7 @@ def rows_of(case: str, device: str, rounds: int, mechanisms: list[str]) -> Itera
 
 
 def _turn(step: Callable[[], None], wait: Callable[[], None], steps: int, device: str) -> dict[str, float]:
-    step()  # what a mechanism has in hand is rebuilt
+    step()  # untimed: the mechanism fills its caches again
     wait()
     gc.collect()
     host, wall = time.process_time(), time.perf_counter()
@@ -116,7 +116,7 @@ def _turn(step: Callable[[], None], wait: Callable[[], None], steps: int, device
 
 def main() -> None:
     """Measure models without each mechanism and print a row for each."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.mechanisms", description=main.__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.ledger.mechanisms", description=main.__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--case", nargs="+", metavar="NAME", help="of tests/zoo; on cuda of benchmarks/models or timm")
     parser.add_argument("--without", nargs="+", choices=list(OUT), help="some of the mechanisms only")

@@ -1,0 +1,1 @@
+"""Benchmarks of the compiled engine against torch's own backends."""

@@ -1,0 +1,1 @@
+"""Benchmarks of the eager engine: host time, kernel time, bitwise equality, peaks."""

@@ -1,0 +1,1 @@
+"""Benchmarks of the modules of `leangrad.nn` against their plain forms."""
