@@ -121,12 +121,17 @@ def test_a_layer_over_an_input_that_needs_no_gradient() -> None:
     assert kept_and_rebuilt(model, "ABNFunctionBackward")[0] == 0
 
 
-def test_an_activation_of_the_users_is_not_computed_twice() -> None:
-    def noisy(x: Tensor) -> Tensor:
-        return x * torch.rand_like(x)
+def test_an_activation_of_the_users_runs_again_in_its_own_backward_only() -> None:
+    calls = 0
 
-    model = lean(nn.Sequential(nn.Conv2d(3, 8, 3), lnn.ABN(8, activation=noisy), nn.Conv2d(8, 4, 1)))
+    def activation(x: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return x * x
+
+    model = lean(nn.Sequential(nn.Conv2d(3, 8, 3), lnn.ABN(8, activation=activation), nn.Conv2d(8, 4, 1)))
     model(image()).sum().backward()
+    assert calls == 2, "in forward, and in backward for its derivative; its output is kept"
     assert kept_and_rebuilt(model, "ABNFunctionBackward")[1] == 0
 
 

@@ -1,18 +1,20 @@
-"""Triton kernels, for the ops where they pay; `serves` says whether they can take a tensor.
+"""Triton kernels, for the ops where they pay off; `serves` tells whether they can run on a tensor.
 
-Each file is imported on first use, so a machine without Triton never misses it. With `TRITON_INTERPRET=1` in the
-environment the kernels also take CPU tensors: that is how they are tested where there is no GPU.
+A file that imports Triton is itself imported on first use, so leangrad works without Triton. With `TRITON_INTERPRET=1`
+in the environment the kernels also run on CPU tensors: this is how they are tested without a GPU.
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 from functools import cache
+from typing import Any
 
 import torch
 
-__all__ = ["has_device", "serves"]
+__all__ = ["has_device", "kernels_of", "serves"]
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -21,6 +23,12 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 @cache
 def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
+
+
+@cache
+def kernels_of(name: str) -> Any:
+    """Import the module of kernels `name` on first use, because Triton may not be installed; returns the module."""
+    return importlib.import_module(f"leangrad.kernels.{name}")
 
 
 def serves(t: torch.Tensor) -> bool:
@@ -33,7 +41,7 @@ def serves(t: torch.Tensor) -> bool:
 
 
 def has_device() -> bool:
-    """Whether there is a device that the kernels run on: a GPU that can round to bfloat16, or the interpreter."""
+    """Whether there is a device on which the kernels run: a GPU that can round to bfloat16, or the interpreter."""
     if not _has_triton():
         return False
     return INTERPRETED or (torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0))

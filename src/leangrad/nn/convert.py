@@ -1,10 +1,10 @@
-"""`convert_abn(model)`: batch norm, an addition and the activation after it become one layer, in a model as it is.
+"""`convert_abn(model)`: replaces a batch norm and the addition and activation after it by one layer, in any model.
 
-[Note: rewriting forward] A norm and its activation are found in `nn.Sequential` by looking, and in forward code by
-tracing that one module with torch.fx, its children opaque. Tracing runs the code once and keeps only what happened to
-tensors, so code in which anything else matters (the training flag, types, context managers, random choices, writes to
-`self`) is left alone. The module stays the same object with the same children; its class becomes a subclass with the
-rewritten forward.
+[Note: rewriting forward] In an `nn.Sequential` a norm and its activation are found among the children; in forward code,
+by tracing that one module with torch.fx, with its children as leaves. Tracing runs the code once and records only
+operations on tensors, so a forward in which anything else matters (the training flag, types, context managers, random
+choices, writes to `self`) is left as it is. The module stays the same object with the same children; its class becomes
+a subclass with the rewritten forward.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ ADDITIONS = (operator.add, operator.iadd, torch.add, "add", "add_")
 
 @dataclass(frozen=True)
 class Conversion:
-    """What became of one batch norm: `activation` is None if it was left alone, and `reason` says why."""
+    """The result for one batch norm: `activation` is None if it was not converted, and `reason` says why."""
 
     name: str
     activation: str | None
@@ -54,17 +54,17 @@ class Conversion:
         return f"{self.name}: {self.outcome()}"
 
     def outcome(self) -> str:
-        """What it became, or why it was left alone."""
+        """Returns what the norm was converted to, or why it was not."""
         if self.activation is None:
             return f"not converted, {self.reason}"
         return f"norm{' + residual' if self.residual else ''} + {self.activation}"
 
 
 class Conversions(tuple[Conversion, ...]):
-    """What became of each batch norm of a model; as text, a table of it."""
+    """The result for each batch norm of a model; `str` makes a table of it."""
 
     def converted(self) -> int:
-        """How many became a layer with their activation."""
+        """Returns how many batch norms were converted."""
         return sum(c.activation is not None for c in self)
 
     def __str__(self) -> str:
@@ -73,9 +73,10 @@ class Conversions(tuple[Conversion, ...]):
         return "\n".join([*lines, *(f"  {c.name:<{width}}  {c.outcome()}" for c in self)])
 
     def report(self, model: nn.Module) -> None:
-        """Tell the user: a warning if nothing was converted, a line in the log if some or all were.
+        """Warn if no batch norm was converted; else write a line to the log, of level WARNING if some were not.
 
-        A line of level WARNING goes to stderr unless the program has set up logging otherwise; one of INFO does not.
+        A line of level WARNING goes to stderr unless the program has set up logging otherwise; one of INFO, which is
+        written if all were converted, does not.
         """
         left = [c for c in self if c.activation is None]
         reasons = "; ".join(f"{c.name}: {c.reason}" for c in left[:3]) + ("; ..." if len(left) > 3 else "")
@@ -96,7 +97,7 @@ class Conversions(tuple[Conversion, ...]):
 
 @dataclass(frozen=True)
 class Act:
-    """An activation as ABN takes it."""
+    """An activation, in the form of the arguments of `ABN`."""
 
     activation: str | Callable[[torch.Tensor], torch.Tensor]
     param: float = 0.01
@@ -106,18 +107,19 @@ class Act:
 
 
 def convert_abn(model: nn.Module) -> nn.Module:
-    """Make every batch norm of `model`, with the activation after it, one layer that keeps one map; return `model`.
+    """Replace each batch norm of `model` and the activation after it by one layer that keeps one map; return `model`.
 
     Equals the model as it was: same class (a subclass of it), same parameters, same `state_dict` names, same outputs
-    within rounding. Found are `nn.Sequential(..., BatchNorm, activation, ...)`, and `relu(bn(x))` and `relu(bn(x) + y)`
-    in forward code, also where one activation module serves many places. `model.abn_conversions` says what was
-    converted and, for what was not, why; print it. A model in which nothing can be converted gives a warning, one in
-    which something cannot a line in the log. With `LEANGRAD_DISABLE=1` nothing is converted.
+    within rounding. It converts `nn.Sequential(..., BatchNorm, activation, ...)`, and `relu(bn(x))` and
+    `relu(bn(x) + y)` in forward code, also if one activation module is used in many places. Print
+    `model.abn_conversions` to see which norms were converted, and why others were not. If no norm can be converted,
+    this gives a warning; if only some can, a line in the log. With `LEANGRAD_DISABLE=1` nothing is converted.
 
-    Keeps for backward, per convolution + norm + activation: one map, the convolution's output. What comes after
-    rebuilds its input from that in backward, in one elementwise pass; max pooling also finds its maxima again. The
-    model does this whenever it is called as a whole and no other saved-tensor hooks are in force; a part that is called
-    alone keeps its activations too. In a lean model, or inside `saving()`, the ledger rebuilds them, bit for bit alike.
+    Keeps for backward, per convolution + norm + activation: one map, the convolution's output. In backward, the input
+    of the next op is rebuilt from that, in one elementwise pass; max pooling also finds its maxima again. This happens
+    if the model is called as a whole and no other saved-tensor hooks are in force; a part that is called alone keeps
+    its activations too. In a lean model, or inside `saving()`, the ledger rebuilds the same tensors, with the same
+    bits.
 
     >>> model = nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3))
     >>> model = convert_abn(model)
@@ -163,7 +165,7 @@ def convert_abn(model: nn.Module) -> nn.Module:
 
 
 def _norms(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The batch norms that this module's own forward may call: its children, also inside of lists."""
+    """Yields the batch norms that this module's own forward may call: children, and those in module lists and dicts."""
     for name, child in module.named_children():
         if type(child) in NORMS:
             yield name, child
@@ -181,7 +183,7 @@ def _why_not(norm: nn.Module, times: Counter[int]) -> str:
 
 
 def _replacement(norm: Any, act: Act) -> ABN:
-    """A layer with the very parameters and buffers of `norm`."""
+    """Returns a layer that shares the parameters and buffers of `norm`."""
     named: dict[str, Any] = {"activation": act.activation, "activation_param": act.param, "device": "meta"}
     arguments = (norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats)
     new: ABN
@@ -199,7 +201,8 @@ def _replacement(norm: Any, act: Act) -> ABN:
 
 
 def _convert_sequential(module: nn.Module, times: Counter[int]) -> list[Conversion]:
-    children = list(module.named_children())
+    # Not `named_children()`, which leaves out a module that stands here a second time.
+    children = [(name, child) for name, child in module._modules.items() if child is not None]
     results = []
     for (name, norm), (next_name, after) in zip(children, [*children[1:], ("", None)], strict=True):
         if type(norm) not in NORMS:
@@ -224,13 +227,13 @@ class _Tracer(fx.Tracer):
 
 
 def _convert_forward(module: nn.Module, times: Counter[int]) -> list[Conversion]:
-    """See [Note: rewriting forward]."""
+    """Convert the norms that the forward code of `module` calls; see [Note: rewriting forward]."""
     names = [name for name, _ in _norms(module)]
     reason = why_not_traceable(module)
     if not reason:
         try:
             graph = _Tracer().trace(module)
-        except Exception as error:  # whatever the user's code does with a proxy: then it stays as it is
+        except Exception as error:  # the user's code may raise anything on a proxy; then it is left as it is
             reason = f"its forward cannot be traced ({type(error).__name__}: {error})"
     if reason:
         return [Conversion(name, None, reason=reason) for name in names]
@@ -243,7 +246,7 @@ def _convert_forward(module: nn.Module, times: Counter[int]) -> list[Conversion]
 
 
 def _convert_call(module: nn.Module, graph: fx.Graph, name: str, times: Counter[int]) -> Conversion:
-    """Fuse the one call of a norm with what follows."""
+    """Fuse the only call of a norm with the addition and activation that follow."""
     norm = module.get_submodule(name)
     calls = [n for n in graph.nodes if n.op == "call_module" and n.target == name]
     reason = _why_not(norm, times)
@@ -270,7 +273,7 @@ def _convert_call(module: nn.Module, graph: fx.Graph, name: str, times: Counter[
 
 
 def _fuse(graph: fx.Graph, call: fx.Node, addition: fx.Node | None, last: fx.Node) -> None:
-    """Replace norm, addition and activation by one call, at the place of the last of them."""
+    """Replace norm, addition and activation by one call, at the place of `last`, the last of them."""
     others = () if addition is None else tuple(a for a in addition.args if a is not call)
     with graph.inserting_before(last):
         fused = graph.call_module(str(call.target), (*call.args, *others))
@@ -285,7 +288,7 @@ def _only_user(node: fx.Node | None) -> fx.Node | None:
 
 
 def _addition_after(call: fx.Node) -> fx.Node | None:
-    """`norm(x) + y`, if that may be computed later, in one go with the activation."""
+    """Returns the node of `norm(x) + y`, where `call` is `norm(x)`; None if it cannot move down to the activation."""
     add = _only_user(call)
     if add is None or add.target not in ADDITIONS or add.kwargs or len(add.args) != 2:
         return None
@@ -293,7 +296,7 @@ def _addition_after(call: fx.Node) -> fx.Node | None:
     other = add.args[1] if add.args[0] is call else add.args[0]
     if not isinstance(other, fx.Node) or other is call or (writes_to_first and add.args[0] is not call):
         return None
-    # The norm moves down to the activation: its input must be nobody else's, who could change it on the way.
+    # The norm moves down to the activation, so no other op may use its input: it could change it in between.
     source = call.args[0]
     return add if isinstance(source, fx.Node) and len(source.users) == 1 else None
 
@@ -305,7 +308,7 @@ FUNCTIONS: dict[Any, str] = {
     F.leaky_relu: "leaky_relu", F.leaky_relu_: "leaky_relu", F.elu: "elu", F.elu_: "elu",
     F.silu: "silu", F.gelu: "gelu",
 }  # fmt: skip
-# Parameters of the functions beside the input, in order, that ABN can serve; the others must not be given.
+# The one argument of each function beside its input that ABN supports (and gelu's `approximate`), and its default.
 OPTION = {"leaky_relu": ("negative_slope", 0.01), "elu": ("alpha", 1.0)}
 
 
@@ -327,7 +330,7 @@ def _act_of_module(module: nn.Module) -> Act | None:
 
 
 def _act_of_node(module: nn.Module, node: fx.Node, source: fx.Node) -> Act | None:
-    """The activation that `node` applies to `source`, if it is one."""
+    """Returns the activation that `node` applies to `source`; None if it applies none that ABN supports."""
     if not node.args or node.args[0] is not source:
         return None
     if node.op == "call_module":
@@ -353,7 +356,11 @@ def _act_of_node(module: nn.Module, node: fx.Node, source: fx.Node) -> Act | Non
 
 @functools.cache
 def _class_of(base: type[nn.Module], source: str | None, names: _Names, outermost: bool) -> type[nn.Module]:
-    """A subclass of `base` with the forward of `source`, or its own; the outermost one rebuilds, in backward all do."""
+    """Returns a subclass of `base` with the forward of `source`; None: with its own.
+
+    outermost: forward runs inside `rebuilding()`. A rewritten forward that is not the outermost does so only if it runs
+        in a backward pass.
+    """
     scope = names.scope()
     if source is not None:
         exec(source, scope)
@@ -372,7 +379,7 @@ def _class_of(base: type[nn.Module], source: str | None, names: _Names, outermos
         def forward(self: nn.Module, *args: Any, **named: Any) -> Any:
             if torch.compiler.is_compiling() or graph_task() < 0:
                 return inner(self, *args, **named)
-            with rebuilding():  # a reentrant checkpoint runs a part again, in backward
+            with rebuilding():  # a reentrant checkpoint runs a part of the model again in backward
                 return inner(self, *args, **named)
 
     def reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
@@ -389,7 +396,7 @@ def _class_of(base: type[nn.Module], source: str | None, names: _Names, outermos
 
 
 class _Names:
-    """The globals that a generated forward uses, as a value that can be hashed, copied and pickled."""
+    """The globals that a generated forward uses, as an object that can be hashed, copied and pickled."""
 
     def __init__(self, source: str = "", names: dict[str, Any] | None = None) -> None:
         used = {n: v for n, v in (names or {}).items() if re.search(rf"\b{re.escape(n)}\b", source)}
@@ -407,7 +414,7 @@ class _Names:
 
 
 def _new(*recipe: Any) -> nn.Module:
-    """An empty instance, for copying and unpickling."""
+    """Returns an empty instance, for copying and unpickling; `recipe`: the arguments of `_class_of`."""
     new = _class_of(*recipe)
     return new.__new__(new)
 

@@ -1,4 +1,4 @@
-"""Gates: the linear map that makes one by heads, and a map times an activated gate that does not keep the latter."""
+"""A linear map by heads that computes gates, and a product with an activated gate that is not kept for backward."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from leangrad.functional import runs_plain
-from leangrad.ledger.origins.functions import Replay, know
+from leangrad.ledger.origins.functions import Replay, register_rule
 from leangrad.ops.activation import Activation, resolve
 from leangrad.overridable import overridable
 
@@ -16,8 +16,8 @@ __all__ = ["HeadLinear", "gated"]
 def gated(x: Tensor, gate: Tensor, activation: str) -> Tensor:
     """Multiply x by an activated gate.
 
-    Equals `x * F.silu(gate)`, `x * F.gelu(gate)`, ... Both tensors have one shape. Keeps x and the gate for backward,
-    where plain PyTorch keeps the activated gate as well. The activation must be one that runs backward from its input.
+    Equals `x * F.silu(gate)`, `x * F.gelu(gate)`, ... Both tensors have one shape. Keeps x and the gate for backward;
+    plain PyTorch keeps the activated gate as well. The activation must be one whose backward reads its input.
 
     >>> gated(torch.tensor([2.0]), torch.tensor([30.0]), "silu")
     tensor([60.])
@@ -59,11 +59,11 @@ def _replay(walk: Any, node: Any) -> Replay:
     return _multiply, (walk.operand(node, 0, place=0), walk.operand(node, 1, place=1), node.record)
 
 
-know(_Gated, _replay)
+register_rule(_Gated, _replay)
 
 
 class HeadLinear(nn.Module):
-    """A linear map of each head's own part of the input: a block-diagonal matrix, and a bias.
+    """A linear map with one matrix per head, applied to that head's part of the input, and a bias.
 
     Equals `F.linear(x, torch.block_diag(*weight), bias)`. Keeps its input for backward.
 
@@ -81,12 +81,12 @@ class HeadLinear(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """As nn.Linear of one head's size."""
+        """Initialize as an `nn.Linear` of the size of one head."""
         bound = self.weight.shape[-1] ** -0.5
         nn.init.uniform_(self.weight, -bound, bound)
         nn.init.uniform_(self.bias, -bound, bound)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., width) to the same."""
+        """Returns (..., width) for x of (..., width)."""
         parts = x.unflatten(-1, (self.weight.shape[0], -1))
         return torch.einsum("...hi,hoi->...ho", parts, self.weight).flatten(-2) + self.bias

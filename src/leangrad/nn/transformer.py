@@ -1,9 +1,9 @@
-"""A pre-norm Transformer block as one autograd node, at the floor of what has to be kept: `TransformerBlock`.
+"""`TransformerBlock`: one autograd node that keeps the fewest bytes for which no product is computed twice.
 
 A block keeps the caller's own x, the outputs of its products (queries, keys and values; the sum after attention; the
-hidden layer before its activation), the output of the attention and its logsumexp. Norms, activations and their
-products are written again in backward, into scratch. What the node cannot serve (hooks on a child, a child that was
-replaced, a tensor subclass, `torch.compile`, `torch.func`) runs as the plain modules that a block also consists of.
+hidden layer before its activation), the output of the attention and its logsumexp. Backward computes the outputs of
+norms and activations again, into scratch. Calls that the node does not support (hooks on a child, a child that was
+replaced, a tensor subclass, `torch.compile`, `torch.func`) run the child modules of the block one after another.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from leangrad._torch import has_global_hooks, has_hooks_of_others
+from leangrad._torch import has_global_hooks, has_hooks_of_others, has_own_forward
 from leangrad.engine.single_node import run
 from leangrad.functional import autocast_enabled, runs_plain
 from leangrad.ledger.observe.active_region import ledger_saves
-from leangrad.ledger.observe.mutation import tell
+from leangrad.ledger.observe.mutation import report_change
 from leangrad.nn.blocks.masks import fit_mask
 from leangrad.nn.blocks.program import Block, Replay
 from leangrad.nn.blocks.steps import Heads
@@ -30,17 +30,17 @@ from leangrad.ops.attention import attend, rotary_tables, rotate
 
 __all__ = ["FeedForward", "Film", "ResidualBlock", "SelfAttention", "TransformerBlock"]
 
-# Below this many bytes of hidden layer a block runs plain: for smaller ones the host's time for a node, twice that of
-# plain (2.4 and 1.4 ms, forward and backward, on a slow ARM core), is worth more than the bytes.
+# A block whose hidden layer has fewer bytes runs its child modules: there the host time of a node (2.4 ms against 1.4
+# ms in plain PyTorch, forward and backward, on a slow ARM core) is worth more than the bytes that it saves.
 _NODE_MIN_BYTES = 1 << 20
 
-#: Scale and shift after the first norm, then after the second, each (B, width); Nones where there is no condition.
+#: Scale and shift after the first norm, then after the second, each (B, width); Nones if there is no condition.
 Film = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 _NO_FILM: Film = (None, None, None, None)
 
 
 class SelfAttention(nn.Module):
-    """Attention of a sequence over itself: one product for queries, keys and values, one for the output.
+    """Self-attention, with one linear layer for queries, keys and values, and one for the output.
 
     >>> SelfAttention(8, 2)(torch.ones(1, 3, 8)).shape
     torch.Size([1, 3, 8])
@@ -69,7 +69,7 @@ class SelfAttention(nn.Module):
         self.out = nn.Linear(width, width, bias, device=device, dtype=dtype)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """(B, T, width) to (B, T, width)."""
+        """Returns (B, T, width) for x of (B, T, width)."""
         packed = self.qkv(x)
         mask, heads = self.divide(x, mask, packed.dtype)
         q, k, v = heads.split(packed.contiguous())
@@ -81,14 +81,14 @@ class SelfAttention(nn.Module):
         return y
 
     def divide(self, x: Tensor, mask: Tensor | None, dtype: torch.dtype) -> tuple[Tensor | None, Heads]:
-        """The mask as (B or 1, heads or 1, T or 1, T), and how this input is divided into heads that attend."""
+        """Returns the mask as (B or 1, heads or 1, T or 1, T), and the `Heads` that x is divided into."""
         batch, length, _ = x.shape
         mask, causal = fit_mask(mask, (batch, length), self.heads, self.causal, dtype)
         dropout = self.dropout if self.training else 0.0
         return mask, Heads(batch, length, self.heads, self.kv_heads, causal, dropout)
 
     def extra_repr(self) -> str:
-        """Heads, and how they attend."""
+        """Show the heads, and how they attend."""
         return (
             f"heads={self.heads}, kv_heads={self.kv_heads}, causal={self.causal}, dropout={self.dropout}, "
             f"rotary={self.theta or False}"
@@ -96,7 +96,7 @@ class SelfAttention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Two products with an activation between them; for swiglu and geglu the first makes the gates, then the values.
+    """Two linear layers with an activation between; for swiglu and geglu the first computes the gates, then the values.
 
     >>> FeedForward(8, 32, "gelu")(torch.ones(1, 3, 8)).shape
     torch.Size([1, 3, 8])
@@ -118,17 +118,17 @@ class FeedForward(nn.Module):
         self.down = nn.Linear(hidden, width, bias, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., width) to (..., width)."""
+        """Returns (..., width) for x of (..., width)."""
         y: Tensor = self.down(self.record.forward(self.up(x), self.record.parameter, None))
         return y
 
     def extra_repr(self) -> str:
-        """The activation."""
+        """Show the activation."""
         return f"activation={self.record}"
 
 
 class ResidualBlock(nn.Module):
-    """What `TransformerBlock` and `DiffusionBlock` share: the children, and the choice between one node and the plain.
+    """The base of `TransformerBlock` and `DiffusionBlock`: makes the children, and runs them, as one node if possible.
 
     For the arguments see `TransformerBlock`.
     """
@@ -173,7 +173,7 @@ class ResidualBlock(nn.Module):
         self.context = context
 
     def _run(self, x: Tensor, mask: Tensor | None, film: Film = _NO_FILM) -> Tensor:
-        """As one node where a gradient is wanted and nothing speaks against it, else plainly."""
+        """Run as one autograd node if a gradient is needed and the node supports this call; else run the children."""
         self._check(x)
         if not self._is_as_made() or not self._pays(x) or not _may_be_node(x, mask) or self._leaves_it_to_ledger(x):
             return self._run_plain(x, mask, film)
@@ -184,7 +184,7 @@ class ResidualBlock(nn.Module):
         device_type = x.device.type
         autocast = autocast_enabled(device_type)
         dtype = torch.get_autocast_dtype(device_type) if autocast else x.dtype
-        if dtype != x.dtype:  # the linear layers' parameters; norms run in the dtype of x
+        if dtype != x.dtype:  # cast the parameters of linear layers; norms run in the dtype of x
             cast = [None if p is None else p.to(dtype) for p in parameters]
             parameters = (*parameters[:2], *cast[2:6], *parameters[6:8], *cast[8:])
         dropout = self.dropout if self.training else 0.0
@@ -199,14 +199,15 @@ class ResidualBlock(nn.Module):
             return run(program, block.plain, *inputs)
 
     def _pays(self, x: Tensor) -> bool:
-        """Whether the hidden layer of this input is large enough."""
+        """Whether the hidden layer for this input is large enough for a node to pay."""
         return x.shape[0] * x.shape[1] * self.ffn.up.out_features * x.element_size() >= _NODE_MIN_BYTES
 
     def _leaves_it_to_ledger(self, x: Tensor) -> bool:
-        """Whether a ledger is at work, with which the plain form takes less than the node.
+        """Whether a ledger's region is open in which the child modules keep less than the node.
 
-        On a CPU torch's attention with dropout is written out in products, and keeps its weights, the mask and both
-        together. The node has to keep what the kernel keeps; a ledger draws the mask again and multiplies again.
+        On a CPU torch computes attention with dropout as separate ops, which save the attention weights, the dropout
+        mask and their product. The node has to keep all that these save; a ledger draws the mask again and multiplies
+        again.
         """
         drops = x.is_cpu and self.attention.dropout > 0 and self.training
         return drops and ledger_saves()
@@ -218,7 +219,7 @@ class ResidualBlock(nn.Module):
         return rotary_tables(x.shape[1], self.attention.head_width, theta, x.new_empty(0, dtype=dtype))
 
     def _run_plain(self, x: Tensor, mask: Tensor | None, film: Film = _NO_FILM) -> Tensor:
-        """The children, one after another."""
+        """Run the child modules, one after another."""
         scale1, shift1, scale2, shift2 = film
         given, x = x, x if self.context is None else self.context(x)
         y = self.attention(_film(self.norm1(x), scale1, shift1), mask)
@@ -231,13 +232,13 @@ class ResidualBlock(nn.Module):
         return F.dropout(y, self.dropout, self.training) if self.dropout else y
 
     def _own_parameters(self) -> tuple[Tensor | None, ...]:
-        """Those that the node reads, in the order of `Inputs`."""
+        """Returns the parameters that the node reads, in the order of `Inputs`."""
         attention, ffn = self.attention, self.ffn
         layers = (self.norm1, attention.qkv, attention.out, self.norm2, ffn.up, ffn.down)
         return tuple(p for layer in layers for p in (layer.weight, getattr(layer, "bias", None)))
 
     def _is_as_made(self) -> bool:
-        """Whether every child is of the class that this one made, with no forward of its own and no hooks of others."""
+        """Whether each child has the class that `__init__` gave it, its own forward, and no hooks but leangrad's."""
         attention, ffn = self.attention, self.ffn
         if type(attention) is not SelfAttention or type(ffn) is not FeedForward or has_global_hooks():
             return False
@@ -245,7 +246,7 @@ class ResidualBlock(nn.Module):
         norms = (self.norm1, self.norm2)
         if any(type(m) is not nn.Linear for m in linears) or not all(_is_known_norm(m, self.width) for m in norms):
             return False
-        return not any(has_hooks_of_others(m) or _has_own_forward(m) for m in (attention, ffn, *linears, *norms))
+        return not any(has_hooks_of_others(m) or has_own_forward(m) for m in (attention, ffn, *linears, *norms))
 
     def _check(self, x: Tensor) -> None:
         if not isinstance(x, Tensor):
@@ -263,7 +264,7 @@ class ResidualBlock(nn.Module):
             )
 
     def extra_repr(self) -> str:
-        """The dropout of both halves."""
+        """Show the dropout of both halves."""
         return f"dropout={self.dropout}" if self.dropout else ""
 
 
@@ -276,22 +277,22 @@ class TransformerBlock(ResidualBlock):
         y = r + dropout(ffn(norm2(r)))              # ffn: down(gelu(up(x)))
 
     Keeps for backward, for x of (B, T, width), N = B·T, with H heads, K key heads of d = width/H and a hidden width F
-    (2F for swiglu): the caller's own x, and N·((H + 2K)·d + 2·width + F) elements and the logsumexp, N·H of float32;
-    with dropout, 2·N·width bytes, and what the attention kernel keeps for its own. A second backward without
-    `retain_graph=True` is a ConsumedError. A block whose hidden layer is below a megabyte runs plain, and so does one
-    with dropout on a CPU inside a lean model, whose ledger draws the masks again.
+    (2F for swiglu): the caller's own x; N·((H + 2K)·d + 2·width + F) elements; and the logsumexp, N·H of float32. With
+    dropout also 2·N·width bytes, and what the attention kernel keeps for its dropout. A second backward without
+    `retain_graph=True` raises ConsumedError. A block whose hidden layer is below 1 MiB runs in plain PyTorch. So does
+    one with dropout on a CPU inside a lean model, whose ledger draws the masks again.
 
     Args:
         width: of the model.
-        heads: of the queries; they divide width.
-        kv_heads: of the keys and values (grouped queries); they divide heads. As many as heads by default.
+        heads: number of query heads; divides width.
+        kv_heads: number of key and value heads (grouped queries); divides heads. By default equal to heads.
         hidden: width of the hidden layer; 4·width by default, for swiglu and geglu 8/3·width, up to a multiple of 8.
-        activation: "gelu", "swiglu", or any of `leangrad.ops.activation` that has a derivative in its input.
+        activation: "gelu", "swiglu", or any of `leangrad.ops.activation` whose backward can run from its input.
         norm: "layer" or "rms".
-        causal: each position attends to itself and to what is before it.
-        dropout: on attention weights and on what both halves add.
+        causal: each position attends to itself and to earlier positions only.
+        dropout: probability, for attention weights and for the outputs of both halves.
         rotary: True for rotary positions with theta 10,000, or a theta.
-        bias: of the four linear layers (and of a layer norm).
+        bias: whether the four linear layers (and a layer norm) have biases.
         context: an `AttentionContext` of the same width, applied to x first, and updated in training.
 
     >>> block = TransformerBlock(16, 4, causal=True)
@@ -302,15 +303,15 @@ class TransformerBlock(ResidualBlock):
     """
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """(B, T, width) to (B, T, width).
+        """Returns (B, T, width) for x of (B, T, width).
 
-        mask: True, or 0 where it is floating, where a position takes part: (B, T) for the keys, (B, T, T), or (B or 1,
-        heads or 1, T or 1, T).
+        mask: True where a position takes part; a floating mask is added to the scores, so it is 0 there. (B, T) for the
+            keys, (B, T, T), or (B or 1, heads or 1, T or 1, T).
         """
         return self._run(x, mask)
 
     def plain(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """The same on autograd's own ops: the modules that the block consists of, one after another."""
+        """Compute the same on autograd's own ops: the child modules of the block, one after another."""
         self._check(x)
         return self._run_plain(x, mask)
 
@@ -336,7 +337,7 @@ def _kind_and_eps(norm: nn.Module) -> tuple[str, float]:
 
 
 def _resolve(activation: str | Activation) -> Activation:
-    """The record, if its backward can run from its input, which is what a block keeps."""
+    """Returns the record of an activation; raises if its backward cannot run from its input, which a block keeps."""
     record = resolve(activation)
     if _runs_from_input(record):
         return record
@@ -353,12 +354,12 @@ def _film(n: Tensor, scale: Tensor | None, shift: Tensor | None) -> Tensor:
 
 
 def _update(context: AttentionContext, x: Tensor, y: Tensor) -> None:
-    tell(context.context)
+    report_change(context.context)
     context.update(x, y.view(x.shape))
 
 
 def _may_be_node(x: Tensor, mask: Tensor | None) -> bool:
-    """Whether a node may run here at all: not for nothing, for a mask that is learned, or while a graph is captured."""
+    """Whether a node can run: not in no-grad mode, for an empty x, if the mask requires grad, or in graph capture."""
     if not torch.is_grad_enabled() or x.numel() == 0 or (mask is not None and mask.requires_grad):
         return False
     if mask is not None and runs_plain(mask):
@@ -367,19 +368,13 @@ def _may_be_node(x: Tensor, mask: Tensor | None) -> bool:
 
 
 def _wants_node(x: Tensor, parameters: tuple[Tensor | None, ...], film: Film) -> bool:
-    """Whether a gradient is wanted, and by somebody who need not see torch's own ops."""
+    """Whether some tensor requires grad, torch's own ops need not be visible, and all tensors have the dtype needed."""
     tensors = [t for t in (x, *parameters, *film) if t is not None]
     if not any(t.requires_grad for t in tensors) or runs_plain(*tensors):
         return False
-    # Autocast runs a norm in the dtype of its input on a CPU, and in float32 on CUDA: the same for float32.
+    # Under autocast a norm runs in the dtype of its input on a CPU, in float32 on CUDA: the same for a float32 input.
     dtype = torch.float32 if autocast_enabled(x.device.type) else x.dtype
     return x.dtype == dtype and all(p is None or p.dtype == dtype for p in parameters)
-
-
-def _has_own_forward(module: nn.Module) -> bool:
-    """Whether somebody put a forward on the instance, other than `pack_gradients`, whose forward is the same."""
-    forward = vars(module).get("forward")
-    return forward is not None and not getattr(forward, "__module__", "").startswith("leangrad.packed")
 
 
 def _check_heads(width: int, heads: int, kv_heads: int, rotary: bool) -> None:

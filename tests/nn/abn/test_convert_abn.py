@@ -452,6 +452,26 @@ def test_hooks_and_shared_norms_are_left_alone() -> None:
 # ---- what the user is told
 
 
+@pytest.mark.parametrize("shared", [nn.AvgPool2d(3, 1, 1), nn.ReLU()], ids=["pool", "relu"])
+def test_what_stands_in_a_sequential_twice(shared: nn.Module) -> None:
+    """Only what really follows a norm is fused with it."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(
+        shared, nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), shared, nn.ReLU(), nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4), shared
+    )
+    converted = convert_abn(copy.deepcopy(plain))
+    x = torch.randn(4, 3, 8, 8)
+    expected, found = plain(x), converted(x)
+    assert torch.allclose(expected, found, atol=1e-5)
+    gradients = [
+        torch.autograd.grad(out.square().sum(), [*model.parameters()])
+        for out, model in ((expected, plain), (found, converted))
+    ]
+    assert all(torch.allclose(a, b, atol=1e-3, rtol=1e-3) for a, b in zip(*gradients, strict=True))
+    activations = [conversion.activation for conversion in converted.abn_conversions]
+    assert activations == (["relu", "relu"] if isinstance(shared, nn.ReLU) else ["identity", "identity"])
+
+
 def test_conversions_read_as_a_table() -> None:
     model = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.ReLU(), Twice(), nn.BatchNorm2d(3))
     assert str(convert_abn(model).abn_conversions).splitlines() == [

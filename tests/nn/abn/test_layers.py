@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from leangrad.errors import LeangradError
 from leangrad.nn.abn import ABN, InPlaceABN, InPlaceABNSync
 from tests.support import same_bits
 from tests.support.error_rule import Triple, assert_error_rule
@@ -349,6 +350,34 @@ def test_activation_with_a_hidden_parameter_raises() -> None:
     z = layer(torch.randn(4, 3, 5, requires_grad=True))
     with pytest.raises(RuntimeError, match="would be left without a gradient"):
         z.square().sum().backward()
+
+
+def test_activation_that_draws_random_numbers_raises_where_backward_would_draw_others() -> None:
+    layer = ABN(3, activation=lambda y: F.dropout(y, 0.5))
+    x = torch.randn(4, 3, 5)
+    z = layer(x)
+    with pytest.raises(LeangradError, match="draws random numbers"):
+        z.sum().backward()
+
+
+def test_activation_whose_mode_changes_between_forward_and_backward_raises() -> None:
+    layer = ABN(3, activation=nn.Sequential(nn.Tanh()))
+    z = layer(torch.randn(4, 3, 5))
+    layer.activation.eval()
+    with pytest.raises(LeangradError, match=r"train\(\) or eval\(\) was called"):
+        z.sum().backward()
+
+
+def test_activation_can_be_set_later() -> None:
+    x = torch.randn(4, 3, 5)
+    layer = ABN(3, activation="relu")
+    layer.activation = "gelu"
+    assert same_bits(layer(x), ABN(3, activation="gelu")(x))
+    layer.activation, layer.activation_param = "leaky_relu", 0.3
+    assert same_bits(layer(x), ABN(3, activation="leaky_relu", activation_param=0.3)(x))
+    with pytest.raises(ValueError, match="expected an activation of"):
+        layer.activation = "rely"
+    assert layer.activation == "leaky_relu"
 
 
 def test_empty_batch() -> None:

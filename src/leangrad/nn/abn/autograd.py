@@ -1,10 +1,12 @@
-"""The autograd side of activated batch norm: what a layer keeps, and whose buffers its backward writes to.
+"""The autograd Function of activated batch norm: what a layer keeps, and which buffers its backward overwrites.
 
-A layer keeps one map. If its output can be inverted that is the output, which the next convolution keeps anyway, made
-over the input. Otherwise it is the input; how the output is then rebuilt for others is in `rule.py` and `recipe.py`.
+A layer keeps one map. If its output can be inverted, it keeps the output, which the next convolution keeps anyway, and
+which is written over the input where that is safe. Otherwise it keeps its input; `rule.py` and `recipe.py` then rebuild
+the output for the ops that read it.
 
-The backward writes dx over the incoming gradient if nobody else can see that, else into a new buffer. The kept map is
-never overwritten, so a second backward (`retain_graph=True`), a held output and a second consumer need no special care.
+Backward writes dx over the incoming gradient if nothing else can see that gradient, else into a new buffer. The kept
+map is never overwritten, so a second backward (`retain_graph=True`), a held output and a second consumer need no
+special handling.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from leangrad._torch import graph_is_kept
 from leangrad.engine.ownership import owned
 from leangrad.errors import ConsumedError, LeangradError
 from leangrad.kernels import serves
+from leangrad.ledger.observe.rng import mark_of
 from leangrad.nn.abn.invertibility import Answer, Limits, note_backward, poison, wider
 from leangrad.nn.abn.recipe import Recipe
 from leangrad.ops import abn as ops
@@ -32,43 +35,46 @@ __all__ = ["Call", "apply_abn", "once"]
 
 @dataclass(slots=True)
 class Call:
-    """One forward of one layer: all that is not a differentiable tensor."""
+    """Everything about one forward of one layer except its differentiable tensors."""
 
     activation: ops.Activation
-    function: Callable[[Tensor], Tensor] | None  # an activation that the ops do not know; then `activation` is identity
+    # An activation that the ops do not have, and then `activation` is identity; None: `activation` is applied.
+    function: Callable[[Tensor], Tensor] | None
     eps: float
-    training: bool  # statistics of the batch, as opposed to given ones
-    running: tuple[Tensor, Tensor] | None  # mean and variance
+    training: bool  # True: normalize with statistics of the batch; False: with the running ones
+    running: tuple[Tensor, Tensor] | None  # mean and variance; None: they are not tracked
     momentum: float
-    absolute: bool
-    invert: bool
-    in_place: bool
-    group: dist.ProcessGroup | None  # synchronize over it
-    counter: Tensor | None = None  # the number of batches, still to be increased
-    answer: Answer | None = None  # which channels cannot be inverted
-    limits: Limits | None = None  # what the others have to keep to, if that is to be checked again
-    # Known after the forward:
-    layer: Any = None  # the kernels, if there are any
-    count: Any = 0  # of the values behind the mean; a tensor if synchronized
-    dtypes: tuple[torch.dtype | None, torch.dtype | None] = (None, None)  # of weight and bias
-    sign: Tensor | None = None  # of the weight, if |γ| is applied
-    added: bool = False  # there is a residual
-    keeps_dtype: bool = True  # of the input; a function need not
+    absolute: bool  # apply |γ| + eps in place of γ
+    invert: bool  # keep the output and invert it in backward; False: keep the input
+    in_place: bool  # write the output over the input
+    group: dist.ProcessGroup | None  # processes to synchronize the statistics with; None: no synchronization
+    counter: Tensor | None = None  # number of batches, which forward still has to increment; None: it need not
+    answer: Answer | None = None  # says which channels cannot be inverted
+    limits: Limits | None = None  # limits that forward checks for the inverted channels once more; None: it does not
+    # Set by forward:
+    layer: Any = None  # the kernels of the whole layer; None: `ops` run it in steps
+    count: Any = 0  # number of values per channel in the statistics; a tensor if synchronized
+    dtypes: tuple[torch.dtype | None, torch.dtype | None] = (None, None)  # of weight and bias; None: there is none
+    sign: Tensor | None = None  # sign of the weight if `absolute`, else None
+    added: bool = False  # a residual was added
+    draws: bool = False  # `function` drew random numbers
+    trains: bool | None = None  # whether `function` is a module in training mode; None: it is no module
+    keeps_dtype: bool = True  # the output has the dtype of the input; `function` may return another one
 
     @property
     def needs_residual(self) -> bool:
-        """Whether backward reads the residual, if there is one."""
+        """Whether backward reads a residual, if one was added."""
         return self.activation.name != "identity" or self.function is not None
 
 
 class ABNFunction(torch.autograd.Function):
-    """z = act(γ̂·x̂ + β + residual); kept are the vectors, one map, the residual, and the spare channels."""
+    """z = act(γ̂·x̂ + β + residual). Keeps the vectors, one map, the residual if needed, and input of spare channels."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, call: Call
     ) -> Tensor:
-        """Take a dense x; write z over it if `call.in_place`."""
+        """Returns z, written over x if `call.in_place`. x must be dense."""
         layer = begun = None
         if call.training and call.group is None:
             layer = call.layer = ops.fused_layer(
@@ -78,7 +84,7 @@ class ABNFunction(torch.autograd.Function):
         if layer is not None:
             roll = None if call.answer is None else call.answer.roll
             begun = layer.begin(x, None if roll is None or not roll.open else roll.take_question())
-        # If the device was asked something there, it answers while the host goes on with what has to be done anyway.
+        # If `begin` launched a question to the device, it is answered while the host does the following work.
         z = x if call.in_place else torch.empty_like(x)
         if call.in_place:
             ctx.mark_dirty(x)
@@ -92,20 +98,23 @@ class ABNFunction(torch.autograd.Function):
         else:
             vectors, channels, spare = _forward_in_steps(x, weight, bias, residual, call, z)
         if call.function is not None:
+            before = mark_of(z.device)
             z = call.function(z)
+            call.draws = mark_of(z.device) != before
+            call.trains = getattr(call.function, "training", None)
             call.keeps_dtype = z.dtype == x.dtype
             if z.shape != x.shape:
                 raise ValueError(f"expected an activation that keeps the shape {tuple(x.shape)}, got {tuple(z.shape)}")
         elif not call.invert:
             ctx.recipe = Recipe.of(x, vectors, residual, z, call.activation, layer)
-        if ctx.recipe is None:  # else that holds all there is to save, without a call of Python for each tensor
+        if ctx.recipe is None:  # else the recipe holds all of it, without a call of the pack hook per tensor
             needed = residual if call.needs_residual else None
             ctx.save_for_backward(vectors, z if call.invert else x, needed, channels, spare)
         return z
 
     @staticmethod
     def backward(ctx: Any, dz: Tensor) -> tuple[Tensor | None, ...]:
-        """Write dx over dz where that is owned."""
+        """Returns the gradients; dx is written over dz if dz is owned."""
         mine = owned(dz)
         if ctx.call.invert:
             note_backward(ctx.call.answer)
@@ -115,18 +124,18 @@ class ABNFunction(torch.autograd.Function):
             return once(_backward(ctx, dz, False))
 
 
-# `Function.apply` looks at every tensor in Python for the sake of `torch.func`, whose calls never come here.
+# `Function.apply` inspects every tensor in Python for `torch.func`. Under `torch.func` layers do not call this.
 apply_abn = overridable(super(torch.autograd.Function, ABNFunction).apply)
 
 
 def once(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-    """The same gradients, of a backward with `create_graph=True`, so that differentiating them raises."""
+    """Returns the gradients of a backward with `create_graph=True`, copied, so that differentiating them raises."""
     with torch.enable_grad():
         return _Once.apply(torch.zeros((), requires_grad=True), *gradients)  # type: ignore[no-any-return]
 
 
 class _Once(torch.autograd.Function):
-    """The gradients of a backward with `create_graph=True`: right as they are, but not differentiable again."""
+    """Copies gradients of a backward with `create_graph=True`: they are right, but cannot be differentiated again."""
 
     @staticmethod
     def forward(ctx: Any, unused: Tensor, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -147,6 +156,16 @@ def _backward(ctx: Any, dz: Tensor, mine: bool) -> tuple[Tensor | None, ...]:
     if dz.stride() != kept_map.stride() or dz.dtype != kept_map.dtype:
         dz, mine = torch.empty_like(kept_map).copy_(dz), True
     if call.function is not None:
+        if call.draws:
+            raise LeangradError(
+                f"the activation {call.function!r} draws random numbers, and backward, which runs it again, would draw "
+                "others; apply such an activation after an ABN with activation='identity'"
+            )
+        if getattr(call.function, "training", None) != call.trains:
+            raise LeangradError(
+                f"train() or eval() was called on the activation {call.function!r} between forward and backward, "
+                "which runs it again"
+            )
         dz, mine = _through_function(call.function, kept_map, residual, dz, vectors), True
         residual = None
     dx: Tensor | None
@@ -156,10 +175,10 @@ def _backward(ctx: Any, dz: Tensor, mine: bool) -> tuple[Tensor | None, ...]:
     in_kernels = call.layer is not None and need_x and channels is None
     dy = None
     if need_residual:
-        # dy is the residual's gradient: a buffer of its own, from which dx is then computed.
+        # dy is the gradient of the residual. It is not overwritten: dx is computed from it into another buffer.
         dy = dz if linear or mine else torch.empty_like(dz)
     elif need_x and not call.invert and not linear and not in_kernels and not serves(dz):
-        # The eager second pass is faster from dy than from dz; a kernel would only write one map more.
+        # The eager second pass is faster from dy than from dz; for a kernel, storing dy would be one more map to write.
         dy = dz if mine else torch.empty_like(dz)
     if in_kernels:
         dx = dz if mine and not need_residual else torch.empty_like(dz)
@@ -176,7 +195,10 @@ def _backward(ctx: Any, dz: Tensor, mine: bool) -> tuple[Tensor | None, ...]:
 
 
 def _saved(ctx: Any) -> tuple[Any, ...]:
-    """What forward kept; a recipe is dropped here unless the graph is kept, as autograd drops what it saves."""
+    """Returns the vectors, the kept map, the residual, the spare channels and their input.
+
+    Drops the recipe unless the graph is retained, as autograd frees its saved tensors.
+    """
     recipe: Recipe | None = ctx.recipe
     if recipe is None:
         if ctx.consumed:
@@ -194,9 +216,10 @@ def _saved(ctx: Any) -> tuple[Any, ...]:
 def _backward_in_steps(
     ctx: Any, taken: list[ops.Kept], dz: Tensor, vectors: Tensor, dy: Tensor | None, mine: bool
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """dx, dγ̂ and dβ: the sums, then over all processes, then dx.
+    """Returns dx, dγ̂ and dβ, computed in ops: the sums, their mean over all processes if synchronized, then dx.
 
-    What was kept is taken out of its list: nobody else holds a residual that was rebuilt, and dx may have its memory.
+    taken: a list of one `Kept`, which is popped, so that the caller holds no reference: a residual that was rebuilt is
+        freed before dx is allocated, and dx may get its memory.
     """
     call: Call = ctx.call
     kept = taken.pop()
@@ -224,7 +247,7 @@ def _backward_in_steps(
 def _through_function(
     function: Callable[[Tensor], Tensor], x: Tensor, residual: Tensor | None, dz: Tensor, vectors: Tensor
 ) -> Tensor:
-    """dy of an activation that is only known as a function: rebuilds y and differentiates there."""
+    """Returns dy for an activation that is a Python function: rebuilds y and differentiates the function there."""
     y = torch.empty_like(x)
     ops.normalize(x, vectors, ops.Activation("identity"), residual=residual, out=y)
     with torch.enable_grad():
@@ -239,7 +262,7 @@ def _through_function(
 
 
 def _leaves(root: Any) -> int:
-    """How many leaves a graph ends in."""
+    """Returns the number of leaves (AccumulateGrad nodes) of the graph of `root`."""
     seen, todo, leaves = {root}, [root], 0
     while todo:
         parents = {node for node, _ in todo.pop().next_functions if node is not None} - seen
@@ -252,7 +275,7 @@ def _leaves(root: Any) -> int:
 def _finish(
     begun: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, call: Call, z: Tensor
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The rest of a forward in kernels: writes z; returns the vectors, and the spare channels with their input."""
+    """Run the rest of a forward in kernels: write z; returns the vectors, the spare channels and their input."""
     layer = call.layer
     call.count = layer.count
     _count_changes(call.running, call.counter)
@@ -272,7 +295,7 @@ def _finish(
 def _forward_in_steps(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, call: Call, z: Tensor
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """A whole forward in ops: writes z; returns the vectors, and the spare channels with their input."""
+    """Run a whole forward in ops: write z; returns the vectors, the spare channels and their input."""
     call.count = x.numel() // x.shape[1]
     channels, spare = _spare(x, call)
     if call.training and call.group is None:
@@ -291,13 +314,13 @@ def _forward_in_steps(
 
 
 def _spare(x: Tensor, call: Call) -> tuple[Tensor | None, Tensor | None]:
-    """The channels that cannot be inverted, and their input; to be asked for while that is still there."""
+    """Returns the channels that cannot be inverted and a copy of their input, or Nones; x must still be unchanged."""
     channels = None if call.answer is None else call.answer.channels()
     return channels, None if channels is None else x.index_select(1, channels).contiguous()
 
 
 def _given_vectors(x: Tensor, weight: Tensor | None, bias: Tensor | None, call: Call) -> Tensor:
-    """The vectors from the statistics of all processes, or from the running ones; and `call.count` behind them."""
+    """Returns the vectors from running statistics; with a group, from those of all processes, and sets `call.count`."""
     dtype = ops.accumulation_dtype(x.dtype)
     if call.group is not None:
         _count_batch(call)
@@ -317,7 +340,7 @@ def _count_batch(call: Call) -> None:
 
 
 def _count_changes(running: tuple[Tensor, Tensor] | None, counter: Tensor | None) -> None:
-    """Tell autograd that kernels write to these."""
+    """Increment the version counters of tensors that kernels write to, since autograd does not see these writes."""
     if running is not None:
         increment_version(running if counter is None else (*running, counter))
     elif counter is not None:
@@ -325,7 +348,7 @@ def _count_changes(running: tuple[Tensor, Tensor] | None, counter: Tensor | None
 
 
 def _stats_over_group(mean: Tensor, var: Tensor, count: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean, biased variance and count of the values of all processes, whose batches may differ in size, or be empty."""
+    """Returns mean, biased variance and count over all processes; their batches may differ in size, or be empty."""
     mine = torch.cat((mean, var * count, mean.new_full((1,), count)))
     all_flat = mine.new_empty(dist.get_world_size(group) * mine.numel())
     dist.all_gather_into_tensor(all_flat, mine, group=group)
@@ -337,6 +360,6 @@ def _stats_over_group(mean: Tensor, var: Tensor, count: int, group: dist.Process
 
 
 def _mean_over_group(sums: Tensor, total: Tensor, group: dist.ProcessGroup) -> Tensor:
-    everywhere = sums.clone()  # the local sums are dβ and dγ: data parallelism averages those itself
+    everywhere = sums.clone()  # the local sums are dβ and dγ, which data parallelism averages
     dist.all_reduce(everywhere, group=group)
     return everywhere.div_(total)

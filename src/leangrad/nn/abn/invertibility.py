@@ -1,38 +1,40 @@
-"""Which channels of a layer that inverts its output must keep their input as well: the spare ones.
+"""Finds the spare channels of a layer that inverts its output: they cannot be inverted, so their input is kept too.
 
-[Note: which channels invert] z is rounded to its dtype, so x̂ = (act⁻¹(z) − β)/γ̂ carries one rounding of y/γ̂ = x̂ + β/γ̂,
-for elu also times e^−y. With a the relative size of a rounding and x̂ of mean 0 and variance 1, its mean square is
-a²·(1 + (β/γ̂)²). Plain carries at least one rounding of x̂, mean square a²: its input has been rounded to that dtype. So
-the error of x̂, and that of dγ = Σ x̂·dy, is within twice plain's, the error rule of float32, where
-1 + 1 + (β/γ̂)² ≤ 2², which is |β| ≤ √2·γ̂. Such a channel inverts, if γ̂ is not so small that z is subnormal.
+[Note: which channels invert] z is rounded to its dtype. So x̂ = (act⁻¹(z) − β)/γ̂ contains the error of one rounding of
+y/γ̂ = x̂ + β/γ̂; for elu it is also multiplied by e^−y. Let a be the relative size of a rounding, and let x̂ have mean 0
+and variance 1: then the mean square of that error is a²·(1 + (β/γ̂)²). Plain PyTorch has at least the error of one
+rounding of x̂, of mean square a², because its input was rounded to that dtype. So the error of x̂, and that of
+dγ = Σ x̂·dy, is at most twice the error of plain PyTorch, which is the error rule of float32, if 1 + 1 + (β/γ̂)² ≤ 2²,
+that is |β| ≤ √2·γ̂. Such a channel inverts, unless γ̂ is so small that z is subnormal.
 
-In 16 bits dγ shows that rounding: plain sums the very products of its input and dy in float32, and is as exact as that
-for the input that it was given. Compared with a network that never rounds, the bound above holds for both.
+With 16-bit maps this rounding shows in dγ: plain PyTorch sums the products of its input and dy in float32, so its dγ is
+exact to float32 for the rounded input that it gets. Against a network that never rounds, the bound above holds for
+16-bit maps as for float32 maps.
 
-[Note: asking the device] That depends on γ and β alone. But these live on the device, and how much is kept must be
-known on the host: somebody has to wait. Three things make that cheap. The first layer of a pass asks for all layers at
-once, and the others find their answers. The kernel writes the answers straight into memory of the host, so nothing is
-copied. And the question goes to the device in the same launch as the layer's statistics, before these; the layer reads
-the answer when it is about to overwrite its input. A device that is behind then works on the statistics while the host
-wakes up, and one that waits for work has answered long before.
+[Note: asking the device] Which channels invert depends only on γ and β. These are on the device, but the host has to
+know how much to keep, so it has to wait for the device. Three measures make that cheap. The first layer of a forward
+pass puts a question to the device about all layers at once, and the other layers find their answers. The kernel writes
+the answers directly into pinned host memory, so nothing is copied. And the question is in the same launch as the
+layer's statistics, ahead of them (over a small map it has a launch of its own); the layer reads the answer only when it
+is about to overwrite its input. A device that is behind then computes the statistics while the host wakes up; an idle
+device has answered long before.
 
-An answer serves one forward, and only until a version counter moves or a backward of such a layer has run: after that
-optimizers write parameters, some of them behind the counter. What is left, a write to `.data` between the question and
-the forward, is seen by the forward itself, on the device: it makes such a channel's kept weight NaN, and with it the
-gradient, and tells the host, where backward raises once it knows.
+An answer is valid for one forward of a layer, and only until a version counter changes or a backward of such a layer
+has run: after a backward, optimizers change parameters, some without incrementing the version counter. One case is
+left, a write to `.data` between the question and the forward. The forward detects it on the device: it sets the kept γ̂
+of such a channel to NaN, and so its gradient, and writes to host memory; the next backward that sees this raises.
 """
 
 from __future__ import annotations
 
 import ctypes
-import importlib
 import itertools
 import math
 import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -40,7 +42,7 @@ from torch import Tensor, nn
 
 from leangrad._torch import raw_stream, versions
 from leangrad.errors import ChangedError
-from leangrad.kernels import INTERPRETED, serves
+from leangrad.kernels import INTERPRETED, kernels_of, serves
 
 __all__ = ["Answer", "Limits", "ask", "limits_of", "note_backward", "poison"]
 
@@ -56,13 +58,13 @@ class Limits(NamedTuple):
 
 @lru_cache
 def wider(limits: Limits) -> Limits:
-    """Limits that nobody passes who keeps to these, however the comparison is rounded."""
+    """Returns limits that every channel within `limits` meets too, however the comparison is rounded."""
     return Limits(limits.lower / 2, 2 * limits.ratio, 2 * limits.upper, limits.shift)
 
 
 @lru_cache
 def limits_of(name: str, param: float, dtype: torch.dtype, shift: float) -> Limits:
-    """The limits for an activation over maps of this dtype; see [Note: which channels invert]."""
+    """Returns the limits for an activation and maps of `dtype`; see [Note: which channels invert]."""
     info = torch.finfo(dtype)
     slope = min(1.0, param) if name == "leaky_relu" else 1.0
     upper = -0.5 * math.log(info.eps) if name == "elu" else math.inf
@@ -70,7 +72,7 @@ def limits_of(name: str, param: float, dtype: torch.dtype, shift: float) -> Limi
 
 
 class Row(NamedTuple):
-    """Where a layer's γ and β lie, for a kernel that reads them there."""
+    """The addresses, size and dtype of a layer's γ and β, for the kernel that reads them."""
 
     weight_pointer: int
     bias_pointer: int
@@ -80,21 +82,21 @@ class Row(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Answer:
-    """What the device says about one layer, or will have said when it comes to the question."""
+    """The answer to the question whether all channels of one layer invert; the device may not have written it yet."""
 
     weight: Tensor
     bias: Tensor | None
     limits: Limits
-    roll: Roll | None = None  # None: the device has not been asked
-    layer: Callable[[], Any] = lambda: None  # weakly
-    row: Row | None = None
-    slot: int = 0
-    mark: int = 0  # of the question
-    versions: tuple[int, int] = (-1, -1)
-    used: bool = True  # it serves one forward
+    roll: Roll | None = None  # holds the question; None: `channels` computes the answer with torch ops
+    layer: Callable[[], Any] = lambda: None  # weak reference to the layer
+    row: Row | None = None  # None without a question
+    slot: int = 0  # index of the answer's word in `roll.words`; -1: it has none
+    mark: int = 0  # number of the question
+    versions: tuple[int, int] = (-1, -1)  # of weight and bias when the question was made
+    used: bool = True  # a forward has used the answer, which is valid for one only
 
     def serves(self, weight: Tensor, bias: Tensor | None, limits: Limits) -> bool:
-        """Whether it still holds."""
+        """Whether the answer is valid for these parameters and limits: no change was seen since the question."""
         if self.roll is None or self.roll.passes != _passes or self.limits is not limits:
             return False
         if self.weight is not weight or self.bias is not bias or bias is None:
@@ -102,11 +104,11 @@ class Answer:
         return self.versions == versions(weight, bias)
 
     def lies_at(self, weight: Tensor | None, bias: Tensor | None) -> bool:
-        """Whether these are the parameters that it was asked for, with their memory where it was."""
+        """Whether these are the parameters of the question, with memory at the same addresses."""
         if weight is None or bias is None or weight is not self.weight or bias is not self.bias or self.row is None:
             return False
         weight_pointer, bias_pointer, channels, dtype = self.row
-        # Memory that was freed in between does not lie at the same address.
+        # A parameter whose memory was freed in the meantime has another address.
         if weight.data_ptr() != weight_pointer or bias.data_ptr() != bias_pointer:
             return False
         if weight.dtype != dtype or weight.numel() != channels or not weight.is_contiguous():
@@ -114,7 +116,7 @@ class Answer:
         return bias.dtype == dtype and bias.numel() == channels and bias.is_contiguous()
 
     def channels(self) -> Tensor | None:
-        """The channels that cannot be inverted, or None; waits for the device if that is behind."""
+        """Returns the channels that cannot be inverted, or None if all can; waits until the device has answered."""
         roll = self.roll
         if roll is not None:
             if roll.open and (taken := roll.take_question()) is not None:
@@ -125,11 +127,11 @@ class Answer:
         return channels if channels.numel() else None
 
 
-_passes = 0
+_passes = 0  # backward passes of inverting layers so far: a change makes all answers invalid
 
 
 def note_backward(answer: Answer | None) -> None:
-    """Parameters may change from now on, also behind their version counters; raises if some did before, unseen."""
+    """Make all answers invalid, since parameters may change from now on; raises if a forward found an unseen change."""
     global _passes
     _passes += 1
     if answer is not None and answer.roll is not None and answer.roll.late_word.value:
@@ -137,9 +139,9 @@ def note_backward(answer: Answer | None) -> None:
 
 
 def ask(layer: Any, weight: Tensor | None, bias: Tensor | None, limits: Limits) -> Answer | None:
-    """Ask which channels of `layer` cannot be inverted, if nobody did; None if it has neither weight nor bias."""
+    """Returns the answer about `layer`, and makes a question if there is no valid one; None without weight and bias."""
     if weight is None:
-        # γ = 1; and β = 0, unless somebody took the weight alone away.
+        # γ is 1. β is 0, unless only the weight was removed from the layer.
         return None if bias is None else Answer(torch.ones_like(bias), bias, limits)
     if not (weight.is_cuda or INTERPRETED):
         return Answer(weight, bias, limits)
@@ -151,7 +153,7 @@ def ask(layer: Any, weight: Tensor | None, bias: Tensor | None, limits: Limits) 
 
 
 def poison(vectors: Tensor, channels: Tensor | None, limits: Limits) -> None:
-    """Make γ̂ NaN in the channels that do not invert and are not spare: their gradients must not look right."""
+    """Set γ̂ to NaN in channels that do not invert and are not spare, so that their gradients are NaN too."""
     unfit = _unfit(vectors[2], vectors[3], *wider(limits)._replace(shift=0.0))
     if channels is not None:
         unfit.index_fill_(0, channels, False)
@@ -160,32 +162,32 @@ def poison(vectors: Tensor, channels: Tensor | None, limits: Limits) -> None:
 
 # ---- many layers ----------------------------------------------------------------------------------------------------
 
-LAYERS = 4096  # in one roll; whoever comes later asks for itself
-ALIGNMENT = 4  # words, which are 16 bytes: where the first of them may lie
+LAYERS = 4096  # words in one roll; further layers compute their answers with torch ops
+ALIGNMENT = 4  # words before the first answer, 16 bytes, so that the answers are aligned; the first is `Roll.late`
 
-# How often a word is looked at before the host prepares to wait: some 10 µs, as long as an event takes to be made, and
-# longer than a device without other work takes to answer.
+# How often the host reads a word before it records an event to wait for: about 10 µs, as long as it takes to make an
+# event, and longer than an idle device takes to answer.
 PATIENCE = 100
 
-_marks = itertools.count()
-_words_to_lend: list[Tensor] = []
+_marks = itertools.count()  # numbers of questions, over all rolls
+_words_to_lend: list[Tensor] = []  # memory of rolls that are gone, for new rolls
 
 
 class Roll:
-    """The layers that one thread has run on one stream, and the host's memory that their answers are written to.
+    """The layers that one thread has run on one stream, and the host memory that their answers are written to.
 
-    Each question has a mark of its own, and a word is 2·mark, or one more if a channel does not invert. So a word says
-    by itself whether it is the answer, and whatever else is read there is no answer. One more word is for forwards that
-    come too late.
+    Each question has a number, its mark. The answer about a layer is one word: 2·mark, or 2·mark + 1 if a channel does
+    not invert. So a word tells by itself whether it answers the question; any other value is not an answer. One more
+    word, `late`, is written by a forward that finds that parameters have changed since the question.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.answers: dict[int, Answer] = {}  # by the layer's id, for as long as that lives
-        self.passes = -1  # of the last question
-        self.mark = 0
-        self.open = False  # whether the last question has not been put to the device
-        self.question: Any = None  # about `asked_for`; None if those are others now
+        self.answers: dict[int, Answer] = {}  # by id of the layer, as long as the layer exists
+        self.passes = -1  # `_passes` at the last question
+        self.mark = 0  # of the last question
+        self.open = False  # True: the last question has not been launched yet
+        self.question: Any = None  # the `Question` about `asked_for`; None: a layer was added since
         self.asked_for: list[Answer] = []
         on_cuda = device.type == "cuda"
         self.stream = torch.cuda.current_stream(device) if on_cuda else None
@@ -198,12 +200,12 @@ class Roll:
         self.words = (ctypes.c_int32 * self.places.numel()).from_address(self.places.data_ptr())
 
     def __del__(self) -> None:
-        """Lend the memory to others; never free it, for the device may still write to it."""
+        """Leave the memory to later rolls; never free it, because the device may still write to it."""
         if hasattr(self, "memory"):
             _words_to_lend.append(self.memory)
 
     def answer(self, layer: Any, weight: Tensor, bias: Tensor | None, limits: Limits) -> Answer:
-        """The answer about `layer`, for one forward; has all layers asked for if there is none."""
+        """Returns the answer about `layer`, for one forward; if none is valid, makes a question about all layers."""
         answer = self.answers.get(id(layer))
         if answer is None or answer.used or not answer.serves(weight, bias, limits):
             if answer is None or answer.limits is not limits or not answer.lies_at(weight, bias):
@@ -217,12 +219,12 @@ class Roll:
         return answer
 
     def _watch(self, layer: Any) -> Callable[[], Any]:
-        """A weak reference that takes the answer away together with the layer."""
+        """Returns a weak reference to `layer`, which removes the answer when the layer is freed."""
         key, answers = id(layer), self.answers
         return weakref.ref(layer, lambda _: answers.pop(key, None))
 
     def _ask(self, first: Answer) -> None:
-        """Have one question ready for `first`, and for all other layers whose parameters can still be read."""
+        """Make one question about `first`, and all other layers whose parameters are still at their addresses."""
         if self.question is None or len(self.answers) != 1 or self.asked_for != [first]:
             there = [a for a in list(self.answers.values()) if a is first or a.lies_at(a.weight, a.bias)]
             if self.question is None or there != self.asked_for:
@@ -230,18 +232,21 @@ class Roll:
         mark = self.mark = next(_marks) % (2**30 - 1) + 1
         self.open, self.passes = True, _passes
         for answer in self.asked_for:
-            assert answer.bias is not None  # whoever has none has no row, and is not asked for
+            assert answer.bias is not None  # a layer without a bias has no row, and is not asked about
             answer.mark, answer.versions, answer.used = mark, versions(answer.weight, answer.bias), False
 
     def take_question(self) -> tuple[Any, int, Tensor] | None:
-        """What is left to be put to the device, by whoever launches something next."""
+        """Returns a question that the caller must launch, with its mark and the words for the answers; or None."""
         if not self.open:
             return None
         self.open = False
         return self.question, self.mark, self.places
 
     def raise_late(self) -> None:
-        """A forward has found other parameters than those that were asked about: see [Note: asking the device]."""
+        """Raise ChangedError: a forward found that parameters had changed since the question.
+
+        See [Note: asking the device].
+        """
         channels, self.late_word.value = self.late_word.value, 0
         raise ChangedError(
             f"the weight or bias of an in-place activated batch norm over {channels} channels was changed through "
@@ -250,16 +255,16 @@ class Roll:
         )
 
     def _change(self, there: list[Answer]) -> None:
-        """From now on ask for these, as many as there are words for."""
+        """Make a new question about the layers of these answers, as many as there are words for."""
         for answer in list(self.answers.values()):
             answer.slot, answer.used = -1, True
         self.asked_for = there[:LAYERS]
         for slot, answer in enumerate(self.asked_for):
             answer.slot = slot
-        self.question = _kernels().Question([(a.row, a.limits) for a in self.asked_for], self.device)
+        self.question = kernels_of("abn_question").Question([(a.row, a.limits) for a in self.asked_for], self.device)
 
     def says_all_invert(self, slot: int, mark: int) -> bool:
-        """Whether the answer says so; waits for it. False also where there is no answer."""
+        """Whether the word at `slot` says so about question `mark`; waits for it. False also if no answer arrived."""
         if slot < 0:
             return False
         words = self.words
@@ -269,29 +274,29 @@ class Roll:
                     return bool(words[slot] == 2 * mark)
             launched = self.stream.record_event()
             while words[slot] >> 1 != mark and not launched.query():
-                pass  # each query lets other threads run, and raises what went wrong on the device
+                pass  # each query lets other threads run, and raises errors of the device
         return bool(words[slot] == 2 * mark)
 
 
 class _Rolls(threading.local):
-    """As scratch memory is: what a stream runs is in order, but two threads may take turns at one."""
+    """The rolls of one thread. A stream runs in order, but two threads may interleave launches on it."""
 
     def __init__(self) -> None:
-        self.of: dict[tuple[int, int], Roll] = {}
+        self.of: dict[tuple[int, int], Roll] = {}  # by device and stream
 
 
 _rolls = _Rolls()
 
 
 def _row(weight: Tensor, bias: Tensor | None, size: int, device: torch.device) -> Row | None:
-    """Where they lie, if the kernel can read them there."""
+    """Returns the row of these parameters, or None if the kernel cannot read them."""
     if bias is None or bias.dtype != weight.dtype or not all(_has_memory(t, size, device) for t in (weight, bias)):
         return None
     return Row(weight.data_ptr(), bias.data_ptr(), size, weight.dtype)
 
 
 def _has_memory(t: Tensor, size: int, device: torch.device) -> bool:
-    """Whether `t` has memory on this device. Sharded and offloaded parameters have it during their own forward only."""
+    """Whether the kernel can read `t`: sharded and offloaded parameters have memory only during their own forward."""
     if type(t) not in (Tensor, nn.Parameter) or t.numel() != size or t.device != device:
         return False
     if not serves(t) or not t.is_contiguous():
@@ -304,9 +309,3 @@ def _unfit(weight: Tensor, bias: Tensor | None, lower: Any, ratio: Any, upper: A
     beta = torch.zeros_like(gamma) if bias is None else bias.detach().abs()
     fits: Tensor = (gamma >= lower) & (beta <= ratio * gamma) & (6 * gamma + beta <= upper)
     return fits.logical_not_()
-
-
-@cache
-def _kernels() -> Any:
-    """Imported on first use: Triton is not everywhere."""
-    return importlib.import_module("leangrad.kernels.abn_question")

@@ -25,7 +25,7 @@ __all__ = ["ABN", "InPlaceABN", "InPlaceABNSync"]
 
 
 class ABN(nn.Module):
-    """Batch norm with its activation; keeps its input, never changes it, and rebuilds the rest in backward.
+    """Batch norm with its activation; keeps its input, never changes it, and computes the rest again in backward.
 
     Equals, with the same `state_dict` as `nn.BatchNorm1d/2d/3d`:
 
@@ -37,10 +37,11 @@ class ABN(nn.Module):
         activation: "leaky_relu", "elu", "identity", "relu", "silu", "gelu", "gelu_tanh", or any function of a tensor
             that keeps its shape and has no parameters.
         activation_param: the slope of leaky_relu, the alpha of elu.
-        absolute: apply |γ| + eps in the place of γ, as older in-place batch norms do.
+        absolute: apply |γ| + eps in place of γ, as older in-place batch norms do.
 
-    Keeps for backward: one map, the input, and 16 bytes per channel. What uses the output keeps that itself, but inside
-    `leangrad.nn.abn.recipe.rebuilding()`, as in a model from `convert_abn`, it keeps nothing.
+    Keeps for backward: one map, the input, and 16 bytes per channel; and the residual, if there is one and the
+    activation is not "identity". An op that saves the output keeps it as a second map; inside
+    `leangrad.nn.abn.recipe.rebuilding()`, as in a model from `convert_abn`, it keeps only a recipe.
 
     >>> abn = ABN(3, activation="silu")
     >>> plain = nn.Sequential(nn.BatchNorm2d(3), nn.SiLU())
@@ -66,7 +67,7 @@ class ABN(nn.Module):
         super().__init__()
         self.num_features, self.eps, self.momentum = num_features, eps, momentum
         self.affine, self.track_running_stats, self.absolute = affine, track_running_stats, absolute
-        self.activation, self.activation_param = activation, activation_param
+        self._activation, self._activation_param = activation, activation_param
         self._known, self._function = _resolve(activation, activation_param)
         empty = {"device": device, "dtype": dtype}
         self.weight = nn.Parameter(torch.ones(num_features, **empty)) if affine else None  # type: ignore[arg-type]
@@ -79,8 +80,28 @@ class ABN(nn.Module):
         self.register_buffer("running_var", torch.ones(num_features, **empty) if tracked else None)  # type: ignore[arg-type]
         self.register_buffer("num_batches_tracked", torch.tensor(0, device=device) if tracked else None)
 
+    @property
+    def activation(self) -> str | Callable[[Tensor], Tensor]:
+        """The activation: a name, or a function."""
+        return self._activation
+
+    @activation.setter
+    def activation(self, activation: str | Callable[[Tensor], Tensor]) -> None:
+        self._known, self._function = _resolve(activation, self._activation_param)
+        self._activation = activation
+
+    @property
+    def activation_param(self) -> float:
+        """The slope of leaky_relu, or alpha of elu."""
+        return self._activation_param
+
+    @activation_param.setter
+    def activation_param(self, param: float) -> None:
+        self._known, self._function = _resolve(self._activation, param)
+        self._activation_param = param
+
     def reset_parameters(self) -> None:
-        """Set weights and statistics to what they are at the start."""
+        """Set the weights and the running statistics to their initial values."""
         with torch.no_grad():
             for t, value in ((self.weight, 1.0), (self.bias, 0.0), (self.running_mean, 0.0), (self.running_var, 1.0)):
                 if t is not None:
@@ -89,7 +110,7 @@ class ABN(nn.Module):
                 self.num_batches_tracked.zero_()
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """act(norm(x) + residual)."""
+        """Returns activation(norm(x) + residual)."""
         weight, bias, mean, var, counter = norm_tensors(self)
         use_batch = self.training or mean is None
         self._check(x, residual, use_batch)
@@ -103,7 +124,7 @@ class ABN(nn.Module):
         if residual is not None and residual.dtype != x.dtype:  # the sum has the wider dtype: add it in plain PyTorch
             call.activation, call.function = Activation("identity"), None
             return self._activate(apply_abn(x, weight, bias, None, call), residual)
-        if residual is not None and residual.stride() != x.stride():
+        if residual is not None and (residual.shape != x.shape or residual.stride() != x.stride()):
             residual = torch.empty_like(x).copy_(residual)
         self._prepare(x, weight, bias, residual, call)
         z: Tensor = apply_abn(x, weight, bias, residual, call)
@@ -112,7 +133,7 @@ class ABN(nn.Module):
     def _prepare(
         self, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, call: Call
     ) -> None:
-        """Decide what this call keeps; here always the input."""
+        """Set in `call` what is kept for backward; here always the input, so nothing changes."""
 
     def _group(self) -> dist.ProcessGroup | None:
         return None
@@ -149,7 +170,11 @@ class ABN(nn.Module):
             )
 
     def _plain(self, x: Tensor, call: Call) -> Tensor:
-        """The norm in plain PyTorch: under torch.compile, torch.func and forward mode, and for empty batches."""
+        """Compute the norm in plain PyTorch.
+
+        Used under torch.compile, torch.func, forward mode and `LEANGRAD_DISABLE`, for tensor subclasses and empty
+        batches, and in eval mode without gradients.
+        """
         if call.group is not None:
             raise RuntimeError("synchronized batch norm is not supported under torch.compile and torch.func")
         weight = self.weight if self.weight is None or not self.absolute else self.weight.abs() + self.eps
@@ -159,13 +184,13 @@ class ABN(nn.Module):
         return F.batch_norm(x, mean, var, weight, self.bias, call.training, call.momentum, self.eps)
 
     def _infer(self, y: Tensor, residual: Tensor | None) -> Tensor:
-        """What follows the norm where nothing is kept: in plain PyTorch too, over its result."""
+        """Add the residual to y and apply the activation, in place where possible: nothing is kept for backward."""
         if residual is not None:
             y = y.add_(residual) if residual.dtype == y.dtype else y + residual
         return activate_(y, self._known) if self._function is None else self._function(y)
 
     def _activate(self, y: Tensor, residual: Tensor | None) -> Tensor:
-        """The activation in plain PyTorch."""
+        """Add the residual to y and apply the activation in plain PyTorch."""
         y = y if residual is None else y + residual
         if self._function is not None:
             return self._function(y)
@@ -183,7 +208,7 @@ class ABN(nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         key = prefix + "num_batches_tracked"
         if self.num_batches_tracked is not None and key not in state_dict:
-            state_dict[key] = self.num_batches_tracked.clone()  # checkpoints of older batch norms do not count
+            state_dict[key] = self.num_batches_tracked.clone()  # checkpoints of older batch norms have no such count
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def extra_repr(self) -> str:
@@ -196,21 +221,25 @@ class ABN(nn.Module):
 class InPlaceABN(ABN):
     """Batch norm with its activation, written over its input; keeps only its output, and inverts that in backward.
 
-    Equals `ABN`, and is used as in-place batch norms are: after a convolution or another op that does not need its own
-    output. leaky_relu, elu and identity are inverted; all other activations keep the input instead, as `ABN` does. The
-    input is overwritten only if an op made it that does not need it again, and it is no view, so data and parameters
-    are never changed. Who holds that tensor sees the output in it; another op that kept it raises, as for `F.relu_`. A
-    leaf that requires grad is alive until backward in any case: it is what the layer keeps then.
+    Equals `ABN`. Use it after a convolution or another op that does not keep its own output, like other in-place batch
+    norms. leaky_relu, elu and identity are inverted; with any other activation, or a residual, the layer keeps its
+    input instead, as `ABN` does.
+
+    The input is overwritten only if it is the output of an op that does not keep it, and not a view; so data and
+    parameters are never changed. Other references to that tensor then see the output in it. If another op saved it, the
+    backward of that op raises, as after `F.relu_`. If the input is a leaf that requires grad, the layer keeps the
+    input, unless `invert=True`: autograd holds a leaf until backward in any case.
 
     Args:
-        invert: True demands inversion, and raises ValueError for an activation without an inverse; False never
+        invert: True inverts where possible, and raises ValueError for an activation without an inverse; False never
             inverts; None, the default, inverts where that is accurate (elu only in float32 and float64).
 
-    All other arguments are those of `ABN`. Channels with |β| > √2·|γ| also keep their input: inverted, their dγ would
-    have more than twice plain's error. Of 16-bit maps that are inverted dγ carries the rounding of the output, as it
-    carries those of the input and of dz in any case; with `invert=False` it does not.
+    All other arguments are those of `ABN`. Channels with |β| > √2·|γ| also keep their input: if they were inverted,
+    their dγ would have more than twice the error of plain PyTorch. If a 16-bit map is inverted, dγ contains the
+    rounding error of the output, beside those of the input and of dz, which it contains in any case; with
+    `invert=False` it does not.
 
-    Keeps for backward: the output, which is also what the next convolution keeps, and 16 bytes per channel.
+    Keeps for backward: the output, which the next convolution keeps too, and 16 bytes per channel.
 
     >>> block = nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), InPlaceABN(8), nn.Conv2d(8, 8, 3))
     >>> block(torch.randn(2, 3, 8, 8)).shape
@@ -235,11 +264,11 @@ class InPlaceABN(ABN):
             return
         if self.invert is None:
             if known.name == "elu" and x.dtype.itemsize < 4:
-                return  # too coarse
+                return  # too coarse to invert elu
             if maker is None and x.requires_grad:
-                return  # a leaf, which autograd holds until backward: to keep it costs nothing
+                return  # a leaf, which autograd holds until backward: keeping it costs nothing
         capturing = x.is_cuda and is_capturing()
-        call.invert = not capturing  # which channels do not invert will be another matter in each replay
+        call.invert = not capturing  # which channels invert may differ in each replay of the graph
         if capturing or not torch.is_grad_enabled():
             return
         call.in_place = _may_be_overwritten(x, maker)
@@ -249,9 +278,9 @@ class InPlaceABN(ABN):
 
 
 class InPlaceABNSync(InPlaceABN):
-    """`InPlaceABN` whose statistics are those of the batches of all processes together, which may differ in size.
+    """`InPlaceABN` with the statistics of all processes' batches together; these may differ in size.
 
-    Equals `InPlaceABN` on the concatenated batch. The gradients of γ and β stay those of the local batch: data
+    Equals `InPlaceABN` on the concatenated batch. The gradients of γ and β are those of the local batch: data
     parallelism averages them, as it does all others. Without an initialized process group it is `InPlaceABN`.
 
     Args:
@@ -265,10 +294,6 @@ class InPlaceABNSync(InPlaceABN):
         super().__init__(*args, **named)
         self.group = group
 
-    def set_group(self, group: dist.ProcessGroup | None) -> None:
-        """Synchronize over another group from now on."""
-        self.group = group
-
     def _group(self) -> dist.ProcessGroup | None:
         if not (self.training and dist.is_available() and dist.is_initialized()):
             return None
@@ -276,7 +301,7 @@ class InPlaceABNSync(InPlaceABN):
         return group if dist.get_world_size(group) > 1 else None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> InPlaceABNSync:
-        """Copy all but the process group, which both then use."""
+        """Copy everything but the process group, which the copy shares."""
         new = self.__class__.__new__(self.__class__)
         memo[id(self)] = new
         new.__dict__ = {k: v if k == "group" else copy.deepcopy(v, memo) for k, v in self.__dict__.items()}
@@ -286,7 +311,7 @@ class InPlaceABNSync(InPlaceABN):
 def _resolve(
     activation: str | Callable[[Tensor], Tensor], param: float
 ) -> tuple[Activation, Callable[[Tensor], Tensor] | None]:
-    """The activation as the ops know it, or identity and a function."""
+    """Returns the activation as a record of `ops.abn` and None, or identity and the activation as a function."""
     if isinstance(activation, str):
         if activation not in Activation.NAMES:
             raise ValueError(f"expected an activation of {Activation.NAMES} or a function, got {activation!r}")
@@ -304,12 +329,15 @@ def _resolve(
 
 
 def _fits(shape: torch.Size, other: torch.Size) -> bool:
-    """Whether a tensor of this shape can be added to one of the other without changing that; most have the same."""
+    """Whether a sum of tensors of these shapes has the shape `other`; checks first for equal shapes, the usual case."""
     return shape == other or torch.broadcast_shapes(shape, other) == other
 
 
 def _may_be_overwritten(x: Tensor, maker: Node | None) -> bool:
-    """Only what an op made that does not need it again: a tensor without a history is the caller's own data."""
+    """Whether x may be overwritten: an op made it and does not keep it, and it is no view.
+
+    maker: `x.grad_fn`; None: x is a leaf or data of the caller.
+    """
     if maker is None or is_view(x) or keeps_output(type(maker)):
         return False
     written_in_python = issubclass(type(maker), BackwardCFunction)

@@ -1,8 +1,8 @@
-"""Max pooling after an activated batch norm: it finds its maxima again in backward.
+"""Max pooling after an activated batch norm: backward finds the maxima again.
 
-Plain max pooling keeps its input and, for each output, the place of the maximum as a 64-bit integer: as much as four
-bfloat16 maps of the output. After an ABN that kept its input, the pooling's input is rebuilt in backward anyway, by a
-recipe of the layer's own or by a ledger; one more pass over it finds the same places.
+`nn.MaxPool2d` keeps its input and, for each output, the index of the maximum as a 64-bit integer: as many bytes as four
+bfloat16 maps of the output. After an ABN that kept its input, the pooling's input is rebuilt in backward anyway, by the
+layer's recipe or by a ledger; one more pass over it finds the same indices.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from leangrad.ledger.observe.active_region import ledger_saves
-from leangrad.ledger.origins.functions import Replay, know
+from leangrad.ledger.origins.functions import Replay, register_rule
 from leangrad.nn.abn.autograd import once
 from leangrad.nn.abn.recipe import recipe_of
 from leangrad.nn.abn.rule import can_be_rebuilt
@@ -24,11 +24,12 @@ __all__ = ["RebuiltMaxPool2d"]
 
 
 class RebuiltMaxPool2d(nn.MaxPool2d):
-    """`nn.MaxPool2d` that keeps no places of maxima where its input is an output that an ABN can rebuild.
+    """`nn.MaxPool2d` that keeps no indices of maxima if its input is the output of an ABN that can be rebuilt.
 
-    Equals `nn.MaxPool2d` bit for bit. Made by `convert_abn` from a plain one.
+    Equals `nn.MaxPool2d` bit for bit. `convert_abn` makes it from an `nn.MaxPool2d`.
 
-    Keeps for backward: a recipe; elsewhere what `nn.MaxPool2d` keeps, its input and 8 bytes per output.
+    Keeps for backward: only a recipe of its input; if that cannot be rebuilt, the same as `nn.MaxPool2d`: its input and
+    8 bytes per output.
 
     >>> from leangrad.nn.abn import ABN
     >>> from leangrad.nn.abn.recipe import rebuilding
@@ -39,7 +40,7 @@ class RebuiltMaxPool2d(nn.MaxPool2d):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """The maximum of each window."""
+        """Returns the maximum of each window."""
         if torch.compiler.is_compiling() or self.return_indices or not torch.is_grad_enabled() or not _is_rebuilt(x):
             plain: Tensor = super().forward(x)
             return plain
@@ -49,7 +50,7 @@ class RebuiltMaxPool2d(nn.MaxPool2d):
 
 
 def _is_rebuilt(x: Tensor) -> bool:
-    """Whether whoever saves x now will rebuild it."""
+    """Whether the saved-tensor hooks in force, of `rebuilding()` or of a ledger, rebuild x if it is saved now."""
     return recipe_of(x) is not None or (ledger_saves() and can_be_rebuilt(x))
 
 
@@ -82,4 +83,4 @@ def _pool(x: Tensor, window: tuple[Any, ...]) -> Tensor:
     return y
 
 
-know(_PoolFunction, _replay)
+register_rule(_PoolFunction, _replay)

@@ -1,8 +1,8 @@
-"""Activated batch norm in the ledger: how its output is rebuilt, and what a call of it changes.
+"""Activated batch norm in the ledger: how its output is rebuilt, and which tensors a call changes in place.
 
-Inside a region of a ledger a layer that keeps its input hands that over as any saved tensor, and makes no recipe of its
-own (`recipe.py`): the ledger knows the output by this rule, and cuts chains of residual blocks as it does all
-others. Both replay the same pass, bit for bit.
+Inside a region of a ledger a layer that keeps its input saves it like any other tensor, and makes no `Recipe` of its
+own (`recipe.py`): the ledger rebuilds the output by the rule in this file, and cuts chains of residual blocks as it
+cuts all others. Both ways replay the same pass, bit for bit.
 """
 
 from __future__ import annotations
@@ -16,28 +16,31 @@ from leangrad import _torch
 from leangrad.ledger.observe.function_mode import FunctionMode
 from leangrad.ledger.observe.handlers import HANDLERS
 from leangrad.ledger.observe.mutation import before_change
-from leangrad.ledger.origins.functions import Replay, know
-from leangrad.ledger.origins.graph_walk import UnsavedInput, Walk
-from leangrad.ledger.values.inplace_variants import with_out
+from leangrad.ledger.origins.functions import Replay, register_rule
+from leangrad.ledger.origins.graph_walk import Walk, noted
+from leangrad.ledger.values.rebuild.inplace_variants import with_out
 from leangrad.nn.abn.autograd import ABNFunction, Call, apply_abn
 from leangrad.nn.abn.recipe import behind_hooks, note_region
 from leangrad.ops import abn as ops
 
 __all__ = ["DETERMINISTIC", "can_be_rebuilt"]
 
-# Activations that the kernels do not know and that give the same bits twice.
+# Activation modules that the kernels do not have, and that give the same bits when they run again.
 DETERMINISTIC = (nn.ReLU6, nn.Hardswish, nn.Hardsigmoid, nn.Hardtanh, nn.Tanh, nn.Sigmoid, nn.Mish, nn.Softplus)
 
 
 def _applies(node: Any) -> bool:
-    """Whether the layer kept its input: an inverted one keeps its output, which needs no recipe."""
+    """Whether a ledger can rebuild the output of `node`: the layer kept its input and its activation is deterministic.
+
+    A layer that inverts keeps its output, which needs no recipe.
+    """
     call: Call = node.call
     known = call.function is None or (type(call.function) in DETERMINISTIC and call.keeps_dtype)
     return known and not call.invert
 
 
 def can_be_rebuilt(x: Tensor) -> bool:
-    """Whether x is the output of a layer that a ledger can rebuild."""
+    """Whether x is the output of a layer, and a ledger can rebuild it."""
     node = behind_hooks(x.grad_fn, x.output_nr)
     return type(node) is _torch.node_class(ABNFunction) and _applies(node)
 
@@ -62,7 +65,7 @@ def rebuild(
     layer: Any,
     out: Tensor | None = None,
 ) -> Tensor:
-    """The output of a layer, from its input, its residual and its vectors; `out` may be either of the maps."""
+    """Returns the output of a layer from its input, its residual and its vectors; `out` may be `x` or `residual`."""
     out = torch.empty_like(x) if out is None else out
     if layer is not None:
         layer.normalize(x, vectors, residual, out)
@@ -71,25 +74,25 @@ def rebuild(
     return out if function is None else function(out)
 
 
-def _handle(notes: FunctionMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run one layer: it changes its running statistics, and its input if it is written over that."""
+def _handle(mode: FunctionMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The handler of `apply_abn`: run it, and report that it changes the running statistics, and x if `in_place`."""
     note_region()
     call: Call = args[-1]
     running = call.running if call.training else None
     if running is not None:
-        before_change(notes.book, running)
+        before_change(mode.region, running)
     if call.in_place:
-        before_change(notes.book, args[0])
-        notes.book.changing = args[0]
+        before_change(mode.region, args[0])
+        mode.region.changing = args[0]
     try:
         out = func(*args, **kwargs)
     finally:
-        notes.book.changing = None
-    if running is not None and not UnsavedInput.noted.isdisjoint(map(id, running)):
-        notes.book.fence = _torch.next_sequence_nr()
+        mode.region.changing = None
+    if running is not None and noted.are_any(*running):
+        mode.region.distrust()
     return out
 
 
-know(ABNFunction, _replay, _applies)
+register_rule(ABNFunction, _replay, _applies)
 with_out(rebuild)
 HANDLERS[apply_abn] = _handle

@@ -3,8 +3,8 @@
     r   = x + dropout(out(attend(qkv(norm1(x)))))
     y   = r + dropout(down(activation(up(norm2(r)))))
 
-with `norm(x) * (1 + scale) + shift` for the norms where a condition is given. Four products and one attention; see
-`leangrad.nn.blocks.steps` for what each keeps.
+With a condition, `norm(x) * (1 + scale) + shift` takes the place of each norm. A block has four products and one
+attention; `leangrad.nn.blocks.steps` says what each keeps.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -30,69 +30,50 @@ from leangrad.ops.norm import NORMS
 __all__ = ["Block", "Inputs", "Replay"]
 
 
-class Inputs(NamedTuple):
-    """Everything that a block reads, in the order in which `single_node.run` is given it; x is (B·T, D)."""
-
-    x: Tensor
-    norm1_weight: Tensor | None
-    norm1_bias: Tensor | None
-    qkv_weight: Tensor
-    qkv_bias: Tensor | None
-    out_weight: Tensor
-    out_bias: Tensor | None
-    norm2_weight: Tensor | None
-    norm2_bias: Tensor | None
-    up_weight: Tensor
-    up_bias: Tensor | None
-    down_weight: Tensor
-    down_bias: Tensor | None
-    mask: Tensor | None = None
-    cos: Tensor | None = None
-    sin: Tensor | None = None
-    scale1: Tensor | None = None
-    shift1: Tensor | None = None
-    scale2: Tensor | None = None
-    shift2: Tensor | None = None
+T = TypeVar("T")
 
 
-class _Vars(NamedTuple):
-    """The same on a tape."""
+class Inputs(NamedTuple, Generic[T]):
+    """Everything that a block reads, in the order in which it is passed to `single_node.run`; x is (B·T, D).
 
-    x: Var
-    norm1_weight: Var | None
-    norm1_bias: Var | None
-    qkv_weight: Var
-    qkv_bias: Var | None
-    out_weight: Var
-    out_bias: Var | None
-    norm2_weight: Var | None
-    norm2_bias: Var | None
-    up_weight: Var
-    up_bias: Var | None
-    down_weight: Var
-    down_bias: Var | None
-    mask: Var | None
-    cos: Var | None
-    sin: Var | None
-    scale1: Var | None
-    shift1: Var | None
-    scale2: Var | None
-    shift2: Var | None
+    T is Tensor, or `Var` for the same on a tape.
+    """
+
+    x: T
+    norm1_weight: T | None
+    norm1_bias: T | None
+    qkv_weight: T
+    qkv_bias: T | None
+    out_weight: T
+    out_bias: T | None
+    norm2_weight: T | None
+    norm2_bias: T | None
+    up_weight: T
+    up_bias: T | None
+    down_weight: T
+    down_bias: T | None
+    mask: T | None = None
+    cos: T | None = None
+    sin: T | None = None
+    scale1: T | None = None
+    shift1: T | None = None
+    scale2: T | None = None
+    shift2: T | None = None
 
 
 @dataclass(frozen=True)
 class Block:
-    """What a block is beside its tensors. Called with a tape it is the program; `plain` takes the tensors."""
+    """The constants of a block. Calling it with a tape runs the block on that; `plain` runs it on tensors."""
 
     heads: Heads
-    norms: tuple[tuple[str, float], tuple[str, float]]  # the kind and eps of both
+    norms: tuple[tuple[str, float], tuple[str, float]]  # kind and eps of each norm
     activation: Activation
     dropout: float
-    replay: Replay | None = None  # where there is dropout
+    replay: Replay | None = None  # random state before forward; None without dropout
 
     def __call__(self, tape: Tape, *variables: Var | None, observe: Callable[[Tensor], None] | None = None) -> Var:
-        """Four products and an attention; `observe` is shown what the attention adds."""
-        v = _Vars(*variables)  # type: ignore[arg-type]
+        """Run the block on `tape`; `observe` is called with the output of the attention half, before dropout."""
+        v: Inputs[Var] = Inputs(*variables)  # type: ignore[arg-type]
         (kind1, eps1), (kind2, eps2) = self.norms
         norm1 = Normed(NORMS[kind1], eps1, v.norm1_weight, v.norm1_bias, v.scale1, v.shift1)
         norm2 = Normed(NORMS[kind2], eps2, v.norm2_weight, v.norm2_bias, v.scale2, v.shift2)
@@ -124,12 +105,13 @@ class Block:
         return y
 
     def plain(self, *tensors: Tensor | None) -> Tensor:
-        """The same numbers, the same draws included, on autograd's own ops, each of which has a second derivative.
+        """Compute the same numbers, dropout included, on autograd's own ops, which have a second derivative.
 
-        Torch's fused attentions have none, so the one that is written out in ATen runs. It draws other numbers for
-        dropout on CUDA than they do: there the fused one runs, and a second derivative is refused by torch.
+        Torch's fused attention kernels have none, so the attention of separate ops runs (`SDPBackend.MATH`). But with
+        dropout on CUDA it draws other random numbers than the fused kernels: there a fused kernel runs, and torch
+        raises for a second derivative.
         """
-        i = Inputs(*tensors)  # type: ignore[arg-type]
+        i: Inputs[Tensor] = Inputs(*tensors)  # type: ignore[arg-type]
         written_out = i.x.device.type == "cpu" or not self.heads.dropout
         with (
             nullcontext() if self.replay is None else self.replay.again(),
@@ -137,7 +119,7 @@ class Block:
         ):
             return self._plain(i)
 
-    def _plain(self, i: Inputs) -> Tensor:
+    def _plain(self, i: Inputs[Tensor]) -> Tensor:
         (kind1, eps1), (kind2, eps2) = self.norms
         n1 = _normalize(kind1, i.x, i.norm1_weight, i.norm1_bias, eps1)
         qkv = F.linear(_film(n1, i.scale1, i.shift1).to(i.qkv_weight.dtype), i.qkv_weight, i.qkv_bias)
@@ -155,7 +137,7 @@ class Block:
 
 
 def _normalize(kind: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """`F.layer_norm` or `F.rms_norm` over the last dimension."""
+    """Returns `F.layer_norm` or `F.rms_norm` over the last dimension."""
     if kind == "rms":
         return F.rms_norm(x, x.shape[-1:], weight, eps)
     return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
@@ -169,7 +151,7 @@ def _film(n: Tensor, scale: Tensor | None, shift: Tensor | None) -> Tensor:
 
 
 class Replay:
-    """The random state of now, for a context in which the same numbers are drawn once more."""
+    """The random state of a device at construction, and a context in which the same numbers are drawn again."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -177,7 +159,7 @@ class Replay:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Inside it the generator of the device stands where it stood; outside of it no draw is disturbed."""
+        """Inside, the generator has the stored state; afterwards it has the state from before the context."""
         is_cuda = self._device.type == "cuda"
         with torch.random.fork_rng(devices=[self._device] if is_cuda else []):
             if is_cuda:
