@@ -1,4 +1,4 @@
-"""Autograd Functions over `ops/`: each overwrites its gradient where nobody else can see it, and copies where not.
+"""Autograd Functions over `ops/`. Each overwrites its incoming gradient if nothing else can see it, and else copies.
 
 The saved tensors are never overwritten, so `retain_graph=True` works as usual; with `create_graph=True` the same
 formulas run on autograd's own ops and can be differentiated again.
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from leangrad._torch import autocast_enabled, is_watched
 from leangrad.engine.ownership import owned
-from leangrad.ledger.origins.functions import Replay, know
+from leangrad.ledger.origins.functions import Replay, register_rule
 from leangrad.ops.activation import Activation, resolve
 from leangrad.overridable import overridable
 
@@ -26,7 +26,7 @@ def activate(x: Tensor, activation: str | Activation, parameter: float | None = 
     `leangrad.ops.activation.ACTIVATIONS`; `parameter` is the slope, alpha or beta of those that have one.
 
     Keeps one map for backward: the output (relu, leaky_relu, sigmoid, tanh, softmax) or the input (all others). Plain
-    swiglu and geglu keep three times the output, this keeps twice.
+    swiglu and geglu keep three times the bytes of the output, this keeps twice.
 
     >>> x = torch.tensor([-1.0, 2.0], requires_grad=True)
     >>> activate(x, "leaky_relu", 0.5).square().sum().backward()
@@ -48,7 +48,7 @@ def activate(x: Tensor, activation: str | Activation, parameter: float | None = 
 
 
 def runs_plain(*tensors: Tensor | None) -> bool:
-    """Whether these tensors belong to somebody who must see torch's own ops: a compiler, a tracer, a subclass."""
+    """Whether torch's own ops must run: for a compiler, tracer or transform, a subclass, or `LEANGRAD_DISABLE`."""
     return is_watched() or not are_ordinary(*tensors)
 
 
@@ -56,11 +56,11 @@ _ORDINARY = frozenset((Tensor, torch.nn.Parameter, type(None)))
 
 
 def are_ordinary(*tensors: Tensor | None) -> bool:
-    """Whether none of these is of a class that may have a will of its own."""
+    """Whether each of these is None, a Tensor or a Parameter, and not a subclass, which may override ops."""
     return _ORDINARY.issuperset(map(type, tensors))
 
 
-LOW_OR_SINGLE = frozenset((torch.float32, torch.bfloat16, torch.float16))  # what autocast casts; float64 stays
+LOW_OR_SINGLE = frozenset((torch.float32, torch.bfloat16, torch.float16))  # dtypes that autocast casts; float64 stays
 
 
 class _Activate(torch.autograd.Function):
@@ -89,4 +89,4 @@ def _replay(walk: Any, node: Any) -> Replay:
     return record.forward, (walk.operand(node, 0, place=0 if record.keeps == "input" else None), record.parameter, None)
 
 
-know(_Activate, _replay)
+register_rule(_Activate, _replay)

@@ -39,7 +39,8 @@ def case(form: str, shape: tuple[int, ...], dtype: torch.dtype, device: str) -> 
     columns = [torch.randn(batch, T, N), torch.randn(batch, T, N)]
     start, end, dz = torch.randn(batch, N, width), torch.randn(batch, N, width), torch.randn(batch, T, width)
     maps, columns = ([t.to(device=device, dtype=dtype) for t in ts] for ts in (maps, columns))
-    A, start, end, dz, D = (t.to(device) for t in (A, start, end, dz.to(dtype), torch.randn(width)))
+    A, start, end, dz = (t.to(device) for t in (A, start, end, dz.to(dtype)))
+    D = torch.randn(width, 2).to(device)[:, 1]  # strided, as a column of a user's table
     u, dt, gate = maps
     scan = ops.Scan(form, u, dt, A, *columns, D) if is_zoh else ops.Scan(form, u, dt, A, gate=gate)
     assert all(serves(x) for x in scan if isinstance(x, Tensor))

@@ -1,19 +1,20 @@
-"""A chain of linear maps and activations, forward and backward, that keeps one map a layer.
+"""A chain of linear maps and activations, forward and backward, that keeps one map per layer.
 
     z_k = h_{k-1} W_kᵀ + b_k        h_k = act_k(z_k)        h_{-1} = x
 
-Each way is one loop over the layers with little Python in it, because on an accelerator a step of such a chain takes as
-long as the host needs to launch it.
+Forward and backward are one loop each over the layers, with little Python in it: on an accelerator a step of such a
+chain takes as long as the host needs to launch its kernels.
 
-[Note: two gradients] Backward holds the gradient of z_k and that of h_{k-1}, which becomes that of z_{k-1} where it
-lies. On the CPU, where memory that was freed is paid for again in page faults, the next gradient is written into what
-is dead (`Rooms`), and what is missing comes from scratch that outlives the chain. At the top of a chain of relus
-nothing is dead yet; there the zeros of a map are noted, one byte each, and the gradient is written over it. On an
-accelerator the caching allocator does all that at no cost: what is dropped is the next that it hands out.
+[Note: two gradients] Backward holds two gradients: that of z_k and that of h_{k-1}. The backward of the activation
+writes the gradient of z_{k-1} over that of h_{k-1}. On the CPU freed memory costs page faults when it is allocated
+again. There the next gradient is written into dead memory, which nothing reads any more (`Rooms`); if there is none,
+into scratch, which outlives the chain. At the top of a chain of relus no memory is dead yet. There backward notes which
+elements of a relu's output are zero, one byte each, and writes the gradient over that output. On an accelerator the
+caching allocator does all of this at no cost: the memory of a dropped tensor is the next that it returns.
 
-[Note: one pass] On CUDA h_{k-1} is rebuilt over z_{k-1} in the same pass that turns its gradient into that of z_{k-1}
-(`leangrad.kernels.rebuild`): as many launches as plain PyTorch has, z_{k-1} is read once, and no memory is asked for.
-On an H200 the launch takes 6 µs of the host where torch's two take 18.
+[Note: one pass] On CUDA one kernel rebuilds h_{k-1} over z_{k-1} and turns the gradient of h_{k-1} into that of z_{k-1}
+(`leangrad.kernels.rebuild`). There are as many launches as in plain PyTorch, z_{k-1} is read once, and no memory is
+allocated. On an H200 this launch costs the host 6 µs; torch's two launches cost 18 µs.
 """
 
 import weakref
@@ -30,31 +31,34 @@ from leangrad.ops.activation import FRESH, OVER, Activation
 
 __all__ = ["Chain"]
 
-# Below this a map is stored, as plain PyTorch stores it: launching a kernel again costs more than the bytes are worth.
+# A smaller map is stored, as plain PyTorch stores it: another kernel launch costs more than its bytes are worth.
 REBUILD_MIN_BYTES = 1 << 20
 
 Tensors = Sequence[Tensor | None]  # x, W_0, b_0, W_1, b_1, ...
 
 
 class Writer(Protocol):
-    """Somebody who has a place for the gradients of parameters: each is computed there, or returned as usual."""
+    """Computes the gradients of parameters. It writes a gradient into the parameter's own place, or returns it."""
 
     def product(self, index: int, x: Tensor, g: Tensor) -> Tensor | None:
-        """gᵀ x for the weight `tensors[index]`, or None where it has been written."""
+        """Returns gᵀ x for the weight `tensors[index]`, or None if it was written or is not part of this backward."""
 
     def sum(self, index: int, g: Tensor) -> Tensor | None:
-        """Σ_rows g for the bias `tensors[index]`, or None where it has been written."""
+        """Returns Σ_rows g for the bias `tensors[index]`, or None if it was written or is not part of this backward."""
 
 
 class Rooms:
-    """Memory to write to on the CPU: what is dead, else scratch, which goes back when all is done."""
+    """Finds memory for results on the CPU: dead memory, which nothing reads any more, else scratch.
+
+    `close` must be called at the end: it returns the scratch.
+    """
 
     def __init__(self) -> None:
-        self.dead: Tensor | None = None
-        self.scratch: list[Tensor] = []
+        self.dead: Tensor | None = None  # the largest dead memory; None if there is none
+        self.scratch: list[Tensor] = []  # all scratch that was taken
 
     def room(self, shape: torch.Size, like: Tensor) -> Tensor:
-        """Memory of this shape, with anything in it."""
+        """Returns memory of `shape`, with arbitrary contents; `like` has the dtype and the device."""
         memory, numel = self.dead, shape.numel()
         if memory is None or memory.numel() < numel:
             memory = take_scratch(shape, like)
@@ -64,30 +68,33 @@ class Rooms:
         return memory if memory.shape == shape else memory.view(-1)[:numel].view(shape)
 
     def room_to_keep(self, shape: torch.Size) -> Tensor | None:
-        """The same for a result that leaves the chain: memory that is exactly so large, and no scratch; or None."""
+        """Returns the dead memory for a result that leaves the chain; None unless it fits exactly and is no scratch."""
         dead = self.dead
         if dead is None or dead.untyped_storage().nbytes() != shape.numel() * dead.element_size():
             return None
         return None if any(dead.data_ptr() == memory.data_ptr() for memory in self.scratch) else dead.view(shape)
 
     def drop(self, memory: Tensor) -> None:
-        """Nobody will look at this again. The larger of two is remembered: one is enough for the next gradient."""
+        """Mark `memory` as dead. Only the larger of two is remembered: one is enough for the next gradient."""
         if memory.is_contiguous() and (self.dead is None or self.dead.numel() < memory.numel()):
             self.dead = memory
 
     def close(self) -> None:
-        """Let the scratch wait for the next chain."""
+        """Return the scratch to the store, where the next chain takes it."""
         for memory in self.scratch:
             return_scratch(memory)
 
 
 class Chain:
-    """One run through the layers, and what it keeps. `needs` says of x, W_0, b_0, ... which want a gradient.
+    """One run through the layers, and the maps that it keeps for backward.
 
-    `kept[k]` is what the activation of layer k reads in backward: z_k or h_k. `hidden[k]` is h_k, which the weight of
-    the next layer reads: the same tensor, or one more where the map is small, or None where it is rebuilt from z_k.
-    The output is not among them: where `reads_output`, the caller has to hold it and hand it to `backward`. Unless
-    `can_overwrite`, `backward` has no use for a gradient that is `ours`.
+    records: the activation of each layer; None for a layer without one.
+    needs: for each of x, W_0, b_0, ..., whether it needs a gradient.
+
+    `kept[k]` is the tensor that the backward of the activation of layer k reads: z_k or h_k. `hidden[k]` is h_k, which
+    the gradient of the next weight reads. It is the same tensor as `kept[k]` if that is h_k, else a second one; it is
+    None if h_k is rebuilt from z_k, or not needed. The output is never among them: if `reads_output`, the caller must
+    hold it and pass it to `backward`. Unless `can_overwrite`, `backward` gains little by a gradient that is `ours`.
 
     >>> run = Chain((None,), (True, False, False))
     >>> x, weight = torch.ones(2, 3), torch.ones(4, 3)
@@ -102,17 +109,17 @@ class Chain:
         self.hidden: list[Tensor | None] = [None] * len(records)
         self.reads_output, self.can_overwrite = False, True
         self.writer: Writer | None = None
-        self.output: Tensor | None = None  # in backward, if it `reads_output`, until it has been read
+        self.output: Tensor | None = None  # in backward, if `reads_output`: the output, until it has been read
         self._borrowers: list[weakref.ref[object]] = []
 
     @property
     def can_lend(self) -> bool:
-        """Whether the output is an activation of what is kept, and can be made from it again."""
+        """Whether the output is an activation of a kept input, from which it can be computed again."""
         record = self.records[-1] if self.records else None
         return record is not None and record.keeps == "input" and self.kept[-1] is not None
 
     def lend(self, borrower: object) -> tuple[Activation, Tensor]:
-        """The last activation and its input, over which backward does not write while the `borrower` is alive."""
+        """Returns the last activation and its kept input, which backward does not overwrite while `borrower` exists."""
         record, kept = self.records[-1], self.kept[-1]
         assert record is not None
         assert kept is not None
@@ -120,7 +127,7 @@ class Chain:
         return record, kept
 
     def forward(self, tensors: Tensors) -> Tensor:
-        """The output of the last layer, in memory of its own."""
+        """Returns the output of the last layer, in memory of its own."""
         needs, kept, hidden, last = self.needs, self.kept, self.hidden, len(self.records) - 1
         h, first = tensors[0], needs.index(True) if True in needs else len(needs)
         assert h is not None
@@ -136,14 +143,14 @@ class Chain:
                 pass
             elif first > i + 1 or record.keeps == "output":
                 h = over(z) if over else record.forward(z, record.parameter, z if record.in_place else None)
-                if first <= i + 1:  # something up to here wants a gradient
+                if first <= i + 1:  # x, or a weight or bias up to here, needs a gradient
                     kept[k] = h
             else:
                 kept[k] = z
                 is_rebuilt = k < last and z.nbytes >= REBUILD_MIN_BYTES
                 if is_rebuilt and rooms is not None:
                     h = record.forward(z, record.parameter, rooms.room(_shape_after(record, z), z))
-                    rooms.drop(h)  # the next layer reads it before anybody writes there again
+                    rooms.drop(h)  # the next layer reads h before this memory is written again
                 else:
                     h = fresh(z) if fresh else record.forward(z, record.parameter, None)
                 if is_rebuilt:
@@ -165,10 +172,12 @@ class Chain:
         ours: bool = False,
         spent: bool = False,
     ) -> list[Tensor | None]:
-        """A gradient for each of the tensors that wants one; see [Note: two gradients].
+        """Returns a gradient for each of `tensors` that needs one, else None; see [Note: two gradients].
 
-        The output may also be left in `self.output`, from where it is taken, so that it can be freed as soon as it was
-        read. `g` is overwritten where it is `ours`, and the maps where they are `spent`: nobody reads them after this.
+        output: that of `forward`, if `reads_output`. It may be left in `self.output` instead: backward takes it out
+            there, so that it can be freed as soon as it was read.
+        ours: `g` may be overwritten.
+        spent: the kept maps may be overwritten: nothing reads them after this call.
         """
         if output is not None:
             self.output = output
@@ -177,12 +186,12 @@ class Chain:
         return self._backward_on_device(g, tensors, ours, spent)
 
     def _backward_on_device(self, g: Tensor, tensors: Tensors, ours: bool, spent: bool) -> list[Tensor | None]:
-        """On an accelerator, where the host is dear: `spare` is the gradient before the last one."""
+        """Backward on an accelerator, with little work for the host. `spare` is the gradient before the last one."""
         needs, records, writer, mm = self.needs, self.records, self.writer, torch.mm
         found: list[Tensor | None] = [None] * len(needs)
         first, last = needs.index(True), len(records) - 1
         spare, spare_width, asked, one_pass = None, -1, None, None
-        record: Any  # it and z are there wherever h is not
+        record: Any  # record and z are set wherever h is None
         z: Any
         if records[last] is not None:
             g, ours = self._last_activation_backward(g, ours, spent, None), True
@@ -207,23 +216,23 @@ class Chain:
                 if h is None:
                     h = room = record.forward(z, record.parameter, room)
                 found[i] = mm(g.t(), h) if writer is None else writer.product(i, h, g)
-            if first >= i:  # nothing below wants a gradient
+            if first >= i:  # nothing before this weight needs a gradient
                 break
-            h = None  # it dies here, unless another name holds it
+            h = None  # frees the map, unless another name refers to it
             if below is None:
                 below = mm(g, weight) if room is None else mm(g, weight, out=room)
                 if record is not None and record.gated:
                     below = _activation_backward(record, z, below, True, spent, None)
                 elif record is not None:
                     record.backward(below, z, record.parameter, below)
-            if ours:
+            if ours and g.is_contiguous():  # kernels take it by address
                 spare, spare_width = g, rows
             g, ours = below, True
         found[0] = g if first == 0 else None
         return found
 
     def _backward_in_rooms(self, g: Tensor, tensors: Tensors, ours: bool, spent: bool) -> list[Tensor | None]:
-        """On the CPU, where memory is dear."""
+        """Backward on the CPU, where new memory is costly: results are written into `Rooms`."""
         needs, records, rooms, writer = self.needs, self.records, Rooms(), self.writer
         found: list[Tensor | None] = [None] * len(needs)
         first, last = needs.index(True), len(records) - 1
@@ -255,7 +264,7 @@ class Chain:
         return found
 
     def hand_over(self) -> list[Tensor]:
-        """Give all that is kept away, each map once; `take_back` must come before backward."""
+        """Returns all kept maps, each once, and drops them; `take_back` must be called before `backward`."""
         maps = {id(t): t for t in (*self.kept, *self.hidden) if t is not None}
         places = {key: i for i, key in enumerate(maps)}
         self._places = [[-1 if t is None else places[id(t)] for t in row] for row in (self.kept, self.hidden)]
@@ -263,25 +272,25 @@ class Chain:
         return list(maps.values())
 
     def take_back(self, maps: Sequence[Tensor], alone: Sequence[bool]) -> bool:
-        """Hold what `hand_over` gave, as it came back; whether nobody else sees any of it, so that it may be spent."""
+        """Store the maps of `hand_over` again; returns whether all are `alone`, so that backward may overwrite them."""
         for row, places in zip((self.kept, self.hidden), self._places, strict=True):
             row[:] = [None if i < 0 else maps[i] for i in places]
         return all(alone)
 
     def let_go(self) -> None:
-        """Hold nothing."""
+        """Drop all kept maps."""
         for row in (self.kept, self.hidden):
             row[:] = [None] * len(row)
 
     def _rebuild(self, k: int, room: Tensor | None) -> Tensor:
-        """h_k from z_k."""
+        """Returns h_k, rebuilt from z_k, in `room` if given."""
         record, z = self.records[k], self.kept[k]
         assert record is not None
         assert z is not None
         return record.forward(z, record.parameter, room)
 
     def _last_activation_backward(self, g: Tensor, ours: bool, spent: bool, rooms: Rooms | None) -> Tensor:
-        """The gradient of the last z, from what is kept of it or from the output, which is the caller's."""
+        """Returns the gradient of the last z, from its kept map or from the output, which belongs to the caller."""
         last = len(self.records) - 1
         record = self.records[last]
         assert record is not None
@@ -295,12 +304,16 @@ class Chain:
     def _find_room(
         self, k: int, g: Tensor, weight: Tensor | None, rooms: Rooms, spent: bool
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Memory for the gradient of h_{k-1}; where it is that of a relu's map, the zeros that its backward needs."""
+        """Returns memory for the gradient of h_{k-1}, or None, and the zeros of a relu's output, or None.
+
+        The zeros are returned if the memory is that of the output of relu: its backward needs them after that output
+        was overwritten.
+        """
         assert weight is not None
         shape = torch.Size((g.shape[0], weight.shape[1]))
         if k == 0:
             room = rooms.room_to_keep(shape)
-            rooms.dead = None  # the last product: what is dead and has another size only adds to the peak
+            rooms.dead = None  # the last product: dead memory of another size would only add to the peak
             return room, None
         record, kept = self.records[k - 1], self.kept[k - 1]
         if record is not None and record.zero_where_masked and kept is not None and spent and rooms.dead is None:
@@ -308,7 +321,7 @@ class Chain:
         return rooms.room(shape, g), None
 
     def _take(self, k: int, spent: bool) -> Tensor:
-        """The map of layer k, moved out where it is spent."""
+        """Returns the kept map of layer k; if `spent`, this object drops it."""
         kept = self.kept[k]
         assert kept is not None
         if spent:
@@ -319,7 +332,10 @@ class Chain:
 def _activation_backward(
     record: Activation, kept: Tensor, g: Tensor, ours: bool, spent: bool, rooms: Rooms | None
 ) -> Tensor:
-    """The gradient of z, over that of h where it is ours; for a gated one over z, which is as large."""
+    """Returns the gradient of z: over `g` if it is `ours`; for a gated activation over `kept`, z, if it is `spent`.
+
+    The gradient of a gated activation's z is as large as z, and twice as large as `g`.
+    """
     if record.gated:
         into: Tensor | None = kept if spent else torch.empty_like(kept)
     elif ours:
@@ -336,7 +352,7 @@ def _activation_backward(
 
 
 def _torchs_own(record: Activation | None) -> tuple[Callable[[Tensor], Tensor] | None, ...]:
-    """The one function of torch that an activation is, if it is one: into new memory, and over its input."""
+    """Returns the torch functions that equal the activation: into new memory, and over its input; None if none does."""
     return (None, None) if record is None else (FRESH.get(record.forward), OVER.get(record.forward))
 
 

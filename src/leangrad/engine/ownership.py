@@ -1,23 +1,24 @@
-"""Is this buffer ours? One question for gradients (`owned`), one move for everything else (`take`).
+"""Tells whether a buffer may be overwritten (`owned`, `held_alone`), and moves attributes out of their holder (`take`).
 
-[Note: signature] Nothing in PyTorch says "you are the only one who can see this gradient". What can be read are counts:
-who holds the tensor (in C++, in Python, weakly), its storage and, for a view, its base. A gradient that nobody else
-sees has one known row of counts, and every way to share one (a second branch, a hook, a held view, storage or numpy
-array, a capture by `autograd.grad`) raises at least one of them. The right row depends on the torch build, on the
-Python version and on how many calls lie between the engine and the question, so it is not written down here but
-measured: the first question sends known-exclusive gradients through the engine, at the same call depth, and notes
-their rows. Then it sends known-shared ones, and if a single one of them has an exclusive row, nothing is ever owned.
+[Note: signature] PyTorch has no function that tells whether a gradient is exclusive, so that nothing but the running
+backward can see it. What can be read are reference counts: of the tensor (in C++, in Python, weak), of its storage and,
+for a view, of its base. An exclusive gradient has a known row of counts, and every way to share it (a second branch, a
+hook, a held view, storage or numpy array, a capture by `autograd.grad`) raises at least one of them. The row depends on
+the torch build, on the Python version and on the number of calls between the engine and the place where the counts are
+read. So it is not written down here but measured: the first call of `owned` sends known-exclusive gradients through the
+engine, at the same call depth, and notes their rows. Then it sends known-shared ones; if a single one of them has an
+exclusive row, `owned` always returns False.
 
-[Note: first use] The rows are measured at the first question, not at import, because a backward at import starts
-the engine's threads on a machine with GPUs, and a process that forks after that can no longer run backward in its
-children. It happens in a thread of its own, which no mode, hook or default device of the caller reaches.
+[Note: first use] The rows are measured in the first call of `owned`, not at import. A backward pass at import would
+start the engine's threads on a machine with GPUs, and a process that forks after that can no longer run backward in its
+children. The measurement runs in a thread of its own, which no mode, hook or default device of the caller affects.
 
-[Note: frame evaluator] A call from Python to Python holds its arguments once more where Dynamo evaluates frames instead
-of Python. Rows of one state compared with rows of the other would make a shared gradient look exclusive, so every
-function on the way from backward to the counts is called through C (`leangrad._torch.called_through_c`). One call is
-torch's own, of backward itself. From Python 3.12 on it too is another where Dynamo evaluates frames: its arguments are
-held once more. There the rows are measured only while Python evaluates frames; they are the lowest, so that a gradient
-that has one of them is exclusive in either state, and where Dynamo evaluates frames nothing is owned.
+[Note: frame evaluator] While Dynamo evaluates frames instead of Python, a call from Python to Python holds its
+arguments once more. If rows of one state were compared with rows of the other, a shared gradient could look exclusive.
+So every function on the way from backward to the counts is called through C (`leangrad._torch.called_through_c`). One
+call is left, torch's own call of backward. From Python 3.12 on it too holds its arguments once more while Dynamo
+evaluates frames. There the rows are measured only while Python evaluates frames. These rows are the lowest: a gradient
+that has one of them is exclusive in either state, and while Dynamo evaluates frames nothing is owned.
 """
 
 import sys
@@ -31,24 +32,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from leangrad._torch import called_through_c, is_python_evaluating, raw_stream, reference_counts
+from leangrad._torch import called_through_c, dispatch_modes_active, is_python_evaluating, raw_stream, reference_counts
 from leangrad.errors import ConsumedError
 
-__all__ = ["held_alone", "owned", "take"]
+__all__ = ["fills_storage", "held_alone", "owned", "take"]
 
 
 @called_through_c
 def owned(grad: Tensor) -> bool:
-    """Say whether nobody else can see `grad`, so that a backward may overwrite it.
+    """Whether nothing but the running backward can see `grad`, so that it may overwrite `grad`.
 
-    Call it as `owned(grad)` in the body of `backward(ctx, grad, ...)` itself, on an argument of that backward: not from
-    a function that backward calls, not under a decorator such as `once_differentiable`. The counts are compared at
-    exactly that depth; from anywhere else the answer is False, as it is under `torch.compile`, with grad mode on
-    (`create_graph=True`), for tensor subclasses, for expanded or overlapping gradients, for a gradient whose storage
-    is larger than itself or is memory of somebody else (numpy, shared memory), and for work on a side stream.
+    Call it as `owned(grad)` in the body of `backward(ctx, grad, ...)` itself, on an argument of that backward: not in a
+    function that backward calls, not under a decorator such as `once_differentiable`. The counts are compared at
+    exactly that call depth; from anywhere else the result is False. It is also False under `torch.compile`, with grad
+    mode on (`create_graph=True`), for tensor subclasses, for expanded or overlapping gradients, for a gradient whose
+    storage is larger than itself or is not torch's own memory (numpy, shared memory), and for work on a side stream.
 
-    A True says that no reference exists. It cannot see a kernel on another CUDA stream that still reads the gradient
-    after its reference was dropped; a model that runs branches on side streams by hand should not overwrite.
+    True means that no other reference exists. It does not cover a kernel on another CUDA stream that still reads the
+    gradient after its reference was dropped; a model that runs branches on side streams by hand should not overwrite.
 
     >>> class Double(torch.autograd.Function):
     ...     @staticmethod
@@ -67,18 +68,20 @@ def owned(grad: Tensor) -> bool:
     if type(grad) is not Tensor or grad.requires_grad:
         return False
     exclusive = _exclusive if _exclusive is not None else _calibrate()
-    if not exclusive or _signature(grad) not in exclusive or not _fills_storage(grad):
+    if not exclusive or _signature(grad) not in exclusive or not fills_storage(grad):
         return False
     return not grad.is_cuda or raw_stream(grad.device) == 0  # 0 is the default stream of every device
 
 
 def held_alone(tensors: list[Tensor]) -> list[bool]:
-    """Of each tensor of a list, whether the list is all that holds it: no name, no hook, no view, no node.
+    """For each tensor of a list, whether only the list refers to it: no variable, hook, view or autograd node does.
 
     >>> name = torch.ones(2)
     >>> held_alone([name, torch.ones(2)])
     [False, True]
     """
+    if dispatch_modes_active():  # such a mode may hold the tensor that is made here for comparison
+        return [False] * len(tensors)
     alone = _counts([torch.empty(1, device="cpu")], 0)
     return [alone is not None and _counts(tensors, i) == alone for i in range(len(tensors))]
 
@@ -88,9 +91,9 @@ def _counts(tensors: list[Tensor], i: int) -> tuple[int, ...] | None:
 
 
 def take(holder: object, name: str, *, keep: str) -> Any:
-    """Move `holder.name` out: the attribute is None afterwards, and a second take raises ConsumedError.
+    """Returns `holder.name` and sets the attribute to None; a second `take` raises ConsumedError.
 
-    `keep` ends the error's message: it tells the user how to run a second time. Equals
+    `keep` ends the error's message: it tells the user how to run backward a second time. Equals
     `value, holder.name = holder.name, None` with the check.
 
     >>> from types import SimpleNamespace
@@ -105,19 +108,19 @@ def take(holder: object, name: str, *, keep: str) -> Any:
     return value
 
 
-def _fills_storage(tensor: Tensor) -> bool:
-    """Strided memory that is torch's own, of which `tensor` covers every byte exactly once."""
+def fills_storage(tensor: Tensor) -> bool:
+    """Whether `tensor` is strided, in memory of torch's own, and covers every byte of its storage exactly once."""
     if tensor.layout is not torch.strided or tensor.is_neg() or tensor.is_conj():
         return False
     try:
         storage = tensor.untyped_storage()
-    except (NotImplementedError, RuntimeError):  # a batch of gradients at once has no memory of its own
+    except (NotImplementedError, RuntimeError):  # a tensor for a batch of gradients has no storage
         return False
-    # Memory that came from elsewhere (`from_numpy`, shared memory) cannot be resized, and may be seen from there.
+    # Memory from elsewhere (`from_numpy`, shared memory) cannot be resized, and may be visible outside torch.
     if storage.nbytes() != tensor.nbytes or not storage.resizable():
         return False
     if tensor.is_contiguous() or tensor.is_contiguous(memory_format=torch.channels_last):
-        return True  # as almost all are: 3 µs of Python less than to look at each stride
+        return True  # almost all tensors: saves the loop over the strides, 3 µs of Python
     expected_stride = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1:
@@ -129,7 +132,7 @@ def _fills_storage(tensor: Tensor) -> bool:
 
 @called_through_c
 def _signature(grad: Tensor) -> tuple[int, ...] | None:
-    """The row of counts of `grad`, or None when the question does not come from a backward that the engine called."""
+    """Returns the row of counts of `grad`, or None if `owned` was not called by a backward that the engine called."""
     try:
         caller = sys._getframe(3).f_code  # 0: here, 1: owned, 2: backward, 3: torch's own call of backward
     except ValueError:
@@ -138,12 +141,12 @@ def _signature(grad: Tensor) -> tuple[int, ...] | None:
 
 
 _exclusive: frozenset[tuple[int, ...]] | None = None  # None: not measured yet. Empty: nothing is ever owned.
-_backward_caller: CodeType | None = None
+_backward_caller: CodeType | None = None  # torch's function that calls backward; None: not measured yet
 _calibration_lock = threading.Lock()
 
 
 def _calibrate() -> frozenset[tuple[int, ...]]:
-    """Measure once which rows of counts mean "exclusive" here; see [Note: signature] and [Note: first use]."""
+    """Returns the rows of counts that mean "exclusive", measured once; see [Note: signature] and [Note: first use]."""
     global _exclusive
     with _calibration_lock:
         if _exclusive is None:
@@ -154,7 +157,7 @@ def _calibrate() -> frozenset[tuple[int, ...]]:
             thread = threading.Thread(target=lambda: rows.append(_measure_exclusive_rows()), name="leangrad-calibrate")
             thread.start()
             thread.join()
-            if _Look.disturbances:  # a compiled function ran meanwhile: another time
+            if _Look.disturbances:  # a compiled function ran meanwhile: the next call measures again
                 return frozenset()
             _exclusive = rows[0] if rows else frozenset()
             if not _exclusive:
@@ -169,12 +172,12 @@ def _calibrate() -> frozenset[tuple[int, ...]]:
 
 
 def _can_calibrate() -> bool:
-    """Whether the rows would be the lowest: see [Note: frame evaluator]."""
+    """Whether rows that are measured now are the lowest: see [Note: frame evaluator]."""
     return sys.version_info < (3, 12) or is_python_evaluating()
 
 
 def _measure_exclusive_rows() -> frozenset[tuple[int, ...]]:
-    """The rows of exclusive gradients, or an empty set if they cannot be told from those of shared ones."""
+    """Returns the rows of exclusive gradients, or an empty set if they cannot be told from those of shared ones."""
     # A Python-level trace function makes every frame hold its locals once more: rows measured so would be too high.
     sys.settrace(None)
     sys.setprofile(None)
@@ -187,16 +190,16 @@ def _measure_exclusive_rows() -> frozenset[tuple[int, ...]]:
             return frozenset()
         if any(_row_of(share) in rows for share in _KNOWN_SHARED):
             return frozenset()
-    except Exception:  # a torch that cannot run these few lines as expected: promise nothing
+    except Exception:  # this torch does not run these few lines as expected: nothing is ever owned
         return frozenset()
     return frozenset(row for row in rows if row is not None)
 
 
 class _Look(torch.autograd.Function):
-    """Identity that notes the row of its gradient, one call deep, as `owned` does."""
+    """Identity whose backward notes the row of its gradient, at the call depth of `owned`."""
 
     rows: list[tuple[int, ...] | None]
-    disturbances = 0  # how often rows were taken where not `_can_calibrate`
+    disturbances = 0  # how often `_can_calibrate()` was False right before or after a measurement
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -217,7 +220,7 @@ def _look(grad: Tensor) -> None:
 
 
 def _row_of(build: Callable[[Tensor, list[object]], Tensor]) -> tuple[int, ...] | None:
-    """Run `build` and its backward, and return the row that the look in it saw."""
+    """Run `build` and its backward, and return the row that `_Look` noted in it."""
     held: list[object] = []
     _Look.rows = []
     with torch.inference_mode(False), torch.enable_grad():

@@ -1,8 +1,8 @@
-"""Many ops as one autograd node: any model sees a single op, and inside it every buffer has one owner.
+"""Many ops as one autograd node: autograd sees a single op, and inside it every buffer has one owner.
 
-A node is made of a `Recording`: something that ran forward, keeps what it needs, and runs backward. What autograd
-demands of a node is the same for all of them and is here: versions, `retain_graph`, double backward, saved-tensor
-hooks, threads.
+A node is made of a `Recording`: an object that ran forward, keeps what backward needs, and runs backward. What autograd
+demands of a node is the same for all recordings and is implemented here: version checks, `retain_graph`, double
+backward, saved-tensor hooks, threads.
 """
 
 import threading
@@ -27,7 +27,7 @@ from leangrad.engine.chain import Chain, Writer
 from leangrad.engine.ownership import held_alone, owned, take
 from leangrad.engine.tape import Tape, Var
 from leangrad.ledger.observe.active_region import ledger_saves
-from leangrad.ledger.origins.functions import Replay, know
+from leangrad.ledger.origins.functions import Replay, register_rule
 from leangrad.ledger.values.saved import Bare
 from leangrad.ledger.values.value import Value
 from leangrad.overridable import overridable
@@ -38,44 +38,48 @@ Tensors = Sequence[Tensor | None]
 
 
 class Recording(Protocol):
-    """One run forward, and what it keeps. `tensors` are those that the node was given.
+    """One forward run, and the tensors that it keeps for backward. `tensors` are those that the node was called with.
 
-    output: in backward the output, if it `reads_output`; taken out of here, it can be freed before backward ends.
+    output: during backward, the output of forward if `reads_output`, else None. A recording takes it out of here, so
+        that it can be freed before backward ends.
     """
 
     output: Tensor | None
 
     @property
     def reads_output(self) -> bool:
-        """Whether backward reads the output, which then belongs to the caller."""
+        """Whether backward reads the output of forward. The output belongs to the caller and is not overwritten."""
 
     @property
     def can_overwrite(self) -> bool:
-        """Whether backward gains by a gradient that is `ours`; to find that out costs as much as a small op."""
+        """Whether backward gains by a gradient that is `ours`. Finding that out costs as much as a small op."""
 
     def hand_over(self) -> list[Tensor]:
-        """Give away what is kept; before backward it comes back by `take_back`."""
+        """Returns the kept tensors and drops them; before backward `take_back` stores them again."""
 
     def take_back(self, kept: Sequence[Tensor], alone: Sequence[bool]) -> bool:
-        """Hold what `hand_over` gave away, for one backward; whether what is kept may be `spent` in it.
+        """Store the tensors of `hand_over` again, for one backward; returns whether they may be `spent` in it.
 
-        alone: of each, whether nobody else sees it. The others are never overwritten.
+        alone: for each tensor, whether nothing else refers to it. The others are never overwritten.
         """
 
     def let_go(self) -> None:
-        """Hold nothing of that any more."""
+        """Drop the tensors that `take_back` stored."""
 
     def backward(self, grad: Tensor, tensors: Tensors, *, ours: bool, spent: bool) -> Sequence[Tensor | None]:
-        """A gradient for each tensor that needs one; `grad` may be overwritten if `ours`, what is kept if `spent`."""
+        """Returns a gradient for each tensor that needs one.
+
+        ours: `grad` may be overwritten. spent: the kept tensors may be overwritten.
+        """
 
 
-#: `writer_of(node, tensors)` makes what writes the gradients of parameters in place of autograd; see `register_writer`.
+#: `writer_of(node, tensors)` returns what writes the gradients of parameters in place of autograd, or None.
 WriterOf = Callable[[Any, Tensors], Writer | None]
 _writer_of: WriterOf = lambda node, tensors: None  # noqa: E731
 
 
 def register_writer(writer_of: WriterOf) -> None:
-    """Let `writer_of` be asked in each backward; `leangrad.packed`, which stands above this file, is."""
+    """Call `writer_of` in each backward of a `Chain`. `leangrad.packed` uses this: it cannot be imported here."""
     global _writer_of
     _writer_of = writer_of
 
@@ -84,13 +88,13 @@ Record = Callable[[Tensors, Sequence[bool]], tuple[Tensor, Recording]]
 
 
 def run(program: Callable[..., Var], plain: Callable[..., Tensor], *tensors: Tensor | None) -> Tensor:
-    """Run `program(tape, *vars)` on a private tape as one autograd node.
+    """Run `program(tape, *vars)` on a private tape, as one autograd node.
 
-    `plain(*tensors)` computes the same on autograd's own ops; it is what a double backward differentiates. `tensors`
-    must hold everything that the program reads: the node saves them as autograd does, so that a change in place
-    before backward is an error, and a gradient goes back to each that needs one.
+    `plain(*tensors)` computes the same with autograd's own ops; a double backward differentiates it. `tensors` must
+    hold everything that the program reads: the node saves them as autograd does, so that an in-place change before
+    backward is an error, and backward returns a gradient for each that needs one.
 
-    Keeps for backward: the tensors given, and what the program's steps keep.
+    Keeps for backward: `tensors`, and what the program's steps keep.
 
     >>> x, w = torch.ones(2, 3, requires_grad=True), torch.ones(4, 3, requires_grad=True)
     >>> y = run(lambda tape, x, w: tape.activate(tape.linear(x, w), "relu"), lambda x, w: (x @ w.T).relu(), x, w)
@@ -109,7 +113,10 @@ def run_recorded(record: Record, plain: Callable[..., Tensor], *tensors: Tensor 
 
 
 def _others_save(made: Tensor) -> bool:
-    """Whether there are hooks that want what a node keeps beside `made`, its output."""
+    """Whether saved-tensor hooks are active that must get all tensors that a node keeps; `made` is its output.
+
+    The hooks of a ledger need not get them, nor those of `save_on_cpu` for tensors on the CPU.
+    """
     return saved_tensor_hooks_active() and not ledger_saves() and not (made.is_cpu and only_saves_on_cpu())
 
 
@@ -117,11 +124,11 @@ class _Node(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, record: Record, plain: Callable[..., Tensor], *tensors: Tensor | None) -> Tensor:
         y, recording = record(tensors, ctx.needs_input_grad[2:])
-        # Whoever hooks into saving (checkpointing, offloading) gets all that is kept, and decides what becomes of it.
-        # A ledger could only keep it, and then nothing of it might be overwritten in backward.
+        # Saved-tensor hooks (of checkpointing or offloading) get all kept tensors and decide what to do with them. The
+        # hooks of a ledger do not: it could only keep the tensors, and then backward could not overwrite them.
         handed = recording.hand_over() if _others_save(y) else None
         output = y if recording.reads_output else None
-        if handed is None:  # autograd would hold the output to the end of our backward, which reads it at the beginning
+        if handed is None:  # autograd would hold the output to the end of our backward, which reads it at the start
             ctx.save_for_backward(*tensors)
             ctx.output = None if output is None else Bare(output.detach(), version(output), _Node)
         else:
@@ -145,17 +152,17 @@ class _Node(torch.autograd.Function):
             tensors = saved[: len(needs)]
             if torch.is_grad_enabled():
                 return (None, None, *_differentiate(ctx.plain, tensors, needs, grad))
-            if not has_memory(grad):  # a batch of gradients at once: only torch's own ops know what to do with it
+            if not has_memory(grad):  # a batch of gradients (`is_grads_batched`): only torch's own ops support it
                 with torch.enable_grad():
                     return (None, None, *_differentiate(ctx.plain, tensors, needs, grad))
             handed, spent = ctx.handed, not again
             if handed:
                 recording.output, kept = saved[len(needs)], list(saved[len(needs) + 1 :])
                 del saved
-                # What a checkpoint has computed again is its reader's; what other hooks hand out may be anybody's.
+                # A tensor that a checkpoint has recomputed belongs to this node; one of other hooks may be shared.
                 alone = held_alone(kept) if ctx.in_checkpoint and not again else [False] * len(kept)
                 spent = recording.take_back(kept, alone) and spent
-                del kept  # what is overwritten or dropped on the way is to be free
+                del kept  # so that a tensor is freed as soon as backward drops it
             elif ctx.output is not None:
                 recording.output = ctx.output.unpack()
                 if not again:
@@ -163,7 +170,7 @@ class _Node(torch.autograd.Function):
             if isinstance(recording, Chain):
                 recording.writer = _writer_of(ctx, tensors)
             try:
-                if autocast_may_be_on():  # around `.backward()`; it has no say in what forward computed in other dtypes
+                if autocast_may_be_on():  # around `.backward()`, where it must not change the dtypes of forward
                     with autocast_off(grad.device.type):
                         gradients = recording.backward(grad, tensors, ours=ours, spent=spent)
                 else:
@@ -171,7 +178,7 @@ class _Node(torch.autograd.Function):
             finally:
                 recording.output = None
                 if isinstance(recording, Chain):
-                    recording.writer = None  # it knows this node, which may keep the recording
+                    recording.writer = None  # it refers to this node, which may keep the recording
             if handed:
                 recording.let_go()
         return (None, None, *gradients)
@@ -181,7 +188,7 @@ _apply_node: Callable[..., Tensor] = super(torch.autograd.Function, _Node).apply
 
 
 def _apply_any(*args: Any) -> Tensor:
-    # `Function.apply` looks at every tensor in Python for the sake of `torch.func`; where that is not about, skip it.
+    # `Function.apply` inspects every tensor in Python for `torch.func`; without active transforms this is skipped.
     y: Tensor = _Node.apply(*args) if transforms_active() else _apply_node(*args)
     return y
 
@@ -190,7 +197,7 @@ _apply = overridable(_apply_any, product=True)
 
 
 def _can_be_replayed(node: Any) -> bool:
-    """Whether the output is the last activation of what the node keeps."""
+    """Whether the node's output can be rebuilt: by its last activation, from an input that the node keeps."""
     recording = getattr(node, "recording", None)
     return isinstance(recording, Chain) and recording.can_lend
 
@@ -203,18 +210,18 @@ def _replay(walk: Any, node: Any) -> Replay:
     return record.forward, (kept, record.parameter, None)
 
 
-know(_Node, _replay, _can_be_replayed)
+register_rule(_Node, _replay, _can_be_replayed)
 
 
 class _TapeRecording:
-    """A program on a private tape."""
+    """The `Recording` of a program on a private tape."""
 
     can_overwrite = True
 
     def __init__(self, tape: Tape, inputs: list[Var | None], out: Var):
         self.tape, self.inputs, self.out = tape, inputs, out
         self.reads_output = bool(out.readers) and out.fixed
-        self.handed: list[tuple[Var, bool]] = []  # and whether its memory is never overwritten
+        self.handed: list[tuple[Var, bool]] = []  # with its `fixed`, before `take_back`
         self.output: Tensor | None = None
 
     def hand_over(self) -> list[Tensor]:
@@ -260,8 +267,8 @@ def _record_tape(program: Callable[..., Var], tensors: Tensors, needs: Sequence[
 def _differentiate(
     plain: Callable[..., Tensor], tensors: Tensors, needs: Sequence[bool], grad: Tensor
 ) -> list[Tensor | None]:
-    """The gradients of `plain`, with a graph of their own."""
-    # A tensor that is given twice must get two gradients: one alias for each place.
+    """Returns the gradients of `plain`, with a graph of their own."""
+    # A tensor that is passed twice must get two gradients: one alias for each position.
     aliases = [None if t is None else t.view_as(t) for t in tensors]
     wanted = [alias for alias, need in zip(aliases, needs, strict=True) if alias is not None and need]
     found = iter(torch.autograd.grad(plain(*aliases), wanted, grad, create_graph=True, allow_unused=True))

@@ -1,19 +1,19 @@
-"""A chain of pointwise ops as one Triton kernel, with the bits that ATen's own kernels give op by op.
+"""Compiles a chain of pointwise ops to one Triton kernel, with the bits that ATen's own kernels give op by op.
 
 [Note: the same bits in one kernel]
-Why one kernel can give the very bits of many:
+One kernel can give the same bits as many for these reasons:
 
-- ATen computes a pointwise op in float32 (its "opmath") and rounds the result to the op's dtype. So does a step here.
+- ATen computes a pointwise op in float32 (its "opmath") and rounds the result to the op's dtype. A step does the same.
 - float32 ``+ - *``, division, square root and fma are defined to the last bit by IEEE 754. Contraction of ``a * b + c``
   to an fma is switched off; where nvcc contracts *inside* one of ATen's kernels, the fma is written out.
-- Rounding to bfloat16 and float16 is one machine instruction, given as such: what the compiler sees as a cast it may
-  narrow (``round(float(a) * float(b))`` becomes a bfloat16 product, which differs for denormals).
+- Rounding to bfloat16 and float16 is one machine instruction, written as inline assembly: the compiler could narrow
+  a cast (``round(float(a) * float(b))`` becomes a bfloat16 product, which differs for denormals).
 - tanh, exp and rsqrt are libdevice's, the library that nvcc links into ATen, in the form that keeps denormals. The erf
   of CUDA 13 has other coefficients than that of the libdevice in Triton 3.6, and is written out.
-- Norms are applied from the statistics that autograd keeps: no sum is computed a second time.
+- Norms are computed from the statistics that autograd saves: no sum is computed a second time.
 
-Nothing here is taken on trust: tests try every bfloat16, every float16 and every float32 input of the unary ops, and
-``ledger/fuse/fused.py`` compares each new program with ATen on real data, bit for bit, before it uses it.
+All of this is checked: tests try every bfloat16, every float16 and every float32 input of the unary ops, and
+``ledger/fuse/fused.py`` compares each new program with ATen on real data, bit for bit, before using it.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-redef"
@@ -33,37 +33,37 @@ from leangrad.kernels.launch import Launch
 
 __all__ = ["OPS", "Input", "Kernel", "Program", "Step", "compiled", "source"]
 
-BLOCK, WARPS = 1024, 4  # elements per program: 8 per thread, one 16-byte load of a 16-bit map
+BLOCK, WARPS = 1024, 4  # elements per Triton program: 8 per thread, one 16-byte load of a 16-bit map
 OPTIONS: dict[str, Any] = {} if INTERPRETED else {"enable_fp_fusion": False, "enable_reflect_ftz": False}
 ROUNDED = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
-# ---- what the table is written in -----------------------------------------------------------------------------------
+# ---- functions that the table uses ----------------------------------------------------------------------------------
 
-if INTERPRETED:  # The interpreter has neither libdevice nor assembly: these stand in, to test the structure.
+if INTERPRETED:  # The interpreter has neither libdevice nor assembly: these replace them in tests of the structure.
 
     @triton.jit
     def tanh(x):
-        """As near as tests of structure need it."""
+        """An approximation, enough for tests of the structure."""
         return 1.0 - tl.div_rn(2.0, 1.0 + tl.exp(2.0 * x))
 
     @triton.jit
     def exp(x):
-        """As near as tests of structure need it."""
+        """An approximation, enough for tests of the structure."""
         return tl.exp(x)
 
     @triton.jit
     def erf(x):
-        """As near as tests of structure need it."""
+        """An approximation, enough for tests of the structure."""
         return tl.erf(x)
 
     @triton.jit
     def rsqrt(x):
-        """As near as tests of structure need it."""
+        """An approximation, enough for tests of the structure."""
         return tl.rsqrt(x)
 
     @triton.jit
     def bfloat16(x):
-        """Round to nearest, ties to even; the interpreter's own cast cuts off."""
+        """Round to nearest, ties to even; the interpreter's own cast truncates."""
         bits = x.to(tl.int32, bitcast=True)
         rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
         return tl.where(x == x, rounded, float("nan")).to(tl.bfloat16)
@@ -79,7 +79,7 @@ else:
 
     @triton.jit
     def exp2(x):
-        """The instruction itself."""
+        """2^x by the instruction itself."""
         return tl.inline_asm_elementwise(
             "ex2.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1
         )
@@ -102,7 +102,7 @@ else:
         y = 1.0 - exp2(near)
         return tl.where(far, tl.where(x < 0, y * -1.0, y), near)
 
-    # The erf of CUDA 13 has other coefficients further out than the libdevice that Triton 3.6 brings.
+    # For larger |x| the erf of CUDA 13 has other coefficients than the libdevice that Triton 3.6 ships.
     erf = erf_of_cuda_13 if int((torch.version.cuda or "0").split(".")[0]) >= 13 else libdevice.erf
 
     @triton.jit
@@ -122,7 +122,7 @@ else:
 
 @triton.jit
 def clamp(x, low, high):
-    """NaN stays NaN, and 0 is above −0."""
+    """min(max(x, low), high), where NaN stays NaN, and +0 is greater than −0."""
     return tl.minimum(tl.maximum(x, low, propagate_nan=tl.PropagateNan.ALL), high, propagate_nan=tl.PropagateNan.ALL)
 
 
@@ -158,11 +158,10 @@ FUNCTIONS |= {"tl": tl, "tanh": tanh, "erf": erf, "exp": exp, "rsqrt": rsqrt}
 OPS = {
     "cast": "{0}",
     "add": "{0} + {1}",
-    "add_scaled": "tl.fma({1}, {2}, {0})",  # self + alpha·other, as nvcc contracts it
     "sub": "{0} - {1}",
     "mul": "{0} * {1}",
     "div": "tl.div_rn({0}, {1})",
-    "neg": "{0} * -1.0",  # Triton's own minus is 0 − x, which makes +0 of +0
+    "neg": "{0} * -1.0",  # Triton's own minus computes 0 − x, which gives +0 for +0 instead of −0
     "relu": "tl.maximum({0}, 0.0, propagate_nan=tl.PropagateNan.ALL)",
     "leaky_relu": "tl.where({0} > 0, {0}, {0} * {1})",
     "clamp": "clamp({0}, {1}, {2})",
@@ -199,10 +198,11 @@ Term = tuple[int, int, int]
 
 
 class Input(NamedTuple):
-    """A tensor that a program reads, and where it finds element i of the output there.
+    """A tensor that a program reads, and the position in it of the operand for element i of the output.
 
-    ``terms`` None: at i. Otherwise at the sum of ``(i // inner) % size * stride``; size 0: no remainder to be taken,
-    the term belongs to the outermost dimension; no terms: always the same element.
+    ``terms`` None: the position is i. Otherwise it is the sum of ``(i // inner) % size * stride`` over the terms
+    ``(inner, size, stride)``. Size 0: the term has no remainder, as it belongs to the outermost dimension. No terms:
+    the position is always the same.
     """
 
     dtype: torch.dtype
@@ -210,7 +210,7 @@ class Input(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One op. Operands count through the inputs, then the scalars, then the steps before this one."""
+    """One op. Its operands are numbered: first all inputs, then all scalars, then the steps before this one."""
 
     op: str
     operands: tuple[int, ...]
@@ -218,21 +218,21 @@ class Step(NamedTuple):
 
 
 class Program(NamedTuple):
-    """A chain of pointwise ops over one index.
+    """A chain of pointwise ops over one element index i.
 
     >>> half, x = torch.bfloat16, Input(torch.float32)
     >>> scaled = Program((x,), 1, (Step("mul", (0, 1), torch.float32), Step("cast", (2,), half)), (1,))
     """
 
     inputs: tuple[Input, ...]
-    scalars: int
+    scalars: int  # how many
     steps: tuple[Step, ...]
-    outputs: tuple[int, ...]  # numbers of steps
-    places: tuple[tuple[Term, ...] | None, ...] = ()  # of each output: where element i lies there, as in `Input`
+    outputs: tuple[int, ...]  # indices of steps
+    places: tuple[tuple[Term, ...] | None, ...] = ()  # for each output: the terms of element i, as in `Input`
 
 
 def source(program: Program, wide: bool) -> str:
-    """The kernel of ``program`` as Triton source; ``wide``: offsets need 64 bits."""
+    """The Triton source of the kernel of ``program``; ``wide``: offsets need 64 bits."""
     inputs = [f"x{k}" for k in range(len(program.inputs))]
     scalars = [f"s{k}" for k in range(program.scalars)]
     outputs = [f"y{k}" for k in program.outputs]
@@ -267,7 +267,7 @@ def source(program: Program, wide: bool) -> str:
 
 
 def _is_one_per_block(dtype: torch.dtype, terms: tuple[Term, ...] | None) -> bool:
-    """Whether all elements of a block read the same one: a statistic of their row, say."""
+    """Whether all elements of a block read the same element of the input, for example a statistic of their row."""
     return dtype is not torch.bool and terms is not None and all(inner % BLOCK == 0 for inner, _, _ in terms)
 
 
@@ -283,24 +283,24 @@ def _place(terms: tuple[Term, ...] | None, at: str) -> str:
 
 
 class Kernel:
-    """One program, compiled; Triton keeps the machine code of each alignment and dtype under it."""
+    """The kernel of one program. Triton compiles it for each combination of alignments and dtypes, and caches these."""
 
     def __init__(self, program: Program, wide: bool) -> None:
         self.program = program
         scope = {**FUNCTIONS, "__name__": __name__}
-        exec(codegen.compiled(source(program, wide), "fused"), scope)  # Triton reads its lines through ``inspect``
+        exec(codegen.compiled(source(program, wide), "fused"), scope)  # Triton reads the source through ``inspect``
         self.jitted = triton.jit(scope["fused"])
 
     def launch(self, inputs: list[Tensor], scalars: list[float], outputs: list[Tensor], n: int, start: int = 0) -> None:
         """Write elements ``start`` to ``start + n`` of every output of the program, each to its own flat memory.
 
-        ``start`` is a multiple of BLOCK, or no input is broadcast. An output that has places is given whole.
+        ``start`` must be a multiple of BLOCK if any input has terms. An output that has ``places`` is passed whole.
         """
         assert start % BLOCK == 0 or all(i.terms is None for i in self.program.inputs)
         self.jitted[(_blocks(n),)](*inputs, *outputs, *scalars, n, start, BLOCK=BLOCK, num_warps=WARPS, **OPTIONS)
 
     def launcher(self, device: torch.device, n: int) -> Launch:
-        """The same for all ``n`` elements, again and again."""
+        """A ``Launch`` of this kernel over all ``n`` elements, to be called repeatedly."""
         return Launch(self.jitted, device, (_blocks(n),), (n, 0, BLOCK), WARPS, **OPTIONS)
 
 
@@ -310,5 +310,5 @@ def _blocks(n: int) -> int:
 
 @cache
 def compiled(program: Program, wide: bool = False) -> Kernel:
-    """The kernel of ``program``, made once."""
+    """The kernel of ``program``, cached."""
     return Kernel(program, wide)

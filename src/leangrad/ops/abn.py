@@ -8,23 +8,22 @@
     dγ = Σ x̂·dy,  dβ = Σ dy
     dx = γ·s·(dy − mean(dy) − x̂·mean(x̂·dy))
 
-Nothing here knows of autograd. Low-precision maps are read and written as they are; vectors and sums are float32
-(float64 for float64 maps). On CUDA `leangrad.kernels.abn` does the work; the code below serves all else, in chunks
-that stay in cache, so that the scratch it needs does not grow with the map.
+Nothing here uses autograd. Low-precision maps are read and written as they are; vectors and sums are float32 (float64
+for float64 maps). On CUDA `leangrad.kernels.abn` does the work. The code below is for all other maps: it works in
+chunks that stay in cache, so that its scratch does not grow with the map.
 """
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from leangrad.kernels import INTERPRETED, serves
+from leangrad.kernels import INTERPRETED, kernels_of, serves
 from leangrad.ops.abn_activation import Activation, activate_, activation_backward, invert
 
 __all__ = ["Activation", "Kept", "backward_input", "backward_sums", "forward", "fused_layer", "normalize"]
@@ -38,9 +37,9 @@ CHUNK = 1 << 18
 
 @dataclass(frozen=True)
 class Vectors:
-    """What a layer knows of each channel, in the accumulation dtype; `weight` is γ̂, in the form that is applied.
+    """The vectors of a layer, one element per channel, in the accumulation dtype; `weight` is γ̂, as it is applied.
 
-    Layers keep them as one (4, channels) tensor, `vectors` in all signatures here.
+    Layers keep them as one (4, channels) tensor, called `vectors` in all signatures here.
     """
 
     mean: Tensor
@@ -49,7 +48,7 @@ class Vectors:
     bias: Tensor
 
     def at(self, channels: slice) -> Vectors:
-        """The same for a range of channels."""
+        """Returns the vectors of a range of channels."""
         if channels == slice(None):
             return self
         return Vectors(*(v[channels] for v in (self.mean, self.invstd, self.weight, self.bias)))
@@ -57,9 +56,9 @@ class Vectors:
 
 @dataclass(frozen=True)
 class Kept:
-    """The one map that a layer keeps: its output (`inverted`) or its input.
+    """The one map that a layer keeps for backward: its output (`inverted`) or its input.
 
-    `spare_input` holds the input of the `spare_channels` only, those whose γ is too small to divide by.
+    `spare_input` holds the input of the `spare_channels` only: those whose input cannot be computed from the output.
     """
 
     map: Tensor
@@ -70,7 +69,7 @@ class Kept:
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float64 for float64 maps, float32 for all others."""
+    """Returns float64 for float64 maps, float32 for all others."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -80,7 +79,7 @@ def is_rows(t: Tensor) -> bool | None:
 
 
 def is_dense(t: Tensor) -> bool:
-    """Whether `is_rows` has an answer; cheaper to ask."""
+    """Whether `is_rows` is not None; cheaper to call."""
     return t.is_contiguous() or t.is_contiguous(memory_format=torch.channels_last) or is_rows(t) is not None
 
 
@@ -93,14 +92,14 @@ def _layout(shape: torch.Size, stride: tuple[int, ...]) -> bool | None:
 
 
 def as_matrix(t: Tensor) -> Tensor:
-    """A view of a dense map: (rows, channels), or (samples, channels, positions)."""
+    """Returns a dense map as a view: (rows, channels), or (samples, channels, positions)."""
     if is_rows(t):
         return t.movedim(1, -1).reshape(-1, t.shape[1])
     return t.view(t.shape[0], t.shape[1], -1)
 
 
 def stats(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and biased variance of each channel; two passes over the deviations, so a large mean does not cancel.
+    """Returns mean and biased variance of each channel, from deviations, so that a large mean does not cancel digits.
 
     >>> mean, var = stats(torch.tensor([[1.0, 2.0], [3.0, 6.0]]))
     >>> mean.tolist(), var.tolist()
@@ -118,7 +117,10 @@ def stats(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _stats_of_planes(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The mean, then what it left over: 1.0 ms for 2²⁰ values on one ARM core, where ATen's own takes 2.0."""
+    """`stats` of planes: sums the map, then the deviations from that mean, which also correct its rounding.
+
+    1.0 ms for 2²⁰ values on one ARM core, where ATen's own op takes 2.0 ms.
+    """
     dtype = accumulation_dtype(x.dtype)
     count = x.numel() // x.shape[1]
     mean = as_matrix(x).sum((0, 2), dtype=dtype) / count
@@ -137,7 +139,7 @@ def forward(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, act: Activation, *, eps: float, absolute: bool,
     running: tuple[Tensor, Tensor] | None = None, momentum: float = 0.0, residual: Tensor | None = None, out: Tensor,
 ) -> Tensor:  # fmt: skip
-    """`normalize` with the statistics of the batch; returns the vectors, and moves the running statistics on."""
+    """Run `normalize` with the statistics of the batch, and update the running ones; returns the vectors."""
     mean, var = stats(x)
     if running is not None:
         update_running(running, mean, var, x.numel() // x.shape[1], momentum)
@@ -150,13 +152,13 @@ def fused_layer(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, act: Activation, *, absolute: bool, inverted: bool,
     running: tuple[Tensor, Tensor] | None, counter: Tensor | None, added: bool,
 ) -> Any:  # fmt: skip
-    """The kernels of a whole layer with statistics of the batch (`leangrad.kernels.abn.Layer`); None if they cannot."""
+    """Returns the kernels of a whole layer with batch statistics (`leangrad.kernels.abn.Layer`); None if none apply."""
     if not (x.is_cuda or INTERPRETED):
         return None
     shape, place = x.shape, x.get_device()
     channels = shape[1]
     dtypes: list[torch.dtype | None] = []
-    # Kernels see addresses only: what lies there is checked here, each time.
+    # The kernels get addresses only, so the tensors are checked here, in every call.
     for t in (weight, bias, *(running or (None, None))):
         if t is None:
             dtypes.append(None)
@@ -173,17 +175,17 @@ def fused_layer(
     if layer is None:
         if not serves(x):
             return None
-        if len(_fused) >= 1 << 12:  # somebody's maps have a new size in every step
+        if len(_fused) >= 1 << 12:  # maps have a new size in every step
             _fused.clear()
         layer = _fused[key] = _layer(x, act, inverted, added, absolute, *dtypes[:3], counter is not None)
     return layer
 
 
-_fused: dict[tuple[Any, ...], Any] = {}  # a shorter way to `_layer`, for what comes again in every step
+_fused: dict[tuple[Any, ...], Any] = {}  # a faster cache than that of `_layer`, for calls that recur every step
 
 
 def update_running(running: tuple[Tensor, Tensor], mean: Tensor, var: Tensor, count: Any, momentum: float) -> None:
-    """Move the running mean and unbiased variance on; `count` may be a tensor, which is not waited for."""
+    """Update the running mean and unbiased variance; `count` may be a tensor, which is not copied to the host."""
     others = (count - 1).clamp(min=1) if isinstance(count, Tensor) else max(count - 1, 1)
     running[0].lerp_(mean.to(running[0].dtype), momentum)
     running[1].lerp_((var * (count / others)).to(running[1].dtype), momentum)
@@ -192,7 +194,7 @@ def update_running(running: tuple[Tensor, Tensor], mean: Tensor, var: Tensor, co
 def stack_vectors(
     mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: float, absolute: bool
 ) -> Tensor:
-    """(mean, invstd, γ̂, β) from given statistics."""
+    """Returns (mean, invstd, γ̂, β) as one tensor, from given statistics."""
     gamma = torch.ones_like(mean) if weight is None else weight.to(mean.dtype)
     if absolute and weight is not None:
         gamma = gamma.abs() + eps
@@ -215,7 +217,10 @@ def normalize(x: Tensor, vectors: Tensor, act: Activation, *, residual: Tensor |
 
 
 def backward_sums(kept: Kept, dz: Tensor, vectors: Tensor, act: Activation, *, dy_out: Tensor | None = None) -> Tensor:
-    """(Σ dy, Σ x̂·dy) as one (2, channels) tensor; also writes dy into `dy_out` (which may be `dz` itself)."""
+    """Returns (Σ dy, Σ x̂·dy) as one (2, channels) tensor.
+
+    dy_out: if given, dy is written there; it may be `dz` itself. Ignored if `kept` has spare channels.
+    """
     sums: Tensor
     if kept.spare_channels is not None:
         safe, spare = _without_spare(kept, vectors), _spare(kept, dz, vectors)
@@ -242,7 +247,7 @@ def backward_sums(kept: Kept, dz: Tensor, vectors: Tensor, act: Activation, *, d
 def backward_input(
     kept: Kept, dz: Tensor, vectors: Tensor, act: Activation, sums: Tensor | None, count: int, *, out: Tensor
 ) -> Tensor:
-    """Writes dx into `out`, which may be `dz` or `kept.map`; `sums / count` are the two means, None in eval mode."""
+    """Write dx into `out`, which may be `dz` or `kept.map`; `sums / count` are the two means, None in eval mode."""
     if kept.spare_channels is not None:
         safe, (spare, spare_dz, spare_vectors) = _without_spare(kept, vectors), _spare(kept, dz, vectors)
         spare_sums = None if sums is None else sums.index_select(1, kept.spare_channels)
@@ -264,7 +269,7 @@ def backward_input(
             center, factor = _center_and_factor(at, kept.inverted)
             slope = scale * factor * means[1, channels]
             line = (source * _spread(slope, dy)).add_(_spread(scale * means[0, channels] - slope * center, dy))
-        # Straight into the result, unless it is too coarse to subtract in.
+        # Computed in the result's memory, unless its dtype is too coarse for the subtraction.
         dx = torch.mul(dy, _spread(scale, dy), out=part[3] if part[3].dtype == dy.dtype else None)
         if line is not None:
             dx.sub_(line)
@@ -274,14 +279,14 @@ def backward_input(
 
 
 def _sums(dy: Tensor, source: Tensor, center: Tensor, factor: Tensor) -> Any:
-    """(None, Σ dy·(source − center)·factor, Σ dy) of each channel: ATen's backward, asked only for its sums."""
-    # Without a weight (here any vector) it gives no sums on CUDA.
+    """Returns (None, Σ dy·(source − center)·factor, Σ dy) per channel, from ATen's backward without its dx."""
+    # Without a weight, for which any vector will do, ATen returns no sums on CUDA.
     mask = [False, True, True]
     return aten.native_batch_norm_backward(dy, source, factor, None, None, center, factor, True, 0.0, mask)
 
 
 def _center_and_factor(v: Vectors, inverted: bool) -> tuple[Tensor, Tensor]:
-    """x̂ = (source − center)·factor, where the source is act⁻¹(z) or x."""
+    """Returns (center, factor) of x̂ = (source − center)·factor, where source is act⁻¹(z) if `inverted`, else x."""
     return (v.bias, v.weight.reciprocal()) if inverted else (v.mean, v.invstd)
 
 
@@ -297,7 +302,7 @@ def _affine(x: Tensor, v: Vectors, out: Tensor | None = None) -> Tensor:
 
 
 def _prepare(part: list[Any], v: Vectors, act: Activation, inverted: bool) -> tuple[Tensor, Tensor]:
-    """The source of x̂, and dy, of one chunk; either may be the very map, so never write to them."""
+    """Returns the source of x̂, and dy, of one chunk; either may be the map itself, so do not write to them."""
     maps: list[Any] = [None if t is None else t.to(v.mean.dtype).contiguous() for t in part[:3]]
     kept, dz, residual = maps
     out = part[3]
@@ -318,7 +323,7 @@ def _spread(vector: Tensor, like: Tensor) -> Tensor:
 
 
 def _chunks(kept: Kept, dz: Tensor, out: Tensor | None) -> Iterator[tuple[list[Any], slice]]:
-    """Views of (map, dz, residual, out), each chunk in turn, with its channels."""
+    """Yields views of (map, dz, residual, out) and the slice of channels, chunk by chunk."""
     maps = [_matrix(t) for t in (kept.map, dz, kept.residual, out)]
     shape = as_matrix(dz).shape
     # Whole rows or samples are contiguous; a sample that is too large by itself is cut by channels instead.
@@ -330,15 +335,9 @@ def _chunks(kept: Kept, dz: Tensor, out: Tensor | None) -> Iterator[tuple[list[A
         yield [None if t is None else t.narrow(along, start, size) for t in maps], channels
 
 
-@cache
-def _kernels() -> Any:
-    """Imported on first use: Triton is not everywhere."""
-    return importlib.import_module("leangrad.kernels.abn")
-
-
 def _layer(x: Tensor, act: Activation = Activation("identity"), *rest: Any) -> Any:  # noqa: B008
-    """The kernels for maps like `x`; `rest` as the fields of `leangrad.kernels.abn.Kind`."""
-    kernels = _kernels()
+    """Returns the kernels for maps like `x`; `rest`: the further fields of `leangrad.kernels.abn.Kind`."""
+    kernels = kernels_of("abn")
     return kernels.layer(kernels.Kind(x.shape, is_rows(x), x.dtype, x.device, act.name, float(act.param), *rest))
 
 
@@ -347,7 +346,7 @@ def _matrix(t: Tensor | None) -> Tensor | None:
 
 
 def _spare(kept: Kept, dz: Tensor, vectors: Tensor) -> tuple[Kept, Tensor, Tensor]:
-    """The channels that were kept by their input, as a small layer of their own."""
+    """Returns (kept, dz, vectors) of the spare channels, as a small layer of its own that keeps its input."""
     assert kept.spare_channels is not None
     assert kept.spare_input is not None
     small = Kept(kept.spare_input, inverted=False)
@@ -356,7 +355,10 @@ def _spare(kept: Kept, dz: Tensor, vectors: Tensor) -> tuple[Kept, Tensor, Tenso
 
 
 def _without_spare(kept: Kept, vectors: Tensor) -> Tensor:
-    """Weights of 1 where dividing by the true ones would overflow; those channels are overwritten afterwards."""
+    """Returns `vectors` with weights of 1 in the spare channels, where dividing by the true ones would overflow.
+
+    The results of these channels are overwritten afterwards.
+    """
     assert kept.spare_channels is not None
     safe = vectors.clone()
     safe[2].index_fill_(0, kept.spare_channels, 1.0)

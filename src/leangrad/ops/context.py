@@ -1,6 +1,6 @@
 """The attention context, on matrices: x, y (T, D), C (D, D), and a learned scalar s.
 
-    update     n = min(T, 32) rows of x and y, max(1, T // n) apart; what is not finite is 0; each channel is centred
+    update     n = min(T, 32) rows of x and y, max(1, T // n) apart; non-finite values become 0; channels are centred
                corr_ij = Σ x_i·y_j / (‖x_i‖·‖y_j‖), 0 where the denominator is 1e-12 or less
                C ← (1 − r)·C + r·tanh(corr)
     apply      X' = X + (s/D)·XC
@@ -8,29 +8,25 @@
                dX = dX' + (s/D)·P
                ds = (1/D)·Σ dX'⊙(XC) = (1/D)·Σ X⊙P, summed in float64
 
-ds is taken from P and not from XC, because P is needed for dX as well: one product in backward, not two, and it is
-there when s is 0. Scratch comes from a workspace: from the second step on nothing as large as X is allocated but X'.
+ds is computed from P and not from XC, because dX needs P as well: backward has one product, not two, also if s is 0.
+Scratch comes from a workspace: from the second step on, only X' is allocated, and no other tensor as large as X.
 
-C is changed in place by every update. Whoever applies it and will run backward must keep a copy of it.
+Every update changes C in place. A caller that applies C and will run backward must keep a copy of it.
 """
-
-import importlib
-from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from leangrad import workspace
 from leangrad._torch import is_traced
-from leangrad.kernels import serves
+from leangrad.kernels import kernels_of, serves
 
 __all__ = ["apply_context", "apply_context_backward", "update_context"]
 
 ROWS = 32
 SMALLEST = 1e-12  # denominator of a correlation
 
-# Elements that are summed at once: two float64 chunks stay in a CPU's cache; a GPU needs fewer launches more than that.
+# Elements that are summed at once. Two float64 chunks stay in a CPU's cache; on a GPU few launches matter more.
 CHUNK = {"cpu": 1 << 17, "cuda": 1 << 21}
 
 
@@ -39,8 +35,8 @@ def apply_context(
 ) -> Tensor:
     """X' = X + (s/D)·XC, in the dtype of x. Equals `x + strength / D * (x @ context)`.
 
-    x: (T, D); context: (D, D); strength: one element. `dtype` is that of the product, x's own where none is given.
-    `out` must not overlap x.
+    x: (T, D); context: (D, D); strength: one element. `dtype`: that of the product; that of x if None. `out` must not
+    overlap x.
 
     >>> apply_context(torch.ones(2, 4), torch.ones(4, 4), torch.tensor(0.5)).unique()
     tensor([1.5000])
@@ -70,9 +66,9 @@ def apply_context_backward(
     needs_input: bool = True,
     into: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of x, where `needs_input`, and of the strength (float64, 0-d), where x is given.
+    """Returns the gradients of x, if `needs_input`, and of the strength (float64, 0-d), if x is given; else None.
 
-    g: (T, D), the gradient of X'; context: what was applied, in the dtype of its product. dX is written into
+    g: (T, D), the gradient of X'; context: the one that was applied, in the dtype of its product. dX is written into
     `into`, which may be g itself.
 
     >>> g = x = torch.ones(2, 4)
@@ -92,7 +88,7 @@ def apply_context_backward(
         if needs_input:
             dx = torch.empty(g.shape, dtype=g.dtype, device=g.device) if into is None else into
         if g.numel() and all(t is None or (serves(t) and t.is_contiguous()) for t in (g, product.tensor, x, dx)):
-            ds = _kernels().finish_backward(g, product.tensor, x, strength, dx)
+            ds = kernels_of("context").finish_backward(g, product.tensor, x, strength, dx)
         else:
             ds = None if x is None else _dot(x, product.tensor)  # before g is written over: x may be g
             if dx is not None:
@@ -101,11 +97,11 @@ def apply_context_backward(
 
 
 def update_context(x: Tensor, y: Tensor, rate: float, context: Tensor | None = None) -> Tensor:
-    """Move `context` by `rate` towards the correlations of x and y, in place; allocate it where it does not fit.
+    """Move `context` by `rate` towards the correlations of x and y, in place, and return it.
 
-    x, y: (..., D), a block's input and its mixer's output. A context of (D, D) is written over; for any other, or none,
-    a new one that begins at 0 is returned, in float32, or float64 for float64 inputs. With no rows at all it stays as
-    it is. A finite context stays finite, whatever x and y are. `rate` is clamped to [0, 1].
+    x, y: (..., D), a block's input and its mixer's output. A context of (D, D) is overwritten; for any other, or None,
+    a new one that begins at 0 is returned, in float32, or float64 for float64 inputs. If x has no rows, the context
+    does not change. A finite context stays finite, whatever x and y are. `rate` is clamped to [0, 1].
 
     >>> x = torch.tensor([[1.0, 1.0], [-1.0, 1.0]])
     >>> context = update_context(x, -x, rate=1.0)
@@ -131,20 +127,20 @@ def update_context(x: Tensor, y: Tensor, rate: float, context: Tensor | None = N
 
 
 def _move(context: Tensor, correlation: Tensor, rate: float) -> Tensor:
-    """C ← (1 − r)·C + r·tanh(corr); the correlations are used up."""
+    """C ← (1 − r)·C + r·tanh(corr), in place; `correlation` is overwritten."""
     if context.dtype == correlation.dtype:
         return context.lerp_(correlation.tanh_(), rate)
-    # A step of 0.01 is below what a low precision can add to.
+    # In a low precision a step of 0.01 would be rounded away.
     return context.copy_(context.to(correlation.dtype).lerp_(correlation.tanh_(), rate))
 
 
 def _correlate(
     x: Tensor, y: Tensor, dtype: torch.dtype, out: Tensor | None = None, denominator: Tensor | None = None
 ) -> Tensor:
-    """The correlations of each channel of x with each of y, between -1 and 1; `denominator` is scratch.
+    """Returns the correlations of each channel of x with each of y, between -1 and 1; `denominator` is scratch.
 
-    Channels are divided by their largest value before they are centred, so that no square overflows and one that is
-    constant is exactly 0.
+    Channels are divided by their largest value before they are centred, so that no square overflows and a constant
+    channel becomes exactly 0.
     """
     rows = torch.stack((_sample(x), _sample(y))).nan_to_num_(0.0, 0.0, 0.0)
     tiny = torch.finfo(rows.dtype).tiny
@@ -160,7 +156,7 @@ def _correlate(
 
 
 def _sample(x: Tensor) -> Tensor:
-    """At most 32 of the rows, evenly apart, in float64."""
+    """Returns at most 32 rows of x, evenly spaced, in float64 if the device has it."""
     rows = x.shape[:-1].numel()
     n = min(rows, ROWS)
     step = max(1, rows // n)
@@ -172,17 +168,17 @@ def _sample(x: Tensor) -> Tensor:
 
 
 def _scale(strength: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-    """s/D, as a tensor: reading its value would wait for the GPU."""
+    """Returns s/D as a tensor: reading its value would synchronize with the GPU."""
     return strength.reshape(()).to(torch.promote_types(dtype, torch.float32)) / width
 
 
 def _at_least(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The tensor in its own dtype or in this one, whichever is wider."""
+    """Returns the tensor in its own dtype or in `dtype`, whichever is wider."""
     return tensor.to(torch.promote_types(tensor.dtype, dtype))
 
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:
-    """Σ a⊙b in float64, a chunk of rows at a time."""
+    """Returns Σ a⊙b, summed in float64 if the device has it, a chunk of rows at a time."""
     dtype = _accumulation_dtype(a)
     total = torch.zeros((), dtype=dtype, device=a.device)
     rows = max(1, CHUNK.get(a.device.type, 1 << 17) // max(1, a.shape[1]))
@@ -199,11 +195,6 @@ def _dot(a: Tensor, b: Tensor) -> Tensor:
     return total
 
 
-@cache
-def _kernels() -> Any:
-    return importlib.import_module("leangrad.kernels.context")
-
-
 def _accumulation_dtype(x: Tensor) -> torch.dtype:
-    """float64, where the device has it."""
+    """Returns float64 if the device has it, else float32."""
     return torch.float32 if x.device.type == "mps" else torch.float64

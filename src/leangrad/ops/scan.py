@@ -4,42 +4,39 @@
     s_t = ā_t·s_{t−1} + w_t·B_t·v_t     v = gate·u
     z_t = Σ_n C_t·s_t + D·u_t
 
-and w by its form:
+and w depends on the form:
 
     "zoh"   (1 − ā)/A        zero-order hold, as in Mamba; dt where A is 0
     "ema"   1 − ā            as in the RG-LRU
     "rms"   √(1 − ā²)        the RG-LRU's other form
 
-Backward, with g_t = C_t·dz_t + ā_{t+1}·g_{t+1} the gradient of s_t, rebuilds the states of one chunk at a time:
+Backward rebuilds the states of one chunk at a time. With the gradient of s_t, g_t = C_t·dz_t + ā_{t+1}·g_{t+1}:
 
     dv = Σ_n g·w·B    dB = Σ_d g·w·v    dC = Σ_d dz·s    dD = Σ dz·u
     d(dt) = Σ_n g·(B·v·∂w/∂dt − A·ā·s_{t−1})       dA = Σ_t g·(B·v·∂w/∂A − dt·ā·s_{t−1})
 
-Nothing here knows of autograd. Maps may be in a low precision; states and sums are float32, or float64 if a map is. On
-CUDA `leangrad.kernels.scan` does the work; the code below serves all else. There, what is not recurrent is done for a
-whole chunk at once, and a step of the recurrence is one `addcmul` into a buffer that is used again for every chunk.
+Nothing here uses autograd. Maps may be in a low precision; states and sums are float32, or float64 if a map is. On CUDA
+`leangrad.kernels.scan` does the work; the code below is for all else. It computes everything but the recurrence for a
+whole chunk at once; a step of the recurrence is one `addcmul` into a buffer that is reused for every chunk.
 """
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Iterator
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from leangrad.kernels import serves
+from leangrad.kernels import kernels_of, serves
 
-__all__ = ["FORMS", "Gradients", "Scan", "backward", "chunk_length", "forward"]
+__all__ = ["Gradients", "Scan", "backward", "chunk_length", "forward"]
 
-FORMS = ("zoh", "ema", "rms")
-# States of one step that are worked on together: enough that an op costs more than its call, and scratch that does not
-# grow with the batch.
+# States of one time step that are processed together: enough that an op costs more than its call, and a bound for the
+# scratch, which does not grow with the batch.
 STEP_STATES = 1 << 15
-# Where dt·A is smaller, 1 − exp(−dt·A) is taken from a series. At the seam its rounding is that of a plain (1 − ā)/A.
+# Where |dt·A| is smaller, a series replaces the direct formula. At this bound it rounds as a plain (1 − ā)/A does.
 NEAR = 1 / 4
 
 
@@ -57,7 +54,7 @@ class Scan(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """In the shapes of the inputs; `start` is (batch, N, D). dA is None if it was not asked for."""
+    """The gradients, in the shapes of the inputs; `start` is (batch, N, D). A's is None if it was not needed."""
 
     u: Tensor
     dt: Tensor
@@ -70,9 +67,9 @@ class Gradients(NamedTuple):
 
 
 def chunk_length(steps: int) -> int:
-    """Steps between two kept states: a power of two near √steps / 2, from 16 to 128.
+    """Returns the steps between two kept states: a power of two near √steps / 2, from 16 to 128.
 
-    Kept states, steps / chunk, and rebuilt ones, about six buffers of a chunk, are then of one size.
+    The kept states, steps / chunk of them, and the rebuilt ones, about six buffers of a chunk, are then about as large.
 
     >>> [chunk_length(steps) for steps in (1, 100, 4096, 10**6)]
     [16, 16, 32, 128]
@@ -84,13 +81,15 @@ def chunk_length(steps: int) -> int:
 
 
 def state_dtype(scan: Scan) -> torch.dtype:
-    """float64 if one of the inputs is, else float32."""
+    """Returns float64 if one of the inputs is, else float32."""
     double = any(isinstance(x, Tensor) and x.dtype == torch.float64 for x in scan)
     return torch.float64 if double else torch.float32
 
 
 def forward(scan: Scan, start: Tensor | None, chunk: int) -> tuple[Tensor, Tensor]:
-    """z, and the states at the boundaries, (chunks + 1, batch, N, D): bounds[0] is `start`, bounds[-1] the end.
+    """Returns z, and the states at the chunk boundaries, (chunks + 1, batch, N, D).
+
+    bounds[0] is `start`, zeros if that is None; bounds[-1] is the last state.
 
     >>> one = torch.ones(1, 3, 1)
     >>> z, bounds = forward(Scan("ema", one, one, torch.full((1, 1), math.log(2))), None, 2)
@@ -107,7 +106,7 @@ def forward(scan: Scan, start: Tensor | None, chunk: int) -> tuple[Tensor, Tenso
     if _kernels_serve(scan):
         maps, columns, vectors = _for_kernels(scan)
         with torch.cuda.device_of(z):
-            _kernels().forward(maps, vectors[0], columns, vectors[1], bounds, z, form=scan.form, chunk=chunk)
+            kernels_of("scan").forward(maps, vectors[0], columns, vectors[1], bounds, z, form=scan.form, chunk=chunk)
     else:
         for rows in _row_groups(scan):
             _forward_rows(scan, rows, bounds, z, chunk)
@@ -117,7 +116,7 @@ def forward(scan: Scan, start: Tensor | None, chunk: int) -> tuple[Tensor, Tenso
 def backward(
     scan: Scan, bounds: Tensor, dz: Tensor, end: Tensor | None, chunk: int, *, needs_dA: bool = True
 ) -> Gradients:
-    """All gradients, from those of z and of the last state (batch, N, D).
+    """Returns all gradients, from `dz`, that of z, and `end`, that of the last state (batch, N, D), zero if None.
 
     >>> one = torch.ones(1, 3, 1)
     >>> scan = Scan("ema", one, one, torch.full((1, 1), math.log(2)))
@@ -128,7 +127,7 @@ def backward(
     if _kernels_serve(scan):
         maps, columns, vectors = _for_kernels(scan)
         with torch.cuda.device_of(bounds):
-            du, dgate, ddt, dA, dB, dC, dD, start = _kernels().backward(
+            du, dgate, ddt, dA, dB, dC, dD, start = kernels_of("scan").backward(
                 maps, vectors[0], columns, vectors[1], bounds, dz.contiguous(), end, form=scan.form, chunk=chunk
             )
         return Gradients(du, ddt, dA, dB, dC, dD, dgate, start)
@@ -142,7 +141,7 @@ def backward(
 
 
 class _Rates(NamedTuple):
-    """What depends on A alone."""
+    """A, −A and 1/A."""
 
     A: Tensor
     minus: Tensor
@@ -152,7 +151,7 @@ class _Rates(NamedTuple):
 def _rates(scan: Scan, dtype: torch.dtype) -> _Rates:
     A = scan.A.to(dtype)
     if scan.form == "zoh":
-        # Where A is 0 or so small that dt·A could underflow, a tiny A gives the same: w = dt to the last bit.
+        # Where A is 0, or so small that dt·A could underflow, a tiny A gives the same w, which is dt to the last bit.
         tiny = math.sqrt(torch.finfo(dtype).tiny)
         A = torch.where(A.abs() < tiny, tiny, A)
     return _Rates(A, -A, 1 / A)
@@ -172,7 +171,7 @@ _Numbered = tuple[int, slice, _Block]
 
 
 def _blocks(scan: Scan, rows: slice, chunk: int, dtype: torch.dtype, reverse: bool = False) -> Iterator[_Numbered]:
-    """(index, times, block) of every chunk."""
+    """Yields (index, times, block) of every chunk."""
     T = scan.u.shape[1]
     indices = range(-(-T // chunk))
     for k in reversed(indices) if reverse else indices:
@@ -188,13 +187,13 @@ def _cut(x: Tensor, rows: slice, times: slice, dtype: torch.dtype) -> Tensor:
 
 
 def _row_groups(scan: Scan) -> list[slice]:
-    """The batch in groups whose states fit a cache together."""
+    """Returns groups of rows of the batch whose states fit in cache together."""
     batch, step = scan.u.shape[0], max(1, STEP_STATES // scan.A.numel())
     return [slice(first, min(batch, first + step)) for first in range(0, batch, step)]
 
 
 def _buffers(count: int, scan: Scan, rows: slice, chunk: int, dtype: torch.dtype) -> list[Tensor]:
-    """Buffers (L, R, N, D), in one allocation."""
+    """Returns `count` buffers (L, R, N, D), in one allocation."""
     L = min(chunk, scan.u.shape[1])
     return list(scan.u.new_empty(count, L, rows.stop - rows.start, *scan.A.shape, dtype=dtype))
 
@@ -234,11 +233,12 @@ def _weigh(
 def _weigh_zoh(
     rates: _Rates, block: _Block, decays: Tensor, weights: Tensor, slopes: Tensor, far: Tensor, direct: Tensor
 ) -> None:
-    """The slope q = (w − dt·ā)/A first, then w = dt·ā + A·q, in which nothing cancels.
+    """Write the slope q = (w − dt·ā)/A first, then w = dt·ā + A·q, in which nothing cancels.
 
-    q is its series dt²·Σ_k (−x)^(k−1)·k/(k+1)! for |x| < NEAR, where the direct form loses digits. On a CPU `expm1`
-    costs as much as 27 products, and `torch.where` 14: so the series serves w as well, and `lerp` selects. Both sides
-    must be finite for that: the series gets a clamped x, and a dt whose square does not overflow.
+    For |x| < NEAR, where the direct form loses digits, q is its series dt²·Σ_k (−x)^(k−1)·k/(k+1)!. On a CPU `expm1`
+    costs as much as 27 products, and `torch.where` as 14. So w is computed from the series as well, and `lerp` selects
+    between the two forms. Both must be finite for that: the series gets a clamped x, and a dt whose square does not
+    overflow.
     """
     minus_x = decays
     terms = 12 if minus_x.dtype == torch.float64 else 6  # the next one is below the rounding at x = NEAR
@@ -258,27 +258,27 @@ def _weigh_zoh(
 
 
 def _drive(block: _Block, weights: Tensor, into: Tensor) -> None:
-    """w·B·v."""
+    """Write w·B·v into `into`."""
     torch.mul(weights, block.v, out=into)
     if block.B is not None:
         into.mul_(block.B.unsqueeze(-1))
 
 
 def _recur(decays: tuple[Tensor, ...], states: tuple[Tensor, ...], state: Tensor) -> None:
-    """s_t = ā_t·s_{t−1} + what is in its place."""
+    """s_t = ā_t·s_{t−1} + states_t, written over `states`; `state` is the one before the first."""
     for decay, after in zip(decays, states, strict=True):
         state = torch.addcmul(after, decay, state, out=after)
 
 
 def _recur_back(decays: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
-    """g_t = ā_{t+1}·g_{t+1} + what is in its place."""
+    """g_t = ā_{t+1}·g_{t+1} + grads_t, written over `grads`."""
     later = grads[-1]
     for decay, earlier in zip(reversed(decays[1:]), reversed(grads[:-1]), strict=True):
         later = torch.addcmul(earlier, decay, later, out=earlier)
 
 
 def _over_states(weights: Tensor | None, states: Tensor, scratch: Tensor) -> Tensor:
-    """Σ_n weights·states: (L, R, N) and (L, R, N, D) to (L, R, D)."""
+    """Returns Σ_n weights·states: (L, R, N) and (L, R, N, D) to (L, R, D)."""
     if weights is None:
         return states.sum(2)
     # Not `bmm`, which on some CPUs makes one call for each of its small matrices.
@@ -286,12 +286,12 @@ def _over_states(weights: Tensor | None, states: Tensor, scratch: Tensor) -> Ten
 
 
 def _over_channels(states: Tensor, weights: Tensor, scratch: Tensor) -> Tensor:
-    """Σ_d states·weights: (L, R, N, D) and (L, R, 1, D) to (L, R, N)."""
+    """Returns Σ_d states·weights: (L, R, N, D) and (L, R, 1, D) to (L, R, N)."""
     return torch.mul(states, weights, out=scratch).sum(3)
 
 
 def _empty_gradients(scan: Scan, bounds: Tensor, end: Tensor | None, needs_dA: bool) -> Gradients:
-    """Buffers for all gradients; `start` begins as the gradient of the last state and is carried back to the first."""
+    """Returns buffers for all gradients. `start` begins as the gradient of the last state; backward carries it back."""
     u, dt, B, C, gate = (
         None if x is None else torch.empty_like(x) for x in (scan.u, scan.dt, scan.B, scan.C, scan.gate)
     )
@@ -357,7 +357,7 @@ class _Chunk(NamedTuple):
 
 
 def _backward_rates(form: str, rates: _Rates, block: _Block, c: _Chunk, dA: Tensor | None) -> Tensor:
-    """The gradient of dt, (L, R, D); that of A is added to `dA`."""
+    """Returns the gradient of dt, (L, R, D), and adds that of A to `dA`."""
     decayed = torch.mul(c.grads, c.decays, out=c.spare)  # g·ā
     if form == "zoh":  # ∂w/∂dt = ā
         ddt = _over_states(block.B, decayed, c.scratch).mul_(block.v[:, :, 0])
@@ -382,17 +382,13 @@ def _backward_rates(form: str, rates: _Rates, block: _Block, c: _Chunk, dA: Tens
 
 
 def _kernels_serve(scan: Scan) -> bool:
-    """Where there is something to do, in dtypes that kernels know, and the batch fits a grid."""
+    """Whether the kernels apply: the scan is not empty, they serve its tensors, and the batch fits in a grid."""
     batch_fits = scan.u.shape[0] < 1 << 16
     return scan.u.numel() > 0 and batch_fits and all(serves(x) for x in scan if isinstance(x, Tensor))
 
 
 def _for_kernels(scan: Scan) -> tuple[Any, Any, Any]:
-    """(u, gate, dt), (B, C) and (A, D) as the kernels take them."""
+    """Returns (u, gate, dt), (B, C) and (A, D) as the kernels need them: contiguous, A and D in float32."""
     u, dt, B, C, gate = (None if x is None else x.contiguous() for x in (scan.u, scan.dt, scan.B, scan.C, scan.gate))
-    return (u, gate, dt), (B, C), (scan.A.float().contiguous(), None if scan.D is None else scan.D.float())
-
-
-@cache
-def _kernels() -> Any:
-    return importlib.import_module("leangrad.kernels.scan")
+    A, D = (None if x is None else x.float().contiguous() for x in (scan.A, scan.D))
+    return (u, gate, dt), (B, C), (A, D)
