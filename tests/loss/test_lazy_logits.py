@@ -507,7 +507,7 @@ def test_the_summary_says_what_became_of_logits() -> None:
 
     torch.manual_seed(0)
     for exact, sentence in (
-        (True, rf"exact=False\) would keep no logits, {ROWS * (LENGTH - 1) * WORDS * 4 / 1000:.2f} kB here"),
+        (True, rf"exact=False\) would make no logits, {ROWS * (LENGTH - 1) * WORDS * 4 / 1000:.2f} kB here"),
         (False, "exact=False: the logits of head are not kept"),
     ):
         model, ids = leangrad.lean(WithLoss(), exact=exact), words()

@@ -276,6 +276,23 @@ def test_double_backward_is_refused_or_right() -> None:
     torch.testing.assert_close(*found)
 
 
+@pytest.mark.parametrize("is_hooked", [False, True])
+def test_double_backward_of_an_argument_that_is_passed_twice(is_hooked: bool) -> None:
+    """Each place has its gradient once, and hooks of an argument run once."""
+    found = []
+    for function in (linear_cross_entropy, plain):
+        torch.manual_seed(0)
+        leaf = torch.randn(20, 8, requires_grad=True)
+        z = leaf * 1
+        if is_hooked:
+            z.register_hook(lambda grad: 2 * grad)
+        loss = function(z, z, torch.arange(20), reduction="none").sum()
+        (g,) = torch.autograd.grad(loss, leaf, create_graph=True)
+        found.append((g, torch.autograd.grad(g.square().sum(), leaf)[0]))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b)
+
+
 def test_double_backward_under_autocast() -> None:
     x, weight, target, _ = Case().draw()
     x.requires_grad_()

@@ -105,6 +105,22 @@ def check_whole(dtype: torch.dtype, device: str) -> None:
         assert error < (2e-5 if ours.dtype == torch.float32 and dtype == torch.float32 else 2e-2)
 
 
+def check_gradients_of_each_row(device: str) -> None:
+    """Without a reduction the gradient may have any strides: that of `.sum()` has stride 0."""
+    x, W = torch.randn(40, 16, device=device), torch.randn(300, 16, device=device)
+    target = torch.randint(300, (40,), device=device)
+    for g in (torch.ones(1, device=device).expand(40), torch.randn(40, 2, device=device)[:, 1]):
+        inputs = [t.detach().requires_grad_() for t in (x, W)]
+        linear_cross_entropy(*inputs, target, reduction="none").backward(g)
+        double = [t.detach().double().requires_grad_() for t in (x, W)]
+        tensors = Tensors(*double, None, None, None, target)
+        truth = plain_linear_cross_entropy(tensors, Options("none", -100, 0, 0, None))
+        truth.backward(g.double())
+        for ours, other in zip(inputs, double, strict=True):
+            assert ours.grad is not None and other.grad is not None  # noqa: PT018
+            assert (ours.grad.double() - other.grad).norm() < 2e-5 * other.grad.norm()
+
+
 def check_target_outside(device: str) -> None:
     """The kernel alone makes the loss of a target that is no class NaN; the function asserts before it runs."""
     z = torch.zeros(2, 5, device=device)
@@ -143,6 +159,7 @@ def check_all(device: str) -> None:
         check_rows(rows, V, on, torch.bfloat16, device, of_logits=torch.bfloat16)
     for dtype in ROUNDING:
         check_whole(dtype, device)
+    check_gradients_of_each_row(device)
     check_target_outside(device)
     check_minus_infinity(device)
 

@@ -1,14 +1,15 @@
 """`linear_cross_entropy`: the projection to the vocabulary and its cross entropy as one op that keeps no logits.
 
-[Note: gradients in forward] With `reduction` "mean" or "sum" all tokens have one factor, which backward knows and
-forward does not: everything else of the gradients is computed in forward, where the logits of a chunk are at hand, and
-no product runs twice. What is held until backward is float32: the factor is multiplied and the result rounded once,
-as plain PyTorch rounds once. With "none" each token has a factor of its own. Then backward computes logits again, chunk
-by chunk: four products in the place of three. So it does inside saved-tensor hooks of others, `torch.utils.checkpoint`
-and `save_on_cpu`: they are to have what is kept.
+[Note: gradients in forward] With `reduction` "mean" or "sum" the gradients of all tokens have one common factor, which
+is known only in backward. Everything else of the gradients is computed in forward, while the logits of a chunk are in
+memory, so no product runs twice. The gradients are held until backward in float32; there they are multiplied by the
+factor and rounded once, as plain PyTorch rounds once. With "none" each token has a factor of its own: backward computes
+the logits again, chunk by chunk, four products instead of three. Backward does the same if forward ran inside other
+saved-tensor hooks, such as those of `torch.utils.checkpoint` and `save_on_cpu`: these hooks must receive the tensors
+that are kept.
 
-[Note: second backward] What is held is given away in the last backward, the one that does not retain the graph. Before
-that it is only read.
+[Note: second backward] The last backward, the one that does not retain the graph, overwrites and returns the held
+gradients. Backward passes before it only read them.
 """
 
 from __future__ import annotations
@@ -54,17 +55,17 @@ def linear_cross_entropy(
         loss = F.cross_entropy(z.float(), target, weight, reduction=..., ignore_index=..., label_smoothing=...)
         loss += z_loss * torch.logsumexp(z, -1) ** 2    # of valid tokens, and reduced as the loss is
 
-    where the z-loss knows no class weights: its mean is that over the tokens that are not ignored. The loss is float32,
+    where the z-loss does not use class weights: its mean is over the tokens that are not ignored. The loss is float32,
     or float64 for a float64 input.
 
     input: (..., D), linear_weight: (V, D), target: (...), class indices; linear_bias and weight, of the classes: (V,);
-    logit_scale: a number, or a tensor of one element, which gets its gradient too. A target that is no class and not
-    `ignore_index` raises IndexError on a CPU and is an assertion on a GPU, as in `F.cross_entropy`.
+    logit_scale: a number, or a tensor of one element, which gets its gradient too. A target that is neither a class nor
+    `ignore_index` raises IndexError on a CPU and fails an assertion on a GPU, as in `F.cross_entropy`.
 
-    Keeps for backward, with "mean" and "sum", the gradients of the input and of the weight in float32, those of them
-    that are needed: 4·N·D and 4·V·D bytes for N tokens. With "none", its arguments. Besides there are the logits of one
-    chunk, at most 64 MiB on a CPU and 512 MiB on a GPU, 256 in bfloat16, or there as much as half of the gradient that
-    is held of the weight. Plain PyTorch keeps 4·N·V bytes and more.
+    Keeps for backward, with "mean" and "sum", the gradients of the input and of the weight in float32, as far as they
+    are needed: 4·N·D and 4·V·D bytes for N tokens. With "none" it keeps its arguments. While it runs it also has the
+    logits of one chunk: at most 64 MiB on a CPU, 512 MiB on a GPU, 256 MiB there in bfloat16; on a GPU, if the weight
+    needs a gradient, up to half the bytes of that gradient. Plain PyTorch keeps 4·N·V bytes and more.
 
     >>> hidden, table = torch.randn(8, 16, requires_grad=True), torch.randn(1000, 16, requires_grad=True)
     >>> loss = linear_cross_entropy(hidden, table, torch.arange(8))
@@ -75,7 +76,7 @@ def linear_cross_entropy(
     _check_options(options)
     _check(input, linear_weight, target, linear_bias, weight)
     scale = _scale(logit_scale, input)
-    target = target.long()  # uint8 is what `F.cross_entropy` takes too
+    target = target.long()  # `F.cross_entropy` takes uint8 too
     tensors = Tensors(input, linear_weight, linear_bias, scale, weight, target)
     if runs_plain(*tensors) or any(t is not None and not _is_dense(t) for t in tensors):
         return plain_linear_cross_entropy(tensors, options)
@@ -84,7 +85,7 @@ def linear_cross_entropy(
 
 
 def fused_linear_cross_entropy(tensors: Tensors, options: Options, dtype: torch.dtype) -> Tensor:
-    """The loss, of arguments that have been checked, with the projection in `dtype`, whatever autocast says now."""
+    """Return the loss of checked arguments, with the projection in `dtype`, whatever autocast's state is."""
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         in_forward = options.reduction != "none" and (ledger_saves() or not _torch.saved_tensor_hooks_active())
         return _apply(*tensors, options, dtype, in_forward)  # type: ignore[no-any-return]
@@ -96,10 +97,10 @@ def fused_linear_cross_entropy(tensors: Tensors, options: Options, dtype: torch.
 def loss_and_gradients(
     tensors: Tensors, options: Options, dtype: torch.dtype, needs: tuple[bool, bool, bool]
 ) -> tuple[Tensor, Tensor, ops.Gradients]:
-    """The loss, and the gradients of input, weight and bias that are needed, which lack two factors.
+    """Return the loss, a factor, and the gradients of input, weight and bias that `needs` asks for, else None.
 
-    The one is the gradient of the loss, the other is the second that is returned here: see [Note: gradients in
-    forward]. The reduction is "mean" or "sum", and no gradient is recorded. A target that is no class is an error.
+    The returned gradients have yet to be multiplied by the factor and by the gradient of the loss; see [Note: gradients
+    in forward]. The reduction must be "mean" or "sum". Autograd records nothing. A target that is no class is an error.
     """
     with torch.no_grad(), _autocast_off(tensors.input):
         _check_target(tensors.target, len(tensors.linear_weight), options.ignore_index)
@@ -167,7 +168,7 @@ def _check(input: Tensor, linear_weight: Tensor, target: Tensor, bias: Tensor | 
 
 
 def _scale(logit_scale: float | Tensor | None, input: Tensor) -> Tensor | None:
-    """The scale as a tensor beside the input."""
+    """Return the scale as a tensor on the input's device; None if there is no scale."""
     if logit_scale is None:
         return None
     if not isinstance(logit_scale, Tensor):
@@ -197,7 +198,7 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def _product_dtype(tensors: Tensors) -> torch.dtype:
-    """The dtype that the projection is computed in: the arguments' own, or autocast's."""
+    """Return the dtype that the projection is computed in: autocast's, or else that of the arguments."""
     given = [t.dtype for t in tensors[:3] if t is not None]
     if autocast_enabled(tensors.input.device.type) and LOW_OR_SINGLE.issuperset(given):
         return torch.get_autocast_dtype(tensors.input.device.type)
@@ -212,7 +213,10 @@ def _product_dtype(tensors: Tensors) -> torch.dtype:
 
 
 def _autocast_off(tensor: Tensor) -> Any:
-    """What a Function casts in autocast would stay in autocast's cache, without its history."""
+    """Return a context without autocast.
+
+    Autocast's cache would keep the casts that a Function makes, which have no autograd history.
+    """
     return _torch.autocast_off(tensor.device.type)
 
 
@@ -236,9 +240,10 @@ def _problem(tensors: Tensors, options: Options, dtype: torch.dtype) -> ops.Prob
 
 
 class _Reduction:
-    """How losses of tokens become one: their sum over `weights`, and that of the z-loss over `tokens`.
+    """The reduction of the tokens' losses: their sum divided by `weights`, that of the z-loss divided by `tokens`.
 
-    With "mean" these are the class weights of all valid targets, and their number; else 1.
+    With "mean", `weights` is the sum of the class weights of all valid targets, and `tokens` is their number; with
+    "sum" and "none" both are 1.
     """
 
     def __init__(self, problem: ops.Problem, options: Options) -> None:
@@ -254,32 +259,38 @@ class _Reduction:
     def loss(self, nll: Tensor, logsumexp: Tensor, shape: torch.Size) -> Tensor:
         if self.reduction == "none":
             return (nll if self.z_loss == 0 else nll + self.z_loss * logsumexp.square_()).view(shape)
-        # In float64: thousands of tokens in float32 would round the loss more than plain's own sum does.
+        # In float64: thousands of tokens in float32 would round the loss more than plain PyTorch's sum does.
         loss = nll.sum(dtype=torch.float64) / self.weights
         if self.z_loss != 0:
             loss = loss + self.z_loss * (logsumexp.double().square_().sum() / self.tokens)
         return loss.to(self.wide)
 
     def z_factor(self) -> Tensor | None:
-        """What the z-loss of a token counts beside its nll."""
+        """Return the factor of a token's z-loss relative to its nll; None if there is no z-loss."""
         if self.z_loss == 0:
             return None
         return self.z_loss * self.weights / self.tokens.clamp_min(1)
 
     def factor(self, g: Tensor) -> Tensor:
-        """What all gradients are multiplied by. They are 0 where no target is valid, although the loss is NaN."""
+        """Return the factor of all gradients, given the gradient `g` of the loss.
+
+        If no target is valid the gradients are 0, although the loss is NaN.
+        """
         return g.to(self.wide) / torch.where(self.tokens == 0, 1, self.weights)
 
 
 class _Held:
-    """Gradients that want a factor before they are rounded and returned."""
+    """Gradients that have yet to be multiplied by a factor, rounded and returned."""
 
     def __init__(self, found: ops.Gradients, reduction: _Reduction, scale: Tensor | None) -> None:
         self._gradients = list(found[:4])
         self._unit, self._reduction, self._scale = found.unit, reduction, scale
 
     def factors(self, g: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """For dx, dW and db; and for ds. None is 1."""
+        """Return the factor of dx, dW and db, and that of ds; None stands for 1.
+
+        g: the gradient of the loss; None: the held gradients include it already.
+        """
         by_one = None if g is None else self._reduction.factor(g)
         if self._unit is not None:
             by_one = self._unit.reciprocal() if by_one is None else by_one / self._unit
@@ -289,7 +300,7 @@ class _Held:
         return by_scale, by_one
 
     def get(self, place: int, take: bool) -> Tensor | None:
-        """The gradient of the tensor at this place; it is let go if it is taken."""
+        """Return the gradient at index `place` of `Tensors`; with `take` the reference to it is dropped here."""
         gradient = self._gradients[place]
         if take:
             self._gradients[place] = None
@@ -297,7 +308,7 @@ class _Held:
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """See [Note: gradients in forward]. The tensors are `Tensors`, in its order."""
+    """The autograd Function; see [Note: gradients in forward]. Its tensor arguments are in the order of `Tensors`."""
 
     @staticmethod
     def forward(
@@ -351,7 +362,7 @@ _apply = overridable(_LinearCrossEntropy.apply, product=True)
 
 
 def _recompute(ctx: Any, tensors: Tensors, g: Tensor) -> _Held:
-    """The gradients by four products, three of them here."""
+    """Compute the gradients in backward, from the saved arguments: three products, after one in forward."""
     problem = _problem(tensors, ctx.options, ctx.dtype)
     reduction = _Reduction(problem, ctx.options)
     factors = g.reshape(-1) if ctx.options.reduction == "none" else reduction.factor(g).expand(len(problem.x))
@@ -360,7 +371,10 @@ def _recompute(ctx: Any, tensors: Tensors, g: Tensor) -> _Held:
 
 
 def _finish(ctx: Any, held: _Held, g: Tensor | None, takes: bool) -> list[Tensor | None]:
-    """Multiply, round once, and write the gradient of a packed parameter where it belongs."""
+    """Multiply the held gradients by their factors, round once, and return them.
+
+    The gradient of a packed parameter is written into its slot. takes: the held gradients may be overwritten.
+    """
     by_scale, by_one = held.factors(g)
     found: list[Tensor | None] = [None] * 4
     for place, factor in enumerate((by_scale, by_scale, by_scale, by_one)):
@@ -372,7 +386,7 @@ def _finish(ctx: Any, held: _Held, g: Tensor | None, takes: bool) -> list[Tensor
         if parameter is None or (g is not None and not _torch.has_memory(g)):
             found[place] = _scaled(gradient, factor, takes, shape, dtype)
             continue
-        wide = _scaled(gradient, factor, takes, shape, gradient.dtype)  # once, however often `deliver` calls
+        wide = _scaled(gradient, factor, takes, shape, gradient.dtype)  # once, even if `deliver` calls `compute` often
 
         def compute(out: Tensor | None, add: bool, wide: Tensor = wide, dtype: torch.dtype = dtype) -> Tensor:
             if out is None:
@@ -384,11 +398,11 @@ def _finish(ctx: Any, held: _Held, g: Tensor | None, takes: bool) -> list[Tensor
 
 
 def _scaled(gradient: Tensor, factor: Tensor | None, is_ours: bool, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """`gradient` times `factor`, in this shape and dtype; in its own memory if that is ours."""
+    """Return `gradient` times `factor` in this shape and dtype; `is_ours`: it may be computed in place."""
     if factor is None:
         scaled = gradient if is_ours else gradient.clone()
     elif gradient.is_cuda and gradient.dtype != dtype and _torch.has_memory(factor):
-        # One pass; a CPU would make a temporary for what it computes, as large as the gradient.
+        # One pass over memory. A CPU would allocate a temporary as large as the gradient for this.
         scaled = torch.mul(gradient, factor, out=torch.empty(gradient.shape, dtype=dtype, device=gradient.device))
     else:
         scaled = gradient.mul_(factor) if is_ours else gradient * factor
@@ -396,13 +410,16 @@ def _scaled(gradient: Tensor, factor: Tensor | None, is_ours: bool, shape: torch
 
 
 def _plain_backward(ctx: Any, tensors: Tensors, g: Tensor) -> list[Tensor | None]:
-    """By torch's own ops, which can be differentiated again."""
-    wanted = [t for t, needed in zip(tensors, ctx.needs_input_grad, strict=False) if needed and t is not None]
+    """Return the gradients by torch's own ops, which can be differentiated again."""
     with torch.enable_grad(), _autocast_off(g):
-        bias = tensors.linear_bias
-        cast = tensors._replace(
-            input=tensors.input.to(ctx.dtype),
-            linear_weight=tensors.linear_weight.to(ctx.dtype),
+        # One alias per argument: a tensor that is passed twice must get two gradients, and hooks of the argument itself
+        # run where the engine hands on what is returned here, and only there.
+        aliases = Tensors(*(None if t is None else t.view_as(t) for t in tensors))  # type: ignore[arg-type]
+        wanted = [t for t, needed in zip(aliases, ctx.needs_input_grad, strict=False) if needed and t is not None]
+        bias = aliases.linear_bias
+        cast = aliases._replace(
+            input=aliases.input.to(ctx.dtype),
+            linear_weight=aliases.linear_weight.to(ctx.dtype),
             linear_bias=None if bias is None else bias.to(ctx.dtype),
         )
         loss = plain_linear_cross_entropy(cast, ctx.options)

@@ -1,4 +1,4 @@
-"""Cross entropy of a linear map's outputs, chunk by chunk: all logits never exist at once.
+"""Cross entropy of a linear map's outputs, chunk by chunk: the logits never exist as a whole.
 
     z = s·(x Wᵀ + b)      y = cap·tanh(z/cap)      L = logsumexp_v y_v      p = exp(y − L)
     nll  = (1−ε)·w_t·(L − y_t) + ε/V·Σ_v w_v·(L − y_v)                       t is the target, w are the class weights
@@ -9,34 +9,33 @@ and the gradients of Σ_i r_i·(nll_i + c·L_i²), for a factor r_i per token:
     du   = dy·(1 − tanh²)        u = z before the cap
     dx = s·du W      dW = s·duᵀ x      db = s·Σ du      ds = Σ du·(x Wᵀ + b)
 
-A chunk is some rows of x. Its logits are one product; `du` is written in their place, and two products more give dx and
-dW, so that nothing is computed twice. Sums and gradients are float32, or float64 if x is, whatever the dtype of x and
-W: the caller multiplies what is found by its factor, and rounds once. So are logits, but for bfloat16 on a GPU.
+A chunk is some rows of x. Its logits are one product; `du` is written over them, and two more products give dx and dW,
+so that nothing is computed twice. Sums and gradients are float32, or float64 if x is, whatever the dtype of x and W:
+the caller multiplies the gradients by its factor, and rounds once. Logits have the same dtype, except for bfloat16 on
+a GPU.
 
-[Note: products] In float32 and float64 a product is the plain one. In half precision CUDA multiplies x and W as they
-are and gives float32; `du` is then rounded to their dtype, as plain PyTorch's is. Where the kernels serve, bfloat16
-logits are rounded too, again as plain PyTorch's are: they take half of the memory, and half as much is read and
+[Note: products] In float32 and float64 the products are those of plain PyTorch. In half precision CUDA multiplies x and
+W as they are and returns float32; `du` is then rounded to their dtype, as in plain PyTorch. Where the kernels apply,
+bfloat16 logits are rounded too, again as in plain PyTorch: they use half of the memory, and half as much is read and
 written. (float16 could overflow.) A CPU has no such product: there x and one block of W at a time are widened. (Its own
 half-precision products would round each chunk's share of dW before it is added, and dx before it is multiplied by the
-factor: three roundings, with that of `du`, where plain has two.)
+factor: with that of `du` three roundings, where plain PyTorch has two.)
 
-[Note: float16] `du` of a likely model is full of p/V, far below what float16 resolves. It is multiplied by a power of
-two, `unit`, which keeps its largest possible entry below 2¹⁴; the caller divides by it.
+[Note: float16] `du` of a typical model is full of entries near p/V, far below what float16 resolves. It is multiplied
+by a power of two, `unit`, which keeps its largest possible entry below 2¹⁴; the caller divides by it.
 
-Nothing here knows of autograd. On CUDA `leangrad.kernels.loss` turns logits into `du`; the code below serves all else.
+Nothing here uses autograd. On CUDA `leangrad.kernels.loss` turns logits into `du`; the code below is for all else.
 """
 
 from __future__ import annotations
 
-import importlib
 import math
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from leangrad.kernels import serves
+from leangrad.kernels import kernels_of, serves
 from leangrad.ops.linear import write_wider, writes_wider
 
 __all__ = ["Gradients", "Problem", "chunk_bytes", "chunk_rows", "gradients", "losses"]
@@ -51,7 +50,7 @@ BLOCK = 1 << 20
 
 
 class Problem(NamedTuple):
-    """What a loss is computed from: x (N, D), weight (V, D), bias (V,), target (N,), class_weight (V,), scale ().
+    """The inputs of a loss: x (N, D), weight (V, D), bias (V,), target (N,), class_weight (V,), scale ().
 
     x, weight and bias have one dtype; class_weight and scale that of the logits.
     """
@@ -68,7 +67,7 @@ class Problem(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Of what was asked for, else None. dx, dW and db have yet to be multiplied by s/unit, and ds by 1/unit."""
+    """The gradients, None if not needed. The caller must multiply dx, dW and db by s/unit, and ds by 1/unit."""
 
     x: Tensor | None
     weight: Tensor | None
@@ -78,17 +77,18 @@ class Gradients(NamedTuple):
 
 
 def logits_dtype(x: Tensor) -> torch.dtype:
-    """float64 for float64, else float32."""
+    """Returns float64 for a float64 `x`, else float32."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def chunk_rows(
     tokens: int, hidden: int, vocabulary: int, device_type: str, *, itemsize: int = 4, needs_weight: bool = False
 ) -> int:
-    """How many rows a chunk has: chunks are of nearly one size, and multiples of 64 where they can be.
+    """Returns the number of rows of a chunk: chunks have nearly the same size, a multiple of 64 where possible.
 
-    itemsize: of a logit, in bytes. needs_weight: dW is wanted. Every chunk reads and writes all of it, so that on a GPU
-    larger chunks pay, up to those whose logits take as much memory as dW will when it is rounded.
+    itemsize: of a logit, in bytes.
+    needs_weight: dW is needed. Every chunk reads and writes all of dW, so that on a GPU larger chunks pay, up to those
+        whose logits use as much memory as the rounded dW will.
 
     >>> chunk_rows(8192, 4096, 128256, "cuda"), chunk_rows(8192, 64, 1000, "cpu"), chunk_rows(7, 64, 1000, "cpu")
     (1024, 256, 7)
@@ -109,7 +109,7 @@ def chunk_rows(
 def chunk_bytes(
     tokens: int, hidden: int, vocabulary: int, device_type: str, dtype: torch.dtype, *, needs_weight: bool = False
 ) -> int:
-    """What the logits of one chunk take, of a projection in `dtype`; see [Note: products].
+    """Returns the bytes of the logits of one chunk, for x and weight in `dtype`; see [Note: products].
 
     >>> chunk_bytes(8192, 2048, 128256, "cuda", torch.bfloat16, needs_weight=True) >> 20
     250
@@ -121,7 +121,7 @@ def chunk_bytes(
 
 
 def losses(problem: Problem) -> tuple[Tensor, Tensor]:
-    """Nll and logsumexp of every token, (N,); both 0 where the target is ignored.
+    """Returns nll and logsumexp of every token, (N,); both are 0 where the target is ignored.
 
     >>> x, weight, target = torch.zeros(2, 3), torch.ones(4, 3), torch.tensor([1, -100])
     >>> losses(Problem(x, weight, None, target, None, None, None, 0.0, -100))[0]
@@ -140,7 +140,7 @@ def gradients(
     *,
     needs: tuple[bool, bool, bool, bool],
 ) -> tuple[Tensor, Tensor, Gradients]:
-    """What `losses` gives, and the gradients of x, weight, bias and scale that are needed.
+    """Returns the results of `losses`, and the gradients; `needs`: which of x, weight, bias and scale need one.
 
     factors: r of the formulas, (N,), 1 where None; z_loss: c, 0-dimensional, 0 where None.
 
@@ -153,9 +153,11 @@ def gradients(
     x, weight, dtype = problem.x, problem.weight, logits_dtype(problem.x)
     needs_x, needs_weight, needs_bias, needs_scale = needs
     chunks = _Chunks(problem, z_loss, needs_weight=needs_weight, needs_scale=needs_scale)
+    if factors is not None:  # that of an ignored row may be NaN
+        factors = torch.where(problem.target != problem.ignore_index, factors, 0)
     unit = _unit(problem, factors, z_loss) if chunks.product_dtype == torch.float16 else None
     factors = torch.ones_like(chunks.nll) if factors is None else factors.to(dtype)
-    factors = factors if unit is None else factors * unit
+    factors = (factors if unit is None else factors * unit).contiguous()  # the kernels read it by address
     dx = torch.empty(x.shape, dtype=dtype, device=x.device) if needs_x else None
     first = torch.empty if len(x) else torch.zeros
     dW = first(weight.shape, dtype=dtype, device=x.device) if needs_weight else None
@@ -173,7 +175,7 @@ def gradients(
 
 
 def _unit(problem: Problem, factors: Tensor | None, z_loss: Tensor | None) -> Tensor:
-    """A power of two by which `du` may be multiplied, 0-dimensional; see [Note: float16]."""
+    """Returns the power of two by which `du` is multiplied, 0-dimensional; see [Note: float16]."""
     largest = torch.ones((), device=problem.x.device)
     if problem.class_weight is not None:
         largest = problem.class_weight.abs().amax()
@@ -186,7 +188,7 @@ def _unit(problem: Problem, factors: Tensor | None, z_loss: Tensor | None) -> Te
 
 
 class _Chunks:
-    """One pass over the chunks of a problem, with the buffers that all chunks share."""
+    """One pass over the chunks of a problem, and the buffers that all chunks share."""
 
     def __init__(
         self, problem: Problem, z_loss: Tensor | None = None, *, needs_weight: bool = False, needs_scale: bool = False
@@ -194,16 +196,16 @@ class _Chunks:
         x, weight = problem.x, problem.weight
         self.problem, self.z_loss = problem, z_loss
         self.dtype = dtype = logits_dtype(x)
-        self.wider = x.dtype != dtype and writes_wider(x.device, x.dtype, dtype)
-        self.widens = x.dtype != dtype and not self.wider
+        self.wider = x.dtype != dtype and writes_wider(x.device, x.dtype, dtype)  # products can be in `dtype`
+        self.widens = x.dtype != dtype and not self.wider  # x and W have to be cast to `dtype` first
         self.product_dtype = x.dtype if self.wider else dtype  # of `du`
-        self.kernels = _kernels() if serves(x) else None
+        self.kernels = kernels_of("loss.cross_entropy") if serves(x) else None
         rounds = self.wider and self.kernels is not None and x.dtype == torch.bfloat16
         logits = x.dtype if rounds else dtype
         self.step = chunk_rows(
             len(x), x.shape[1], len(weight), x.device.type, itemsize=logits.itemsize, needs_weight=needs_weight
         )
-        # Rows that begin at multiples of 64 bytes: products and loads of others are slow on a GPU.
+        # Each row begins at a multiple of 64 bytes: otherwise products and loads are slow on a GPU.
         self.stride = math.ceil(len(weight) / 32) * 32 if x.is_cuda else len(weight)
         self.buffer = torch.empty(self.step, self.stride, dtype=logits, device=x.device)
         self.nll = torch.empty(len(x), dtype=dtype, device=x.device)
@@ -224,19 +226,22 @@ class _Chunks:
         return x.to(self.dtype) if self.widens else x
 
     def _blocks(self) -> list[slice]:
-        """The rows of W that are multiplied together."""
+        """Returns the blocks of rows of W that are widened, or multiplied on a CPU, at once."""
         count, hidden = self.problem.weight.shape
         step = max(1, BLOCK // max(1, hidden))
         return [slice(first, min(count, first + step)) for first in range(0, count, step)]
 
     def _parts(self) -> list[slice]:
-        """The classes that are multiplied together: tensor cores want as many as a multiple of 8, and else run idle."""
+        """Returns the ranges of classes that are multiplied at once.
+
+        Tensor cores are used only for a multiple of 8 classes, so a remainder is a range of its own.
+        """
         count = len(self.problem.weight)
         even = count // 64 * 64 if count % 8 else count
         return [slice(first, last) for first, last in ((0, even), (even, count)) if last > first]
 
     def products(self, rows: slice) -> Tensor:
-        """X Wᵀ, in the shared buffer."""
+        """Returns x Wᵀ, in the shared buffer."""
         x, weight = self._rows(rows), self.problem.weight
         z = self.buffer[: len(x), : len(weight)]
         if self.wider and z.dtype != x.dtype:
@@ -253,7 +258,7 @@ class _Chunks:
         return z
 
     def multiply_by_weight(self, du: Tensor, into: Tensor) -> None:
-        """Write du W."""
+        """Write du W into `into`."""
         weight = self.problem.weight
         if self.wider:
             for part in self._parts():
@@ -266,7 +271,7 @@ class _Chunks:
                 into.addmm_(du[:, block], weight[block].to(self.dtype))
 
     def add_outer_product(self, du: Tensor, rows: slice, into: Tensor) -> None:
-        """Add duᵀ x; the first chunk overwrites."""
+        """Add duᵀ x to `into`; the first chunk overwrites it."""
         x, is_first = self._rows(rows), rows.start == 0
         if self.wider:
             write_wider(du.t(), x, into, add=not is_first)
@@ -278,7 +283,7 @@ class _Chunks:
     # Logits
 
     def write_losses(self, rows: slice) -> None:
-        """Nll and logsumexp of these rows."""
+        """Write nll and logsumexp of these rows."""
         z = self.products(rows)
         if self.kernels is not None:
             self.kernels.cross_entropy(self._call(rows), z)
@@ -286,7 +291,7 @@ class _Chunks:
         self._nll(rows, self._logits(z)[0])
 
     def write_gradients(self, rows: slice, factors: Tensor) -> Tensor:
-        """The same, and `du`, which takes the place of the logits."""
+        """Write nll and logsumexp of these rows; returns `du`, which is written over the logits."""
         z = self.products(rows)
         if self.kernels is not None:
             du = self.buffer.view(self.product_dtype)[: len(z), : z.shape[1]]
@@ -312,7 +317,7 @@ class _Chunks:
         )  # fmt: skip
 
     def _logits(self, z: Tensor, keeps_tanh: bool = False, raw: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Y from x Wᵀ, in its place, and tanh(u/cap) where it is to be kept; x Wᵀ + b is left in `raw`."""
+        """Returns y, computed over x Wᵀ in `z`, and tanh(u/cap), if `keeps_tanh`; x Wᵀ + b is left in `raw`."""
         p = self.problem
         if p.bias is not None:
             z += p.bias
@@ -327,7 +332,10 @@ class _Chunks:
         return z.mul_(p.softcap), tanh
 
     def _nll(self, rows: slice, y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Write nll and logsumexp; y becomes exp(y − max). Also: its sum, the target's column, its weight, validity."""
+        """Write nll and logsumexp; y becomes exp(y − max).
+
+        Returns, for each row: the sum of that, the column of the target, its weight, and whether the target counts.
+        """
         p, epsilon = self.problem, self.problem.label_smoothing
         valid = p.target[rows] != p.ignore_index
         column = p.target[rows].masked_fill(~valid, 0).unsqueeze(1)
@@ -347,7 +355,7 @@ class _Chunks:
         return total, column, of_target, valid
 
     def _softmax_backward(self, rows: slice, y: Tensor, factors: Tensor) -> Tensor:
-        """`dy` from y, in its place."""
+        """Returns `dy`, written over y."""
         p, epsilon, count = self.problem, self.problem.label_smoothing, y.shape[1]
         total, column, of_target, valid = self._nll(rows, y)
         factors = factors * valid
@@ -362,8 +370,3 @@ class _Chunks:
             else:
                 y.addr_(each, p.class_weight, alpha=-1)
         return y.scatter_add_(1, column, ((epsilon - 1) * of_target * factors).unsqueeze(1))
-
-
-@cache
-def _kernels() -> Any:
-    return importlib.import_module("leangrad.kernels.loss.cross_entropy")

@@ -1,8 +1,9 @@
-"""The projections to a vocabulary in a model, and how they are taught to return `LazyLogits`.
+"""Heads: the projections to a vocabulary in a model, and the replacement of their forward to return `LazyLogits`.
 
-A head is an `nn.Linear` that has more outputs than inputs and is the only one of its kind: the projections of a
-transformer's blocks come in numbers, each under one name in a module of one class. Should the values of what it returns
-be read for a gradient, twice, and no loss be computed from it, it was none, and returns tensors from then on.
+A head is an `nn.Linear` with many more outputs than inputs (`is_vocabulary`) whose role occurs once in the model. The
+projections in a transformer's blocks occur many times: under the same name, with the same shape, in modules of the same
+class. If the values of a module's lazy logits were read for a gradient twice (`TRIALS`), and no loss was computed from
+them, then the module is no head after all, and returns ordinary tensors from then on.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from leangrad.switch import disabled
 
 __all__ = ["Head", "describe", "heads_of", "make_eager", "make_lazy", "note_sharding"]
 
-TRIALS = 2  # in which values were read, and no loss was computed
+TRIALS = 2  # reads of values, with no loss computed, after which a head returns ordinary tensors
 _STATE = "_leangrad_head"
 
 
 def heads_of(model: nn.Module) -> dict[str, nn.Linear]:
-    """The heads of a model by their names.
+    """Return the heads of a model by their names.
 
     >>> list(heads_of(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1000))))
     ['1']
@@ -47,26 +48,29 @@ def heads_of(model: nn.Module) -> dict[str, nn.Linear]:
 
 
 def _role(model: nn.Module, name: str, linear: nn.Linear) -> tuple[Any, ...]:
-    """What a module is to the one that it lies in, and its shape."""
+    """Return the class of a module's parent, its name in that parent, and its numbers of inputs and outputs."""
     parent, _, own = name.rpartition(".")
     return type(model.get_submodule(parent)), own, linear.in_features, linear.out_features
 
 
 class Head:
-    """What became of the logits of one head."""
+    """How the logits of one head were used so far: for losses, or by reads of their values."""
 
     def __init__(self) -> None:
         self.losses = self.readings = 0
-        self.is_sharded = False  # its weight is gathered for each call and then freed
+        self.is_sharded = False  # True: its weight is gathered for each call and then freed
 
     def asked(self, for_loss: bool) -> None:
-        """A loss was computed from them, or their values were."""
+        """Count one use of the logits.
+
+        for_loss: whether a loss was computed from them, else their values were read; both only for a gradient.
+        """
         self.losses += for_loss
         self.readings += not for_loss
 
     @property
     def why_eager(self) -> str:
-        """Why it returns tensors; empty: it does not."""
+        """Why the head returns ordinary tensors; empty if it returns lazy logits."""
         if self.is_sharded:
             return "its weight is freed after the call"
         if self.readings >= TRIALS and not self.losses:
@@ -75,21 +79,24 @@ class Head:
 
 
 def make_lazy(model: nn.Module) -> None:
-    """Let the heads of a model return `LazyLogits`."""
+    """Replace the forward of every head of a model by one that returns `LazyLogits`."""
     for head in heads_of(model).values():
         before = head.__dict__.get("forward")
-        if before is None or _is_packed(before):  # else it is somebody else's, and no mere projection
+        if before is None or _is_packed(before):  # else other code replaced forward by more than a projection
             head.__dict__[_STATE] = Head(), before
             head.forward = MethodType(_forward, head)  # type: ignore[method-assign]
 
 
 def _is_packed(forward: Any) -> bool:
-    """Whether it is the one that `pack_gradients` has given a module: the same projection."""
+    """Whether ``forward`` is the one that `pack_gradients` set on a module: it computes the same projection."""
     return isinstance(forward, MethodType) and forward.__func__.__module__ == "leangrad.packed.modules"
 
 
 def note_sharding(model: nn.Module) -> None:
-    """The model is about to run: see whether its weights will be there when a loss is computed."""
+    """Mark the heads of a sharded model, whose weights may be freed before the loss is computed.
+
+    Called before the model runs. A marked head returns ordinary tensors.
+    """
     if _torch.is_sharded(model):
         for module in model.modules():
             if _STATE in module.__dict__:
@@ -97,7 +104,10 @@ def note_sharding(model: nn.Module) -> None:
 
 
 def describe(model: nn.Module, entries: Sequence[Entry]) -> str:
-    """What became of the logits of a model, or what could: lines for a summary. ``entries``: of a recorded step."""
+    """Return lines for a summary: how the logits of a lazy model were used, or what lazy logits would save.
+
+    entries: those of a recorded step.
+    """
     lazy = {name: one.__dict__[_STATE][0] for name, one in model.named_modules() if _STATE in one.__dict__}
     if lazy:
         found = {name: head.why_eager for name, head in lazy.items() if head.losses or head.is_sharded}
@@ -105,10 +115,19 @@ def describe(model: nn.Module, entries: Sequence[Entry]) -> str:
             f"exact=False: the logits of {name} are {f'computed, for {why}' if why else 'not kept'}"
             for name, why in found.items()
         )
-    kept = sum(entry.nbytes for entry in entries if entry.outcome == "kept" and entry.op == "LogSoftmaxBackward0")
-    if not kept or not heads_of(model):
+    heads = heads_of(model)
+    nbytes = max((entry.nbytes for entry in entries if _are_logits(entry, heads)), default=0)
+    if not nbytes:
         return ""
-    return f"leangrad.lean(model, exact=False) would keep no logits, {size_text(kept)} here, and round otherwise"
+    return f"leangrad.lean(model, exact=False) would make no logits, {size_text(nbytes)} here, and round otherwise"
+
+
+def _are_logits(entry: Entry, heads: dict[str, nn.Linear]) -> bool:
+    """Whether ``entry`` is what a loss saves: logits that were cast, or their log-probabilities."""
+    if entry.outcome not in ("kept", "rebuilt") or entry.is_extra or "." in entry.module:
+        return False
+    has_their_size = any(not entry.nbytes % head.out_features for head in heads.values())
+    return entry.op in ("LogSoftmaxBackward0", "ToCopyBackward0") and has_their_size
 
 
 def make_eager(model: nn.Module) -> None:
@@ -117,7 +136,7 @@ def make_eager(model: nn.Module) -> None:
         if _STATE in module.__dict__:
             _, before = module.__dict__.pop(_STATE)
             if getattr(module.__dict__.get("forward"), "__func__", None) in (_forward, type(module).forward):
-                del module.__dict__["forward"]  # else somebody has wrapped it since
+                del module.__dict__["forward"]  # else other code has replaced forward since
                 if before is not None:
                     module.forward = before
 
@@ -130,12 +149,12 @@ def _forward(self: Any, input: Tensor) -> Tensor:
     return project(input, self.weight, self.bias, head.asked)
 
 
-# A bound method is pickled by its name: a saved module is to come back with the forward of its class.
+# A bound method is pickled by its name. With this name a saved module is loaded with the forward of its class.
 _forward.__name__ = "forward"
 
 
 def _can_wait(module: nn.Linear, x: Tensor) -> bool:
-    """Whether the weight will still be there, and the call is one that `F.linear` would take."""
+    """Whether the call may be deferred: large logits, valid arguments, no hooks, and a weight that stays allocated."""
     count = x.numel() // max(1, x.shape[-1]) * module.out_features if x.dim() else 0
     tensors = [t for t in (x, module.weight, module.bias) if t is not None]
     return (

@@ -1,25 +1,26 @@
-"""Logits that are computed only when somebody needs their values.
+"""`LazyLogits`: logits that are computed only when their values are read.
 
-`LazyLogits` is what a projection to a vocabulary returns instead of its output: a tensor with shape, dtype, device and
-a place in the autograd graph, but no memory. `F.cross_entropy` on it runs `linear_cross_entropy`, which never has all
-logits at once. Views, slices of rows, casts, multiples and a tanh give another `LazyLogits`. All else computes the
-values, once, by the ops that plain PyTorch would have run, and goes on with those.
+A projection to a vocabulary returns `LazyLogits` instead of its output: a tensor with shape, dtype, device and a place
+in the autograd graph, but no memory. `F.cross_entropy` on it runs `linear_cross_entropy`, which never has all logits at
+once. Views, slices of rows, casts, multiples and a tanh give another `LazyLogits`. Any other op computes the values,
+once, by the ops that plain PyTorch would have run, and then runs on these values.
 
-[Note: the graph] The tensor that the module returns is the output of a node, `_Project`, whose inputs are x, W and b.
-A loss gets stand-ins for these three from a second node, `_Open`, whose input is that tensor, and is an ordinary
-function of them. In backward `_Open` wraps their three gradients into one `ProjectedGradient`, a tensor with the shape
-of the logits and no memory either, and `_Project` unwraps it. So who follows the graph from the loss to the logits and
-on to the parameters finds what he expects. A hook on the logits would find no values in such a gradient: where there is
-one, the loss is computed from values. These are the output of a node behind the logits (`_Values`), whose gradient is
-an ordinary tensor. What is derived from logits has a node behind them (`_Derive`).
+[Note: the graph] The tensor that the module returns is the output of an autograd node, `_Project`, whose inputs are x,
+W and b. A second node, `_Open`, takes that tensor as its input and returns stand-ins for x, W and b; the loss is an
+ordinary function of these stand-ins. In backward `_Open` wraps their three gradients into one `ProjectedGradient`, a
+tensor with the shape of the logits and without memory, and `_Project` unwraps it. So code that walks the graph from the
+loss to the logits and on to the parameters finds the nodes that it expects. A hook on the logits would find no values
+in a `ProjectedGradient`: if there is a hook, the loss is computed from values. The values are the output of a node
+`_Values`, whose input is the logits and whose gradient is an ordinary tensor. Lazy logits that are derived from others
+are the output of a node `_Derive`, whose input is those others.
 
-[Note: changes] Until the values are computed x, W and b have to stay as they were. Their versions are compared, and
-`ChangedError` is raised where one has changed.
+[Note: changes] Until the values are computed, x, W and b must not change. Their versions and storage sizes are
+compared, and `ChangedError` is raised if one has changed.
 
-[Note: in place] Who writes into lazy logits writes into their values, from which the tensor is a copy then, in the
-graph too (`_Replace`). Views of them have values of their own and do not see that. So it is an error to read one tensor
-after another was written to that plain PyTorch would have in the same memory (`Memory`), and to write to one after
-another was read.
+[Note: in place] An in-place op on lazy logits is run on their values. From then on the tensor stands for a copy of
+these values, in the graph too (`_Replace`). Views of the logits have values of their own and do not see the change. So
+two things are errors: to read a tensor after another one was written to that shares its memory in plain PyTorch
+(`Memory` detects this), and to write to a tensor after another one was read.
 """
 
 from __future__ import annotations
@@ -42,15 +43,16 @@ from leangrad.packed.slots import SLOTS, deliver
 
 __all__ = ["HANDLERS", "LazyLogits", "derive", "is_hooked", "project"]
 
-Op = Callable[..., Tensor]  # of logits, and of others
+Op = Callable[..., Tensor]  # called with logits and further tensors
 
 
 def project(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, asked: Callable[[bool], None] = lambda _: None
 ) -> LazyLogits:
-    """`F.linear(x, weight, bias)`, put off.
+    """Return `F.linear(x, weight, bias)` as lazy logits, without computing it.
 
-    asked: called with True when a loss is computed from it for a gradient, with False when its values are.
+    asked: called with True when a loss is computed from the logits for a gradient, and with False when their values are
+    read for one.
 
     >>> logits = project(torch.ones(2, 3), torch.ones(5, 3))
     >>> logits.shape, logits.view(-1).sum()
@@ -63,30 +65,33 @@ def project(
 
 
 class _Rows:
-    """Some of the logits: x's rows through ``picks``; of these y = before·z, or after·tanh(before·z)."""
+    """What one `LazyLogits` stands for: some rows of x, projected to z, then before·z or after·tanh(before·z).
+
+    ``picks`` selects the rows of x; ``after`` is None: there is no tanh.
+    """
 
     def __init__(self, source: Source) -> None:
         self.source = source
-        self.picks: tuple[Op, ...] = ()
-        self.ops: tuple[tuple[Op, tuple[Tensor, ...]], ...] = ()  # what is done to the values of these rows
-        self.bias: Tensor | None = None  # what is added to them first, beside the projection's own
-        self.bias_version = 0
+        self.picks: tuple[Op, ...] = ()  # functions that select rows of x, applied in this order
+        self.ops: tuple[tuple[Op, tuple[Tensor, ...]], ...] = ()  # ops on the values; their other arguments
+        self.bias: Tensor | None = None  # added to the projection's output first; None: nothing is
+        self.bias_version = 0  # version of ``bias`` when it was added
         self.is_transposed = False  # the vocabulary is the second of three dimensions
         self.before, self.after = 1.0, None  # type: float, float | None
-        self.parent: LazyLogits | None = None  # what this was derived from
-        self.values: Tensor | None = None  # once they are computed; in the graph if the logits are
+        self.parent: LazyLogits | None = None  # the logits that these were derived from; None: the projection
+        self.values: Tensor | None = None  # None until computed; in the graph if the logits are
         self.memory = Memory()
-        self.is_told = False  # that its values are read
-        self._opened: tuple[Tensor, Tensor, Tensor | None] | None = None
+        self.is_told = False  # True: ``source.asked`` was called for a read of these values
+        self._opened: tuple[Tensor, Tensor, Tensor | None] | None = None  # outputs of `_Open`; None: not called yet
 
     def empty(self, shape: Any, dtype: torch.dtype) -> LazyLogits:
-        """The tensor that stands for them, which has no place in the graph yet."""
+        """Return a new `LazyLogits` that stands for these rows and has no place in the autograd graph yet."""
         logits: LazyLogits = without_memory(LazyLogits, shape, dtype, self.source.x.device)
         logits._rows = self
         return logits
 
     def open(self, logits: LazyLogits) -> tuple[Tensor, Tensor, Tensor | None]:
-        """X, W and b for a loss of ``logits``, whose rows these are; see [Note: the graph]."""
+        """Return x, W and b for a loss of ``logits``, or stand-ins if it needs a gradient; see [Note: the graph]."""
         source = self.source
         source.check()
         self.check_writes()
@@ -97,7 +102,7 @@ class _Rows:
         return self._opened
 
     def compute(self) -> Tensor:
-        """The values, in no graph."""
+        """Compute the values, without recording them in the autograd graph."""
         self.source.check()
         self.check_bias()
         x, weight, bias = self.source.x, self.source.weight, self.source.bias
@@ -111,17 +116,17 @@ class _Rows:
         return values
 
     def check_bias(self) -> None:
-        """See [Note: changes]."""
+        """Raise `ChangedError` if ``bias`` has changed since it was added; see [Note: changes]."""
         if self.bias is not None and version(self.bias) != self.bias_version:
             raise changed("bias")
 
     def check_writes(self) -> None:
-        """See [Note: in place]."""
+        """Raise `LeangradError` if other logits in the same memory were written to; see [Note: in place]."""
         if self.memory.is_written(self, by_others=True):
             raise LeangradError(_NO_WRITES)
 
     def are_replaced(self) -> bool:
-        """Whether the values are no longer those of the projection, or a leaf."""
+        """Whether the values are not those of the projection any more: written to, or a leaf that requires grad."""
         values = self.values
         return values is not None and (
             (values.is_leaf and values.requires_grad) or self.memory.is_written(self, by_others=False)
@@ -135,7 +140,7 @@ _NO_WRITES = (
 
 
 class LazyLogits(Tensor):
-    """See the top of this file."""
+    """The output of a projection, computed only when its values are read; see the top of this file."""
 
     _rows: _Rows
 
@@ -149,18 +154,18 @@ class LazyLogits(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """A call from within torch, below autograd."""
+        """Run an op that torch itself calls, below autograd, on the values."""
         with torch.no_grad():
             args, kwargs = _with_values(args), _with_values(kwargs or {})
         return func(*args, **kwargs)
 
 
 def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``func`` of lazy logits."""
+    """Run ``func``, a torch function, on arguments with lazy logits among them; without their values if possible."""
     name = _name(func)
     first = args[0] if args else kwargs.get("input")
     with torch._C.DisableTorchFunctionSubclass():
-        if func is torch.autograd.grad:  # of these tensors themselves
+        if func is torch.autograd.grad:  # with respect to the lazy tensors themselves
             return func(*args, **kwargs)
         if type(first) is LazyLogits:
             if name in _NATIVE and not first._rows.are_replaced():
@@ -185,7 +190,7 @@ def _handle(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return NotImplemented
     try:
         return handler(*args, **kwargs)
-    except TypeError:  # arguments that it does not know; if torch does not either, it says so
+    except TypeError:  # arguments that the handler does not accept; torch's own call accepts them or raises
         return NotImplemented
 
 
@@ -193,13 +198,13 @@ def _handle(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 class _Project(torch.autograd.Function):
-    """Logits of x, W and b."""
+    """The autograd node of the lazy logits of x, W and b; see [Note: the graph]."""
 
     @staticmethod
     def forward(ctx: Any, source: Source, x: Tensor, weight: Tensor, bias: Tensor | None) -> LazyLogits:
         ctx.save_for_backward(x, weight)
         ctx.dtypes = [None if t is None else t.dtype for t in (x, weight, bias)]
-        ctx.parameters = [None if SLOTS.get(t) is None else t for t in (x, weight, bias)]  # packed ones
+        ctx.parameters = [None if SLOTS.get(t) is None else t for t in (x, weight, bias)]  # those with packed gradients
         ctx.dtype = source.dtype
         return _Rows(source).empty(source.shape, source.dtype)
 
@@ -229,7 +234,7 @@ _project = overridable(_Project.apply)
 
 
 def _dense_parts(ctx: Any, g: Tensor) -> Parts:
-    """The gradients of a plain projection, which can be differentiated again."""
+    """Return the gradients of x, W and b for an ordinary gradient ``g`` of the logits, by differentiable ops."""
     x, weight = (t.to(ctx.dtype) for t in ctx.saved_tensors)
     _, needs_x, needs_weight, needs_bias = ctx.needs_input_grad
     rows = g.reshape(-1, g.shape[-1])
@@ -241,7 +246,7 @@ def _dense_parts(ctx: Any, g: Tensor) -> Parts:
 
 
 class _Open(torch.autograd.Function):
-    """Stand-ins for x, W and b."""
+    """The node that returns stand-ins for x, W and b to a loss; see [Note: the graph]."""
 
     @staticmethod
     def forward(ctx: Any, logits: LazyLogits, source: Source) -> tuple[Tensor | None, ...]:
@@ -261,11 +266,11 @@ class _Open(torch.autograd.Function):
 
 
 class _Values(torch.autograd.Function):
-    """The values of lazy logits."""
+    """The node that computes the values of lazy logits; see [Note: the graph]."""
 
     @staticmethod
     def forward(ctx: Any, logits: LazyLogits) -> Tensor:
-        return logits._rows.compute().detach()  # a Function's view could not be written to
+        return logits._rows.compute().detach()  # autograd refuses in-place changes of a view that a Function returns
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Tensor:
@@ -273,13 +278,13 @@ class _Values(torch.autograd.Function):
 
 
 class _Derive(torch.autograd.Function):
-    """Lazy logits of others."""
+    """The node of lazy logits that ``op`` makes of other lazy logits; see [Note: the graph]."""
 
     @staticmethod
     def forward(ctx: Any, logits: LazyLogits, op: Op, make: Callable[[], LazyLogits], *others: Tensor) -> LazyLogits:
         ctx.op, ctx.others, ctx.like = op, others, (logits.shape, logits.dtype, logits.device)
         ctx.is_linear = op is not torch.tanh
-        ctx.logits = None if ctx.is_linear else logits  # until the last backward
+        ctx.logits = None if ctx.is_linear else logits  # only tanh's backward needs them; dropped in the last backward
         return make()
 
     @staticmethod
@@ -296,7 +301,10 @@ class _Derive(torch.autograd.Function):
 
 
 def _gradients_of(ctx: Any, logits: LazyLogits | None, g: Tensor) -> tuple[Tensor, ...]:
-    """Those of what the op was applied to; with create_graph=True they depend on its values, in the graph."""
+    """Return the gradients of the arguments of ``ctx.op``: the logits and ``ctx.others``.
+
+    With create_graph=True they depend on the values of the logits, in the graph.
+    """
     is_graded = torch.is_grad_enabled()
     shape, dtype, device = ctx.like
     with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
@@ -309,13 +317,14 @@ def _gradients_of(ctx: Any, logits: LazyLogits | None, g: Tensor) -> tuple[Tenso
         elif logits._rows.are_replaced():
             raise LeangradError(_NO_WRITES)
         else:
-            values = _values(logits)
+            found = _values(logits)
+            values = found.view_as(found)  # an alias, so that hooks of the logits run once, with the outer backward
         inputs = [values, *(t.detach().requires_grad_() for t in ctx.others)]
         return torch.autograd.grad(ctx.op(*inputs), inputs, g, create_graph=is_graded)
 
 
 class _Replace(torch.autograd.Function):
-    """Lazy logits that are from now on a copy of ``values``."""
+    """The node that makes lazy logits a copy of ``values``, which were changed in place; see [Note: in place]."""
 
     @staticmethod
     def forward(ctx: Any, logits: LazyLogits, values: Tensor) -> LazyLogits:
@@ -328,7 +337,7 @@ class _Replace(torch.autograd.Function):
 
 
 def _values(logits: LazyLogits) -> Tensor:
-    """What ``logits`` stands for, as a tensor in the graph."""
+    """Return the values of ``logits`` as an ordinary tensor in the graph; they are computed at most once."""
     rows = logits._rows
     rows.check_writes()
     if torch.is_grad_enabled() and logits.requires_grad and not rows.is_told:
@@ -336,7 +345,7 @@ def _values(logits: LazyLogits) -> Tensor:
         rows.source.asked(False)
     if rows.values is None:
         if torch.is_inference_mode_enabled() and not logits.is_inference():
-            return rows.compute()  # which nobody could use later
+            return rows.compute()  # not cached: autograd cannot use an inference tensor later
         with torch.enable_grad():
             rows.values = _Values.apply(logits)
         rows.memory.note(rows, rows.values)
@@ -358,7 +367,7 @@ def _writes(name: str) -> bool:
 
 
 def _write(func: Callable[..., Any], logits: LazyLogits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """See [Note: in place]."""
+    """Run ``func``, an in-place method, on the values of ``logits``; see [Note: in place]."""
     rows = logits._rows
     if any(by() is not rows for by, _, _ in rows.memory.probes):
         raise LeangradError(_NO_WRITES)
@@ -382,9 +391,14 @@ def derive(
     is_transposed: bool = False,
     is_detached: bool = False,
 ) -> LazyLogits:
-    """Lazy logits that ``op`` makes of others.
+    """Return the lazy logits that ``op`` makes of ``logits``.
 
-    pick: what it does to x, if it takes rows; else it changes values. before, after: those of what it gives.
+    shape, dtype: those of the result; None: as ``logits`` has them.
+    pick: selects the same rows of x, if ``op`` selects rows; None: ``op`` changes values.
+    before, after: those of the result, see `_Rows`; None: as ``logits`` has them.
+    bias: a tensor that ``op`` adds; None: there is none.
+    is_transposed: ``op`` moves the vocabulary to the second of three dimensions.
+    is_detached: the result has no place in the autograd graph.
     """
     rows = logits._rows
     rows.check_writes()
@@ -408,12 +422,15 @@ def derive(
 
 
 def is_hooked(logits: LazyLogits | None) -> bool:
-    """Whether somebody waits for the gradient of these logits or of those that they were derived from."""
+    """Whether the gradient of these logits, or of those that they were derived from, is read by others.
+
+    It is read by tensor hooks, by `retain_grad`, and by autograd nodes of other Functions.
+    """
     while logits is not None:
         node = logits.grad_fn
         if logits._backward_hooks or logits.retains_grad:
             return True
-        if node is not None and node.name() not in _NODES:  # made in the forward of somebody's Function
+        if node is not None and node.name() not in _NODES:  # made in the forward of another Function
             return True
         logits = logits._rows.parent
     return False
@@ -427,7 +444,7 @@ def _name(func: Any) -> str:
     return f"{func.__self__.__name__}.{name}" if name in ("__get__", "__set__") else name
 
 
-# What a tensor without memory knows by itself: attributes and methods; and methods that write.
+# Attributes and methods that work on a tensor without memory; `_WRITERS`: methods that change a tensor in place.
 # fmt: off
 _ATTRIBUTES = (
     "shape", "ndim", "dtype", "device", "layout", "requires_grad", "grad_fn", "is_leaf", "is_cuda", "is_cpu",
@@ -445,5 +462,6 @@ _WRITERS = (
 )
 # fmt: on
 _NATIVE = frozenset((*(f"{name}.__get__" for name in _ATTRIBUTES), *_METHODS, "grad.__set__"))
-# By the name of the function: what is made of lazy logits without their values; NotImplemented: these are needed.
+# By the name of the function: computes its result from lazy logits without their values, or returns NotImplemented if
+# it needs them.
 HANDLERS: dict[str, Callable[..., Any]] = {}
