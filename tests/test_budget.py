@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import random
 import re
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +23,7 @@ from leangrad.errors import BudgetError
 from leangrad.ledger import Goal
 from leangrad.ledger.decision import SavedKind
 from leangrad.ledger.learn import timing
-from leangrad.ledger.tune import peaks, to_budget
+from leangrad.ledger.tune import budget_search, peaks
 from leangrad.policy.relax import Relaxation
 from tests.support import assert_same_bits
 from tests.support.allocator import FakeAllocator
@@ -54,7 +56,7 @@ class Net(nn.Module):
 @pytest.fixture(autouse=True)
 def no_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     """Models as small as these take as long with any plan: none is to be dropped for the noise of a busy machine."""
-    monkeypatch.setattr(to_budget, "SURE", 0.0)
+    monkeypatch.setattr(budget_search, "CLEARLY_FASTER", 0.0)
 
 
 @pytest.fixture
@@ -125,12 +127,12 @@ def test_more_room_never_takes_longer(net: Net, x: Tensor, monkeypatch: pytest.M
         times = yield from self.run(best, smallest, *others, runs=1)
         return [2.0, 1.0, *(3.0 for _ in times[2:])]
 
-    monkeypatch.setattr(to_budget, "SURE", 1.0)
-    monkeypatch.setattr(to_budget.TowardsBudget, "shortest", shortest)
+    monkeypatch.setattr(budget_search, "CLEARLY_FASTER", 1.0)
+    monkeypatch.setattr(budget_search.BudgetSearch, "shortest", shortest)
     lean = leangrad.lean(copy.deepcopy(net), budget=(most + least) // 2, min_bytes=0)
     settle(lean, x)
     tuner: Any = leangrad.ledger_of(lean)._tuner
-    assert leangrad.ledger_of(lean)._kept_items == tuner.course.smallest
+    assert leangrad.ledger_of(lean)._kept_items == tuner.search.smallest
     assert peak(lean, x) <= 1.02 * least
 
 
@@ -159,6 +161,29 @@ def test_a_budget_that_cannot_be_met_names_the_least(net: Net, x: Tensor) -> Non
     step(plain, x)
     step(leangrad.plain(lean), x)
     assert_same_gradients(plain, lean)
+
+
+@pytest.mark.parametrize("at", [1, 2])
+def test_an_odd_step_is_no_reason_to_refuse(net: Net, x: Tensor, at: int) -> None:
+    """A second backward over a retained graph takes what no other step will."""
+    plain, least = ends(net, x)
+    budget = least + (plain - least) // 5
+    lean = leangrad.lean(net, budget=budget, min_bytes=0)
+
+    def odd() -> None:
+        lean.zero_grad()
+        out = lean(x)
+        held = [p.grad for p in lean.parameters()]
+        out.square().mean().backward(retain_graph=True)
+        (out * torch.randn(4, *out.shape)).sum().backward()
+        del held
+
+    for n in range(SETTLED):
+        if n == at:
+            leangrad.measure(odd, timed_runs=0)
+        else:
+            peak(lean, x)
+    assert peak(lean, x) <= budget
 
 
 def test_a_hopeless_budget_is_refused_where_nobody_measures(net: Net, x: Tensor) -> None:
@@ -255,8 +280,8 @@ def fake_time(
     def of_step() -> float:
         if ledger._is_plain or ledger.decisions is None:
             return 1.0
-        relaxation = tuner.course.relaxation
-        least = relaxation.play(tuner.course.smallest).work
+        relaxation = tuner.search.relaxation
+        least = relaxation.play(tuner.search.smallest).work
         share = relaxation.play(ledger._kept_items or frozenset()).work / least
         return 1.0 + overhead * share + (override if share > 0.1 else 0.0)
 
@@ -294,8 +319,8 @@ def test_the_least_memory_within_the_time(
     assert re.match(rf"slowdown {slowdown:g}: plain takes 1000.0 ms \(measured\)", status)
     assert f"; tried, of what can be saved: 100% at {1 + overhead:.2f}, " in status
     tuner: Any = leangrad.ledger_of(lean)._tuner
-    course = tuner.course
-    share = course.play(leangrad.ledger_of(lean)._kept_items).work / course.play(course.smallest).work
+    search = tuner.search
+    share = search.play(leangrad.ledger_of(lean)._kept_items).work / search.play(search.smallest).work
     assert 1 + overhead * share <= slowdown
     assert 0 < rebuilt_bytes(lean) < rebuilt_bytes(floor)
 
@@ -339,15 +364,15 @@ def test_tensors_that_are_alike_have_one_cost(net: Net, x: Tensor) -> None:
     settle(lean, x, 3)
     tuner: Any = leangrad.ledger_of(lean)._tuner
     draw = random.Random(0)
-    costs = {n: draw.random() for n, item in enumerate(tuner.course.step.items) if not item.is_fixed}
-    evened = tuner.course.evened(costs)
+    costs = {n: draw.random() for n, item in enumerate(tuner.search.step.items) if not item.is_fixed}
+    evened = tuner.search.evened(costs)
     assert evened.keys() == costs.keys()
     assert sum(evened.values()) == pytest.approx(sum(costs.values()))
     assert len(set(costs.values())) == len(costs) == 12
     assert len(set(evened.values())) == 4  # the norm of the batch; norm, mask and dropped-out GELU of a block
     for n in costs:
         assert evened[n] != costs[n] or list(evened.values()).count(evened[n]) == 1
-    nbytes = {n: tuner.course.step.items[n].nbytes for n in evened}
+    nbytes = {n: tuner.search.step.items[n].nbytes for n in evened}
     assert all(nbytes[n] == nbytes[m] for n in evened for m in evened if evened[n] == evened[m])
 
 
@@ -690,7 +715,7 @@ def test_peaks_are_known_to_who_resets_them(net: Net, x: Tensor, monkeypatch: py
         taken = allocator.counters.allocated + peak(lean, x)
     tuner: Any = leangrad.ledger_of(lean)._tuner
     assert tuner.peaks.moments[-1].highest in range(10**9 + least // 2, 10**9 + most + 1)
-    assert tuner.peaks.extra is not None  # what was foreseen has been compared with it
+    assert tuner.peaks.excess is not None  # what was foreseen has been compared with it
 
 
 def test_an_allocator_that_runs_out_by_its_gaps_is_told_of(
@@ -741,3 +766,25 @@ def test_on_a_gpu_the_allocators_peak_is_within(net: Net, share: float, resets: 
         step(plain, x, seed)
         step(lean, x, seed)
         assert_same_gradients(plain, lean)
+
+
+def test_an_error_that_is_raised_again_holds_no_batch() -> None:
+    """A caller that catches it tries a smaller batch, and the larger one must be gone."""
+    model = leangrad.lean(Net(), budget=1)
+    batches: list[weakref.ref[Tensor]] = []
+
+    def attempt() -> None:
+        x = torch.randn(ROWS, WIDTH)
+        batches.append(weakref.ref(x))
+        leangrad.measure(lambda: model(x).square().mean().backward(), timed_runs=0)
+
+    errors = 0
+    for _ in range(12):
+        try:
+            attempt()
+        except BudgetError as error:
+            errors, smallest = errors + 1, error.smallest
+            assert smallest > 1
+    gc.collect()
+    assert errors > 2
+    assert not any(x() is not None for x in batches)

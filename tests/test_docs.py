@@ -335,10 +335,12 @@ def test_every_file_of_rows_has_its_command_and_hardware() -> None:
 
 
 def test_commands_of_benchmarks_exist_with_their_options() -> None:
-    commands = re.findall(r"`[^`]*python -m benchmarks\.(\w+)([^`]*)`", (BENCHMARKS / "README.md").read_text())
-    scripts = {path.stem for path in BENCHMARKS.glob("*.py") if "__main__" in path.read_text()}
-    assert {name for name, _ in commands} == scripts
+    commands = re.findall(r"`[^`]*python -m benchmarks\.([\w.]+)([^`]*)`", (BENCHMARKS / "README.md").read_text())
+    paths = [path for path in BENCHMARKS.rglob("*.py") if "__main__" in path.read_text()]
+    scripts = {".".join(path.relative_to(BENCHMARKS).with_suffix("").parts): path.read_text() for path in paths}
+    assert {name for name, _ in commands} == scripts.keys()
+    assert len(scripts) > 20
     for name, options in commands:
-        source = (BENCHMARKS / f"{name}.py").read_text()
+        source = scripts[name]
         for option in re.findall(r"--[\w-]+", options):
             assert f'add_argument("{option}"' in source, f"{name} {option}"

@@ -1,15 +1,16 @@
-"""The front door: the same model, with the same gradients, in less memory.
+"""The entry points `lean`, `plain` and `saving`: the same model, with the same gradients, in less memory.
 
     model = leangrad.lean(model)            # from now on every forward keeps only what backward cannot rebuild
-    model = leangrad.plain(model)           # as it was
+    model = leangrad.plain(model)           # undo it
 
     with leangrad.saving() as ledger:       # the same for any region of code, the loss included
         loss = criterion(model(x), y)
     loss.backward()
     print(ledger.summary())
 
-What happens inside the region is told in `ledger/`: autograd asks to keep a tensor; the ledger finds out how the tensor
-was made, and keeps it, shares one that is kept already, or stores a recipe that rebuilds it bit for bit in backward.
+`lean` sets forward hooks on the model, which open and close a region. `ledger/` holds what runs inside the region: when
+autograd saves a tensor, the ledger finds out how the tensor was made, and keeps it, shares one that is kept already, or
+stores a recipe that rebuilds it bit for bit in backward.
 """
 
 from __future__ import annotations
@@ -57,31 +58,35 @@ def lean(
 ) -> ModuleT:
     """Make ``model`` keep only what backward cannot rebuild. Returns the same object.
 
-    Equals ``model``: class, parameters, state_dict, forward and gradients are the same, bit for bit. Only what autograd
-    keeps between forward and backward is less.
+    Equals ``model``: class, parameters, state_dict, forward and gradients are the same, bit for bit. Autograd only
+    keeps fewer bytes between forward and backward.
 
-    budget: how much memory a step may take: bytes, ``"20GB"``, ``"20GiB"``, or ``"90%"`` of the GPU's. The first steps
-        take the least memory there is; then as much is kept as fits, what is dearest to rebuild first. On a GPU it is
-        the peak of allocated memory over the whole step (``torch.cuda.max_memory_allocated``), on a CPU what the step
-        takes above what stood before it (``leangrad.measure(step).peak_bytes``). If it cannot be met, the second
-        forward raises ``leangrad.errors.BudgetError``, which names the least that can.
-    slowdown: the least memory at no more than so many times plain's time, 1.1 for instance. It is measured in the first
-        steps, of which some run plain. Without either of the two a step takes the least memory there is.
-    exact: False lets the loss of a language model be computed without its logits, which are then not plain's bit for
-        bit: a projection to a vocabulary returns a tensor that is computed only if its values are read, and
-        ``F.cross_entropy`` on it is ``leangrad.linear_cross_entropy``. All else stays as it is.
-    spare: where the GPU waits for the host, a step without a budget or a slowdown may take so much more than the least
-        memory, a share of it, to spare the host what is dear to rebuild and saves little; 0: not at all. Whether it
-        waits is measured in a few of the first steps; on a CPU nobody asks.
-    residual_depth: how many additions of a residual stream may be rebuilt in a row. ``"auto"`` chooses, from what the
-        first step shows, the cut that makes the peak lowest.
-    min_bytes: smaller tensors are kept without looking into them.
+    budget: the memory that a step may use: bytes, ``"20GB"``, ``"20GiB"``, or ``"90%"`` of the GPU's memory. On a GPU
+        this is the peak of allocated memory over the whole step (``torch.cuda.max_memory_allocated``); on a CPU, the
+        memory that the step uses in addition to what was allocated before it
+        (``leangrad.measure(step).peak_bytes``). The first step is recorded and may use more than the budget. The next
+        steps use the least memory possible; after them, as many tensors are kept as fit, beginning with those that are
+        the most expensive to rebuild. If the budget cannot be met, one of the next forwards raises
+        ``leangrad.errors.BudgetError``, which names the smallest budget that can be met.
+    slowdown: use the least memory with which a step takes at most this many times as long as in plain PyTorch, 1.1 for
+        instance. The times are measured in the first steps, some of which run plain. Without ``budget`` and
+        ``slowdown`` a step uses the least memory possible, apart from ``spare``.
+    exact: False lets the loss of a language model be computed without its logits; it is then not equal to that of plain
+        PyTorch bit for bit, and neither are the gradients. The projection to the vocabulary returns a tensor whose
+        values are computed only if they are read, and ``F.cross_entropy`` on it computes
+        ``leangrad.linear_cross_entropy``. Everything else stays as it is.
+    spare: a fraction of the least memory possible, for models on a GPU without ``budget`` and ``slowdown``. If the GPU
+        waits for the host, a step may use this much more, to keep tensors whose rebuild costs the host much time and
+        saves few bytes; 0: keep none of them. Whether the GPU waits is measured in a few of the first steps; on a CPU
+        nothing is measured.
+    residual_depth: how many additions of a residual stream may be rebuilt in a row. ``"auto"`` chooses the cut with the
+        lowest peak, from the recording of the first step.
+    min_bytes: tensors with fewer bytes are kept without being examined.
 
-    A model that is lean already is given the new settings and starts to learn anew. Under ``torch.compile`` (which has
-    a way of its own to less memory: ``backend="leangrad"``), ``torch.func``, ``no_grad``, inference mode and
-    ``LEANGRAD_DISABLE=1`` the model runs plain. Only ``forward`` is lean, and the ``training_step`` of a
-    LightningModule: a model that is trained by other methods is warned of after its first backward; use ``saving``
-    there.
+    A model that is lean already gets the new settings and starts to learn anew. The model runs plain under
+    ``torch.compile`` (to save memory there, use ``backend="leangrad"``), ``torch.func``, ``no_grad``, inference mode
+    and ``LEANGRAD_DISABLE=1``. Only ``forward`` is lean, and the ``training_step`` of a LightningModule. If a model is
+    trained through other methods, a warning says so at its first backward; use ``saving`` there.
 
     >>> import torch, leangrad
     >>> model = leangrad.lean(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()))
@@ -132,7 +137,7 @@ def _goal(budget: int | str | None, slowdown: float | None) -> Goal | None:
 
 
 def plain(model: ModuleT) -> ModuleT:
-    """Undo ``lean``. Returns the same object; a model that is not lean is left as it is.
+    """Undo ``lean``. Returns the same object; a model that is not lean stays as it is.
 
     >>> import torch, leangrad
     >>> model = leangrad.lean(torch.nn.Linear(2, 2))
@@ -153,10 +158,10 @@ def plain(model: ModuleT) -> ModuleT:
 
 
 def saving(*, residual_depth: int | Literal["auto"] = "auto", min_bytes: int = MIN_BYTES) -> Ledger:
-    """A region whose saved tensors go through a ledger: ``lean`` for any code, the loss included.
+    """Return a context manager that does for any region of code, the loss included, what ``lean`` does for a model.
 
-    Backward may run inside or after it. Keep the object and enter it again in the next step: it will use what it
-    learned.
+    Backward may run inside the region or after it. Keep the object and enter it again in the next step, so that it uses
+    what it learned.
 
     >>> import torch, leangrad
     >>> x = torch.ones(64, 64, requires_grad=True)
@@ -168,7 +173,7 @@ def saving(*, residual_depth: int | Literal["auto"] = "auto", min_bytes: int = M
 
 
 def is_lean(model: nn.Module) -> bool:
-    """Whether ``lean`` was called on this very module.
+    """Whether ``lean`` was called on this very module, not on one around it.
 
     >>> import torch, leangrad
     >>> leangrad.is_lean(torch.nn.Linear(2, 2))
@@ -179,7 +184,7 @@ def is_lean(model: nn.Module) -> bool:
 
 
 def ledger_of(model: nn.Module) -> Ledger:
-    """The ledger of a lean model: what it kept, shared and rebuilt, and why.
+    """Return the ledger of a lean model, which shows what was kept, shared and rebuilt, and why.
 
     >>> import torch, leangrad
     >>> ledger = leangrad.ledger_of(leangrad.lean(torch.nn.Linear(2, 2)))
@@ -198,7 +203,7 @@ def _check_module(function: str, model: object, mend: str = "") -> None:
 
 @compiler.while_tracing
 def _say_which_backend() -> bool:
-    """Warn, once in a process, if torch.compile takes a lean model to another backend than ours."""
+    """Warn, once per process, if torch.compile compiles a lean model with a backend other than leangrad's."""
     global _has_said
     backend = compiler.tracing_backend()
     if not _has_said and backend not in (None, "leangrad", "compile_lean"):
@@ -215,7 +220,7 @@ _has_said = False
 
 
 class Remark:
-    """What the summary of a model says about its logits, and about submodules that have ledgers of their own."""
+    """Writes what a model's summary says about its logits, and about submodules that have ledgers of their own."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
@@ -233,11 +238,11 @@ class Remark:
 
 
 class Hook:
-    """What the hooks of a lean module have in common."""
+    """Base class of the hooks of a lean module."""
 
     @property
     def __name__(self) -> str:
-        """What torch.jit.script, and nobody else, asks of a hook: it compiles hooks by their names."""
+        """Raise an error that explains what to do: only torch.jit.script, which cannot compile the hook, reads this."""
         raise AttributeError(
             "torch.jit.script cannot compile a lean model, whose hooks are Python; script it after "
             "leangrad.plain(model), or record it with torch.jit.trace(model, inputs), which takes a lean model"
@@ -245,7 +250,7 @@ class Hook:
 
 
 class SeeBatch(Hook):
-    """The first forward pre-hook of a lean module that has a goal: a batch of new shapes has a ledger of its own."""
+    """The first forward pre-hook of a lean module with a goal: selects the ledger for the shapes of the batch."""
 
     is_leangrads = True
 
@@ -254,27 +259,28 @@ class SeeBatch(Hook):
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not _torch.is_traced() and torch.is_grad_enabled() and not _is_inside(module):
-            self.enter.ledger = self.batches.sees((args, kwargs))
+            self.enter.ledger = self.batches.select((args, kwargs))
 
 
 class Enter(Hook):
-    """The forward pre-hook of a lean module: its region begins.
+    """The forward pre-hook of a lean module: opens its region.
 
-    Hooks are told which module really runs, so copies and replicas of a lean module are lean themselves. torch calls a
-    forward hook on every way out of forward but one: KeyboardInterrupt and its kin. For these the arguments that are
-    handed on carry a guard that closes the region when forward's frame is gone.
+    torch passes to a hook the module that really runs, so copies and replicas of a lean module are lean themselves.
+    torch calls the forward hook `Leave` whenever forward ends, except by a KeyboardInterrupt or another error that is
+    not an ``Exception``. For these the arguments that this hook returns carry a guard, which closes the region when the
+    frame of forward is freed.
     """
 
     is_leangrads = True
 
     def __init__(self, ledger: Ledger, watch: Watch | None = None, *, is_part: bool = False) -> None:
         self.ledger = ledger
-        self.watch = watch  # until forward has run
-        self.is_part = is_part  # made lean with the LightningModule that it is a part of
+        self.watch = watch  # warns of training without forward; None once forward has run
+        self.is_part = is_part  # the module was made lean with the LightningModule that it is a part of
         self._has_run = False
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy watches nothing: the hooks of parameters are not copied with them."""
+        """Copy without ``watch``, because the hooks of parameters are not copied with them."""
         return _enter, (self.ledger, self.is_part)
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> Arguments | None:
@@ -297,19 +303,19 @@ class Enter(Hook):
         return Arguments(*args, guard=_Guard(call))
 
     def end_watch(self) -> None:
-        """Its forward runs, or it is lean no more."""
+        """Stop watching, because forward runs or the module is no longer lean."""
         if self.watch is not None:
             self.watch.end()
             self.watch = None
 
 
 def _enter(ledger: Ledger, is_part: bool) -> Enter:
-    """What a copy of an Enter is made by."""
+    """Make a copy of an `Enter`, or load a pickled one."""
     return Enter(ledger, is_part=is_part)
 
 
 class Leave(Hook):
-    """The forward hook of a lean module, called also after an exception: its region ends."""
+    """The forward hook of a lean module, called also after an exception: closes its region."""
 
     is_leangrads = True
 
@@ -320,20 +326,20 @@ class Leave(Hook):
         if calls and calls[-1].module is module:
             region = calls[-1].region
             if region is not None:
-                region.finds_reentrant(output)
+                region.wrap_new_reentrant(output)
             if not calls[-1].is_inside:
-                calls[-1].ledger.sees_output(output)
+                calls[-1].ledger.note_output(output)
             calls[-1].close()
 
 
 class Around:
-    """The same for another method than forward: its region begins before a call of the method and ends after it."""
+    """Opens and closes the region of a lean module around a method other than forward."""
 
     def __init__(self, before: list[Any]) -> None:
         self.before = before  # the forward pre-hooks of the module
 
     def __call__(self, method: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Call ``method(*args, **kwargs)``, which is one of ``module``."""
+        """Call ``method(*args, **kwargs)``, a method of ``module``, in a region."""
         *see_batch, enter = self.before
         for hook in see_batch:
             hook(module, args, kwargs)
@@ -347,9 +353,9 @@ class Around:
 
 
 class Arguments(tuple[Any, ...]):
-    """The arguments of forward, and the guard of its region.
+    """The arguments of forward, with the guard of its region.
 
-    A full backward hook on the same module makes them anew, ``type(arguments)(*others)``: those then carry the guard.
+    A full backward hook on the same module replaces them by ``type(arguments)(*others)``, which then carries the guard.
     """
 
     guard: _Guard | None
@@ -362,7 +368,7 @@ class Arguments(tuple[Any, ...]):
 
 
 class _Guard:
-    """Closes a call's region at the latest when it dies itself."""
+    """Closes the region of a call when the guard is freed, unless it is closed already."""
 
     def __init__(self, call: _Call) -> None:
         self.call = call
@@ -373,48 +379,48 @@ class _Guard:
 
 
 class _Call:
-    """One running call of a lean module, and the region it opened."""
+    """A running call of a lean module, and the region it opened."""
 
     def __init__(self, module: nn.Module, region: Region | None, ledger: Ledger) -> None:
         self.module, self.region, self.ledger = module, region, ledger
         self.is_inside = _is_inside(module)
         self.has_gradients = torch.is_grad_enabled()
         self.thread = threading.get_ident()
-        self.rest = GcPause() if region is not None else None
-        self.guard: Callable[[], _Guard | None] = lambda: None  # a weak reference, once there is one
+        self.gc_pause = GcPause() if region is not None else None
+        self.guard: Callable[[], _Guard | None] = lambda: None  # once there is a guard, a weak reference to it
 
     def close(self) -> None:
         """End this call, and those inside it that were left open."""
         calls = _calls()
         if self.thread != threading.get_ident() or self not in calls:
-            self._end_rest()  # at the latest, in whatever thread the last that knows of this call dies
+            self._end_gc_pause()  # at the latest here, in whichever thread the call is freed
             return
         while calls:
             call = calls.pop()
             if call.region is not None:
                 call.region.__exit__(None, None, None)
-            call._end_rest()
+            call._end_gc_pause()
             if call is self:
                 return
 
-    def _end_rest(self) -> None:
-        if self.rest is not None:
-            self.rest.end()
+    def _end_gc_pause(self) -> None:
+        if self.gc_pause is not None:
+            self.gc_pause.end()
 
 
 _local = threading.local()
 
 
 def _is_inside(module: nn.Module) -> bool:
-    """Whether a call of this very module runs in this thread: its step has begun, and a call inside begins no other.
+    """Whether a call of this very module runs in this thread with gradients; a call inside it begins no new step.
 
-    A LightningModule whose training_step calls its forward, say.
+    For example, the training_step of a LightningModule may call its forward.
     """
     return any(call.module is module and call.has_gradients for call in _calls())
 
 
 def _calls() -> list[_Call]:
-    """The calls of lean modules that run now in this thread."""
+    """Return the calls of lean modules that are running in this thread, the outermost first."""
     if not hasattr(_local, "calls"):
         _local.calls = []
     return _local.calls  # type: ignore[no-any-return]

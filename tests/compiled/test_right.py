@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.compiled_error import CASES, GPT, TIMES, TIMES_OF_ONE, ConvNet, Errors, errors_of
+from benchmarks.compiled.error import CASES, GPT, TIMES, TIMES_OF_ONE, ConvNet, Errors, errors_of
 from leangrad.compiled import compile_lean
 from leangrad.compiled.partitioner import chosen
 

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import leangrad
 from leangrad.errors import BudgetError
 from leangrad.lean import lean, ledger_of
-from leangrad.ledger.tune import to_budget
+from leangrad.ledger.tune import budget_search
 from tests.support import same_bits
 from tests.support.ranks import Transformer, loss_of, run_ranks
 from tests.support.sharded import assert_same_run, sharded, state
@@ -29,7 +29,7 @@ SHAPE = {"depth": 4, "width": 64}
 @pytest.fixture(autouse=True)
 def no_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     """Models as small as these take as long with any plan: none is to be dropped for the noise of a busy machine."""
-    monkeypatch.setattr(to_budget, "SURE", 0.0)
+    monkeypatch.setattr(budget_search, "CLEARLY_FASTER", 0.0)
 
 
 def one_step(model: nn.Module, seed: int) -> None:
@@ -85,7 +85,7 @@ def _fsdp2(rank: int) -> None:
     goals: list[dict[str, Any]] = [{"slowdown": 1.5}, {"slowdown": 1.0001}, {"budget": 10**9}]
     for settings in (*goals, {"budget": int(0.95 * floor)}):
         plain, model = make(), make(**settings)
-        to_budget.SURE = 0.0
+        budget_search.CLEARLY_FASTER = 0.0
         try:
             for seed in range(SETTLED):
                 found = []

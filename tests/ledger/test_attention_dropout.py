@@ -24,7 +24,7 @@ from leangrad.errors import BudgetError, LeangradError
 from leangrad.ledger import Ledger
 from leangrad.ledger.observe import active_region, rng
 from leangrad.ledger.origins import rule_builder
-from leangrad.ledger.tune import to_budget
+from leangrad.ledger.tune import budget_search
 from leangrad.ledger.values.node_metadata import NOTE
 from tests.support import assert_same_bits
 from tests.support.fused_attention import Philox, efficient_attention_on_cpu
@@ -296,9 +296,10 @@ def test_a_transformer_keeps_its_residual_sums_alone(philox: Philox) -> None:
 
 
 def test_a_budget_below_the_floor(philox: Philox, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(to_budget, "SURE", 0.0)  # models as small as these take as long with any plan
+    monkeypatch.setattr(budget_search, "CLEARLY_FASTER", 0.0)  # models as small as these take as long with any plan
     monkeypatch.setattr(torch, "manual_seed", partial(_seed_both, torch.manual_seed, philox))
-    x, plain = tokens(rows=96), stack(blocks=4)  # enough of them that gradients of weights are not the peak
+    # Enough rows that gradients of weights are not the peak, and enough blocks that what all of them keep is.
+    x, plain = tokens(rows=96), stack(blocks=6)
 
     def one(model: nn.Module, seed: int = 0) -> None:
         model.zero_grad()
@@ -422,7 +423,7 @@ def test_a_call_that_fails_leaves_no_state(philox: Philox) -> None:
     with with_products():
         with pytest.raises(RuntimeError):
             F.scaled_dot_product_attention(x @ w, x[..., :3], x, dropout_p=P)
-        assert active_region.opened.region.draw is None
+        assert active_region.current.region.draw is None
         h = efficient(x @ w, x, x, None, True, P)[0]
         node: Any = h.grad_fn
         assert NOTE not in node.metadata
@@ -519,7 +520,7 @@ def test_attention_gives_the_same_bits_again_on_cuda(kernel: SDPBackend, runs: R
 @pytest.mark.parametrize("kernel", [(SDPBackend.FLASH_ATTENTION, torch.bfloat16)], indirect=True, ids=["flash"])
 def test_a_budget_below_the_floor_on_cuda(kernel: SDPBackend, runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nearly all of the way from the floor to the least is gone by running attention again."""
-    monkeypatch.setattr(to_budget, "SURE", 0.0)
+    monkeypatch.setattr(budget_search, "CLEARLY_FASTER", 0.0)
     torch.manual_seed(0)
     net, x = stack("causal", P, SHORT, blocks=4).cuda(), tokens(SHORT, rows=512).cuda()
 

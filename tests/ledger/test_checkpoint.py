@@ -205,7 +205,7 @@ def assert_good_company(
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.sampled(7)
 def test_together_no_higher_than_either_alone(run: str, lean: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Ledger, "differs", lambda *_: pytest.fail("the step was not like the recorded one"))
+    monkeypatch.setattr(Ledger, "note_difference", lambda *_: pytest.fail("the step was not like the recorded one"))
     without = nested_plainly if run == "nested" else plainly
     peak, alone = assert_good_company(partial(Net, 0.1), LEANS[lean], RUNS[run], without)
     assert peak < 0.75 * alone, "the segment that was run again is not lean"

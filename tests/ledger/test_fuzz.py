@@ -24,12 +24,11 @@ from torch import Tensor, nn
 
 from leangrad.errors import ChangedError
 from leangrad.ledger import Goal, Ledger
-from leangrad.ledger import ledger as ledger_module
 from leangrad.ledger.learn import early_end
 from leangrad.ledger.learn.recorded_step import RecordedStep
 from leangrad.ledger.learn.trace import TraceMode
 from leangrad.ledger.origins.rules import PRODUCTS as PRODUCT_NODES
-from leangrad.ledger.tune.goal import Way
+from leangrad.ledger.tune.goal import StepMode
 from leangrad.ledger.tune.tuner import Tuner
 from leangrad.policy.replay import Replay
 from tests.support import assert_same_bits
@@ -154,11 +153,11 @@ class AnyPlan(Tuner):
     def start(self, step: RecordedStep, replay: Replay, kept: frozenset[int] | None, outputs_nbytes: int) -> None:
         self._least, self._all = (step.kept_items() if kept is None else kept), range(len(step.items))
 
-    def next_way(self) -> Way:
+    def next_step_mode(self) -> StepMode:
         share = self._chance.choice((0.0, 0.2, 0.5, 0.8, 1.0))
         more = frozenset(n for n in self._all if self._chance.random() < share) - self._least
         self.kept_more += bool(more)
-        return Way(None if self._chance.random() < 0.1 else self._least | more)
+        return StepMode(None if self._chance.random() < 0.1 else self._least | more)
 
 
 def check(
@@ -266,7 +265,7 @@ def check_early_ends(program: Program, products: int) -> Counter[str]:
 
     with (
         patch.object(early_end, "WORTH", 0),
-        patch.object(ledger_module, "_may_end_early", lambda _: is_alike or not program.edits),
+        patch.object(early_end, "may_end_early", lambda _: is_alike or not program.edits),
         patch.object(TraceMode, "end_early", counted),
     ):
         seen = check(program, "auto", products, plans=4, stages=Stages(len(program.steps)))

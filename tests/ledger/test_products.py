@@ -21,7 +21,7 @@ from leangrad.errors import ChangedError
 from leangrad.ledger import Ledger
 from leangrad.ledger.origins import rule_builder
 from leangrad.ledger.origins.rules import PRODUCTS
-from leangrad.ledger.values import rebuilt_cache
+from leangrad.ledger.values.rebuild import rebuilt_cache
 from leangrad.ledger.values.value import Value
 from tests.support.ledger_programs import assert_same, backward, leaf, run
 
@@ -402,7 +402,7 @@ def test_recipes_that_were_given_up_count_no_more(name: str) -> None:
         gc.collect()
         values = [v for v in gc.get_objects() if type(v) is Value]
         readers = Counter(id(v) for value in values for v in value.inputs)
-        found = [(v.op, v.parents, readers[id(v)]) for v in values if v.products and v.tensor is None]
+        found = [(v.op, v.recipe_reads, readers[id(v)]) for v in values if v.products and v.tensor is None]
         assert [f for f in found if f[1] != f[2]] == [], step
         assert found
         backward(y)
@@ -435,8 +435,8 @@ def test_nothing_is_held_for_nobody(name: str, monkeypatch: pytest.MonkeyPatch) 
         for refs in rebuilt_cache.memos.values():
             for ref in refs:
                 v: Any = ref()
-                if v is not None and v.memo is not None and v.takes >= v.parents + v.readers:
-                    held.append((v.op, v.takes, v.memo.nbytes))
+                if v is not None and v.memo is not None and v.memo_reads >= v.recipe_reads + v.readers:
+                    held.append((v.op, v.memo_reads, v.memo.nbytes))
         return tensor
 
     monkeypatch.setattr(Value, "read", look)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import leangrad
-from benchmarks.architectures import ARCHITECTURES, FORMATS, settles, setup
+from benchmarks.ledger.architectures import ARCHITECTURES, FORMATS, settles, setup
 from tests.zoo import CASES
 
 pytestmark = pytest.mark.gpu

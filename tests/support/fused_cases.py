@@ -24,7 +24,7 @@ from leangrad.ledger.fuse.builder import RefusedError, find_terms
 from leangrad.ledger.fuse.chain import MAX_STREAMS
 from leangrad.ledger.fuse.fused_plan import PROOFS, Plan
 from leangrad.ledger.origins.rules import RULES
-from leangrad.ledger.values.rebuilt_cache import memos
+from leangrad.ledger.values.rebuild.rebuilt_cache import memos
 from leangrad.ledger.values.value import Value
 from tests.support import same_bits
 

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from leangrad.ledger.observe.active_region import opened
+from leangrad.ledger.observe.active_region import current
 from leangrad.ledger.region import Region
 from leangrad.verify import Verification, verify
 from leangrad.verify.comparison import difference
@@ -567,7 +567,7 @@ def test_a_lean_model_runs_plain_first_and_stays_lean() -> None:
 
     class Model(nn.Sequential):
         def forward(self, x: Tensor) -> Tensor:
-            seen.append(type(getattr(opened, "region", None)) is Region)
+            seen.append(type(getattr(current, "region", None)) is Region)
             return super().forward(x)
 
     model = front.lean(Model(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)))

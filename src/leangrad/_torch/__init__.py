@@ -1,20 +1,20 @@
 """Every private torch name that leangrad uses, each in one small function with a plain fallback.
 
-Nothing outside this folder may touch a name of torch that starts with an underscore and is not documented, but for
-those of [Note: names that are used in place]. A name that a torch release drops makes leangrad plainer, never wrong:
-the fallback is always the answer that promises less.
+Code outside this folder must not use an undocumented torch name that starts with an underscore, except those of
+[Note: names that are used in place]. If a torch release drops a name, leangrad does less but nothing wrong: the
+fallback is always the answer that promises less.
 
 [Note: names that are used in place]
-The ledger reads a few private names of tensors and nodes for every saved tensor, thousands of times in a step, where a
-call of Python more would be felt. `ledger/` uses these where it needs them:
+The ledger reads a few private names of tensors and nodes for every saved tensor, thousands of times in a step, where
+one more Python call for each would cost noticeable time. Code in `ledger/` uses these names directly:
 
     tensor._version, tensor._base, tensor._is_view()
     node._sequence_nr(), node._saved_<name>, node._raw_saved_<name>
 
-Their check is `ledger_names_present`: if one of them is gone no region opens, and lean models run plain.
+`ledger_names_present` checks them: if one of them is missing, no region opens, and lean models run plain.
 
-tensors, autograd, checkpoints, dispatch, modules, modes, settings, cuda      by subject
-compiler      torch.compile: what the compiled engine asks of AOTAutograd and Inductor; it is not imported here
+tensors, autograd, checkpoints, dispatch, modules, modes, settings, sharding, cuda      by subject
+compiler      torch.compile: names of AOTAutograd and Inductor that the compiled engine uses; not imported here
 present       whether this torch has all of these names
 """
 
@@ -72,15 +72,17 @@ from leangrad._torch.modes import (
     autocast_off,
     dispatch_modes_active,
     forward_mode_active,
+    is_batched,
     is_innermost_mode,
     is_profiling,
     is_traced,
     is_watched,
     muted_kineto,
-    no_override,
+    no_torch_function,
     peak_bytes,
     transforms_active,
-    without_override,
+    unwrapped,
+    without_function_mode,
 )
 from leangrad._torch.modules import (
     bare_modules,
@@ -88,6 +90,8 @@ from leangrad._torch.modules import (
     has_global_hooks,
     has_hooks,
     has_hooks_of_others,
+    has_own_forward,
+    hooks_and_children,
     is_compiled,
     is_replica,
     norm_tensors,
@@ -118,6 +122,7 @@ from leangrad._torch.tensors import (
     direct,
     fused_rms_norm,
     fused_rms_norm_backward,
+    has_aliases,
     has_memory,
     is_number,
     is_python_evaluating,
@@ -171,15 +176,19 @@ __all__ = [
     "gathering_node",
     "graph_is_kept",
     "graph_task",
+    "has_aliases",
     "has_global_hooks",
     "has_hooks",
     "has_hooks_of_others",
     "has_memory",
+    "has_own_forward",
     "has_process_groups",
     "has_tensor_hooks",
     "hook_of",
+    "hooks_and_children",
     "innermost_pack_hook",
     "is_at_work",
+    "is_batched",
     "is_capturing",
     "is_checkpoint",
     "is_checkpointing",
@@ -204,7 +213,7 @@ __all__ = [
     "mutates",
     "muted_kineto",
     "next_sequence_nr",
-    "no_override",
+    "no_torch_function",
     "node_class",
     "norm_tensors",
     "norms",
@@ -242,9 +251,10 @@ __all__ = [
     "tensor_without_memory",
     "transforms_active",
     "unseen",
+    "unwrapped",
     "version",
     "versions",
     "without_batches",
-    "without_override",
+    "without_function_mode",
     "wrapped_tensors",
 ]

@@ -1,4 +1,4 @@
-"""Whether somebody watches or traces the calls: modes, transforms, forward mode, autocast, tracing, profiling."""
+"""Private facts of what observes or changes calls: modes, transforms, forward mode, autocast, tracing, profiling."""
 
 import contextlib
 import itertools
@@ -13,7 +13,7 @@ from leangrad.switch import disabled
 
 
 def is_profiling() -> bool:
-    """Whether torch's profiler is on, in this thread or another. A second one would end the first without a word."""
+    """Whether torch's profiler runs, in any thread; a second one would silently end it. False if torch lacks it."""
     ask = getattr(torch.autograd, "_profiler_enabled", None)
     return getattr(torch.autograd.profiler, "_is_profiler_enabled", False) or (ask is not None and bool(ask()))
 
@@ -32,7 +32,7 @@ def muted_kineto() -> Iterator[None]:
 
 
 def peak_bytes(profiler: Any) -> int:
-    """The highest that the CPU memory made during a profile stood, in bytes; 0 where torch does not tell."""
+    """Return the peak of the CPU memory allocated during a profile, in bytes; 0 where torch lacks the events."""
     try:
         events = [e for e in profiler.kineto_results.events() if e.name() == "[memory]"]
         changes: list[int] = [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]
@@ -41,8 +41,8 @@ def peak_bytes(profiler: Any) -> int:
     return max(itertools.accumulate(changes), default=0)
 
 
-def without_override(mode: object) -> contextlib.AbstractContextManager[object]:
-    """A context in which ``mode`` sees no call, if it is the innermost function override; else it sees all."""
+def without_function_mode(mode: object) -> contextlib.AbstractContextManager[object]:
+    """Return a context that disables the function mode ``mode`` if it is the innermost one; else one without effect."""
     current = getattr(torch.overrides, "_get_current_function_mode", None)
     aside = getattr(torch.overrides, "_pop_mode_temporarily", None)
     if current is None or aside is None or current() is not mode:
@@ -55,15 +55,40 @@ _transforms_active: Callable[[], bool] | None = getattr(torch._C, "_are_functorc
 
 
 def transforms_active() -> bool:
-    """Whether a `torch.func` transform (vmap, grad, jvp) is running; False where torch does not tell."""
+    """Whether a `torch.func` transform (vmap, grad, jvp) is running; False where torch lacks the name."""
     return False if _transforms_active is None else _transforms_active()
+
+
+_functorch: Any = getattr(torch._C, "_functorch", None)
+
+
+def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the innermost tensor that `torch.func` transforms have wrapped, or ``tensor`` itself if it is not wrapped.
+
+    >>> x = torch.zeros(3)
+    >>> unwrapped(x) is x
+    True
+    """
+    if transforms_active() and _functorch is not None:
+        while _functorch.is_functorch_wrapped_tensor(tensor):
+            tensor = _functorch.get_unwrapped(tensor)
+    return tensor
+
+
+def is_batched(grad: torch.Tensor) -> bool:
+    """Whether ``grad`` is a batch of gradients, as in `torch.autograd.grad(..., is_grads_batched=True)`.
+
+    True where torch lacks `torch._C._functorch`.
+    """
+    kinds = ("is_batchedtensor", "is_legacy_batchedtensor")
+    return _functorch is None or any(getattr(_functorch, kind, lambda _: False)(grad) for kind in kinds)
 
 
 _forward_ad: Any = torch.autograd.forward_ad
 
 
 def forward_mode_active() -> bool:
-    """Whether a forward-mode level is open; False where torch does not tell (then torch raises for a Function)."""
+    """Whether a forward-mode AD level is open; False where torch lacks the name (then torch raises for a Function)."""
     level = getattr(_forward_ad, "_current_level", -1)
     return isinstance(level, int) and level >= 0
 
@@ -73,16 +98,16 @@ def is_traced() -> bool:
     return torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined]
 
 
-# How many `TorchDispatchMode`s listen, to whom every op has to be shown; 0 where torch does not tell.
+# Returns how many `TorchDispatchMode`s are active, which must see every op; 0 where torch lacks the name.
 dispatch_modes_active: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
 
 
-# The `__torch_function__` of a class whose calls no override sees, if torch has it.
-no_override: Any = getattr(torch._C, "_disabled_torch_function_impl", Tensor.__torch_function__)
+# As `__torch_function__` of a tensor class: its ops are not overridden. The default one where torch lacks the name.
+no_torch_function: Any = getattr(torch._C, "_disabled_torch_function_impl", Tensor.__torch_function__)
 
 
 def is_innermost_mode(mode: Any) -> bool:
-    """Whether this function mode is the first to see a call; False where torch does not tell."""
+    """Whether ``mode`` is the innermost function mode, the first to see a call; False where torch lacks the name."""
     current = getattr(torch.overrides, "_get_current_function_mode", None)
     return current is not None and current() is mode
 
@@ -91,31 +116,31 @@ _is_tracing: Callable[[], bool] = getattr(torch._C, "_is_tracing", torch.jit.is_
 
 
 def is_watched() -> bool:
-    """Whether somebody must see torch's own ops: a compiler, a tracer, a `torch.func` transform, forward mode, a user.
+    """Whether torch's own ops must run: for a compiler, a tracer, a `torch.func` transform, forward mode or the user.
 
-    A user says so by `LEANGRAD_DISABLE=1`.
+    The user requests it by `LEANGRAD_DISABLE=1`.
     """
     if torch.compiler.is_compiling() or _is_tracing() or transforms_active() or forward_mode_active():
         return True
     return disabled()
 
 
-# Whether autocast is on for some kind of device; True where torch does not tell.
+# Returns whether autocast is on for any device type; True where torch lacks the name.
 autocast_may_be_on: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 
 
 def autocast_enabled(kind: str) -> bool:
-    """Whether autocast is on for this kind of device, if it can be."""
+    """Whether autocast is on for the device type ``kind``; False for a type that has no autocast."""
     return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
 @contextlib.contextmanager
 def autocast_off(*kinds: str) -> Iterator[None]:
-    """Turn autocast off for these kinds of device, and leave its cache alone.
+    """Turn autocast off for these device types, without clearing its cache.
 
-    `torch.autocast(kind, enabled=False)` empties the cache, which is everybody's, where it ends as the outermost one of
-    its thread: always in the threads that run backward on a GPU. A forward that follows in the user's autocast would
-    cast its weights anew.
+    `torch.autocast(kind, enabled=False)` clears the cache, which all threads share, when it exits as the outermost
+    context of its thread. In the threads that run backward on a GPU it always is the outermost. The next forward under
+    the user's autocast would then have to cast its weights again.
     """
     on = [kind for kind in kinds if autocast_enabled(kind)]
     for kind in on:

@@ -1,4 +1,4 @@
-"""Hooks and parameters of modules."""
+"""Private facts of modules: their hooks, parameters, buffers and children."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -8,12 +8,12 @@ from torch import Tensor
 
 
 def _are_ours(*hooks: dict[int, Any]) -> bool:
-    """Whether all of these module hooks are leangrad's own, which do not look at what a module computes."""
+    """Whether all of these module hooks are leangrad's own, which ignore the values that a module computes."""
     return all(getattr(hook, "is_leangrads", False) for some in hooks for hook in some.values())
 
 
 def has_hooks_of_others(module: torch.nn.Module) -> bool:
-    """Whether calling `module` does more than its `forward`, but for leangrad; True where torch does not tell."""
+    """Whether calling `module` runs hooks that are not leangrad's own; True where torch lacks a name."""
     try:
         forward, before = module._forward_hooks, module._forward_pre_hooks
         if module._backward_hooks or module._backward_pre_hooks:
@@ -24,7 +24,7 @@ def has_hooks_of_others(module: torch.nn.Module) -> bool:
 
 
 def has_hooks(module: torch.nn.Module) -> bool:
-    """Whether calling `module` does more than its `forward`; True where torch does not tell."""
+    """Whether calling `module` runs hooks besides its `forward`; True where torch lacks a name."""
     try:
         return bool(
             module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
@@ -34,7 +34,7 @@ def has_hooks(module: torch.nn.Module) -> bool:
 
 
 def has_global_hooks() -> bool:
-    """Whether a hook is set on every module there is; True where torch does not tell."""
+    """Whether a global hook is set, which runs for every module; True where torch lacks a name."""
     try:
         hooks = torch.nn.modules.module
         return bool(
@@ -47,13 +47,41 @@ def has_global_hooks() -> bool:
         return True
 
 
+def hooks_and_children(modules: Iterable[torch.nn.Module]) -> list[int] | None:
+    """Return numbers to compare: of the forward hooks, children, training modes and own forwards of these modules.
+
+    Torch never uses the key of a hook again. This runs in every step, on models of perhaps a thousand modules. None
+    where torch lacks a name.
+    """
+    found: list[int] = []
+    try:
+        for module in modules:
+            own = module.__dict__
+            if own["_forward_hooks"]:
+                found += own["_forward_hooks"]
+            if own["_forward_pre_hooks"]:
+                found += own["_forward_pre_hooks"]
+            if children := own["_modules"]:
+                found += map(id, children.values())
+                found.append(len(children))
+            if "forward" in own:
+                found.append(-1)
+            found.append(own["training"])
+    except (AttributeError, KeyError, TypeError):
+        return None
+    return found
+
+
 def forward_pre_hooks(module: torch.nn.Module) -> list[Any]:
-    """The forward pre-hooks of this module, in order."""
+    """Return the forward pre-hooks of this module, in order."""
     return list(module._forward_pre_hooks.values())
 
 
 def remove_forward_hooks(module: torch.nn.Module, kinds: tuple[type, ...]) -> None:
-    """Remove the forward hooks and pre-hooks of these classes, also from a copy, whose handles nobody holds."""
+    """Remove the forward hooks and pre-hooks of these classes from a module.
+
+    Unlike removal by handles, this works for a copied module too.
+    """
     for hooks, flags in (
         (module._forward_pre_hooks, ("_forward_pre_hooks_with_kwargs",)),
         (module._forward_hooks, ("_forward_hooks_with_kwargs", "_forward_hooks_always_called")),
@@ -65,20 +93,28 @@ def remove_forward_hooks(module: torch.nn.Module, kinds: tuple[type, ...]) -> No
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
-    """Whether `torch.compile` was called on this very module, or its own `compile`; False where torch does not tell."""
+    """Whether `torch.compile`, or its own `compile`, was called on this module itself; False where torch lacks it."""
     return "_orig_mod" in module._modules or getattr(module, "_compiled_call_impl", None) is not None
 
 
 def is_replica(module: torch.nn.Module) -> bool:
-    """Whether DataParallel made this module for one forward: its hooks are those of the module that it stands for."""
+    """Whether DataParallel made this module as a replica for one forward; it shares the hooks of the original."""
     return bool(getattr(module, "_is_replica", False))
 
 
-def bare_modules(modules: Iterable[torch.nn.Module]) -> list[tuple[torch.nn.Module, dict[str, Any]]] | None:
-    """Each module and its parameters by name; None if calling one does more than its `forward`, or torch does not tell.
+def has_own_forward(module: torch.nn.Module) -> bool:
+    """Whether the instance has a forward of its own; that of `pack_gradients` does not count: it computes the same."""
+    forward = module.__dict__.get("forward")
+    return forward is not None and not getattr(forward, "__module__", "").startswith("leangrad.packed")
 
-    In one call for all of them, and without the failed lookup that comes before `module.weight` is found. Hooks that
-    are leangrad's own do not count.
+
+def bare_modules(modules: Iterable[torch.nn.Module]) -> list[tuple[torch.nn.Module, dict[str, Any]]] | None:
+    """Return each module with its parameters by name; None if calling one runs hooks, or a forward of the instance.
+
+    None too where torch lacks a name.
+
+    One call reads all modules, without the failed attribute lookup that precedes each `module.weight`. leangrad's own
+    hooks are ignored.
     """
     found = []
     try:
@@ -87,7 +123,7 @@ def bare_modules(modules: Iterable[torch.nn.Module]) -> list[tuple[torch.nn.Modu
             forward, before = own["_forward_hooks"], own["_forward_pre_hooks"]
             if (forward or before) and not _are_ours(forward, before):
                 return None
-            if own["_backward_hooks"] or own["_backward_pre_hooks"]:
+            if own["_backward_hooks"] or own["_backward_pre_hooks"] or has_own_forward(module):
                 return None
             found.append((module, own["_parameters"]))
     except (AttributeError, KeyError):
@@ -96,7 +132,7 @@ def bare_modules(modules: Iterable[torch.nn.Module]) -> list[tuple[torch.nn.Modu
 
 
 def norm_tensors(norm: torch.nn.Module) -> tuple[Tensor | None, ...]:
-    """Weight, bias, running mean and variance and the number of batches of a batch norm, without five slow lookups."""
+    """Return a batch norm's weight, bias, running mean and variance, and number of batches, without slow lookups."""
     try:
         parameters, buffers = norm._parameters, norm._buffers
         running = buffers["running_mean"], buffers["running_var"], buffers["num_batches_tracked"]
@@ -107,7 +143,7 @@ def norm_tensors(norm: torch.nn.Module) -> tuple[Tensor | None, ...]:
 
 
 def registries(module: torch.nn.Module) -> list[dict[str, Any]] | None:
-    """The dictionaries that a module keeps its parameters and its children in; None where torch has none."""
+    """Return the dictionaries of a module's parameters and of its children; None where torch lacks a name."""
     try:
         return [module._parameters, module._modules]
     except AttributeError:

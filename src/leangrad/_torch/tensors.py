@@ -1,4 +1,4 @@
-"""What a tensor and its memory do not tell in public: who holds them, versions, views; kernels without public names."""
+"""Private facts of tensors and storages: reference counts, versions, views; and kernels without public names."""
 
 import contextlib
 import functools
@@ -15,17 +15,18 @@ _T = TypeVar("_T")
 
 
 def called_through_c(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """`function` as a `functools.partial`, so that a call holds its arguments equally often whoever evaluates frames.
+    """Return `function` as a `functools.partial`, so that its arguments' reference counts do not depend on Dynamo.
 
-    Python hands arguments over from frame to frame. Any other evaluator of frames is called from C, which holds them
-    once more; and while a compiled function runs in any thread, Dynamo evaluates the frames of all of them (after a
-    compile that raised, for the rest of the process: torch 2.13). A `partial` is called through C in both states.
+    Python passes arguments from frame to frame without a further reference. Any other frame evaluator is called from C,
+    which holds one more reference to each argument. While a compiled function runs in any thread, Dynamo evaluates the
+    frames of all threads (after a compile that raised, for the rest of the process: torch 2.13). A `partial` is called
+    through C in both states, so the counts are the same.
     """
     return functools.update_wrapper(functools.partial(function), function)
 
 
 def is_python_evaluating() -> bool:
-    """Whether Python itself evaluates frames: it then hands an argument over, where all others hold it once more."""
+    """Whether Python itself evaluates frames: any other evaluator holds one more reference to a call's arguments."""
     held = object()
     return _held(held) < _held_through_c(held)
 
@@ -39,10 +40,10 @@ _held_through_c = called_through_c(_held)
 
 @called_through_c
 def reference_counts(tensor: Tensor) -> tuple[int, ...] | None:
-    """Every count of who can see `tensor`: C++ and Python holders of it, of its storage and of its base; or None.
+    """Return the reference counts of `tensor`, its storage and its base, in C++ and Python; None where torch has none.
 
-    The numbers include this call's own references, so they mean something only next to numbers that were taken by
-    the same chain of calls.
+    The counts include the references of this call, so they can be compared only with counts that were taken by the same
+    chain of calls.
     """
     try:
         storage, base = tensor.untyped_storage(), tensor._base
@@ -64,7 +65,10 @@ _HALF, _BYTE = torch.zeros((), dtype=torch.float16, device="cpu"), torch.zeros((
 
 
 def is_number(tensor: Tensor) -> bool:
-    """Whether a tensor is a Python number that torch wrapped for an op: unlike a tensor's, its dtype gives way."""
+    """Whether `tensor` is a Python number that torch wrapped for an op.
+
+    Type promotion shows it: the dtype of a wrapped number yields to that of a tensor of the same kind.
+    """
     if tensor.dim() or not tensor.is_cpu:
         return False
     other = _HALF if tensor.dtype is torch.float64 else _BYTE if tensor.dtype is torch.int64 else None
@@ -72,7 +76,10 @@ def is_number(tensor: Tensor) -> bool:
 
 
 def softmax_backward(g: Tensor, y: Tensor) -> Tensor:
-    """The gradient of the input of `y = torch.softmax(x, -1)`, differentiable; in float32 or better where torch can."""
+    """Return the gradient of the input of `y = torch.softmax(x, -1)`, by differentiable ops.
+
+    torch's own kernel computes in float32 or better; where torch lacks its name, the formula runs in y's dtype.
+    """
     backward = getattr(torch, "_softmax_backward_data", None)
     if backward is None:
         return y * (g - (g * y).sum(-1, keepdim=True))
@@ -84,22 +91,42 @@ _storage_use_count: Callable[[int], int] = getattr(torch._C, "_storage_Use_Count
 
 
 def storage_is_shared(tensor: Tensor) -> bool:
-    """Whether a tensor other than this one and its base can see this memory; True where torch does not tell."""
+    """Whether a tensor other than `tensor` and its base shares its memory; True where torch lacks the counts."""
+    try:
+        # A node that saved the tensor is a second holder of it.
+        return has_aliases(tensor) or tensor._use_count() > 1  # type: ignore[attr-defined]
+    except (AttributeError, NotImplementedError, RuntimeError):
+        return True
+
+
+def has_aliases(tensor: Tensor) -> bool:
+    """Whether a tensor object other than `tensor` and its base lies in its memory; True where torch lacks the count.
+
+    >>> x = torch.zeros(3)
+    >>> has_aliases(x), has_aliases(x[:2])
+    (False, False)
+    >>> y = x.detach()
+    >>> has_aliases(x)
+    True
+    """
     try:
         storage = tensor.untyped_storage()
-        holders = 3 if tensor._base is not None else 2  # the storage object in our hand is one of them
-        # Who holds it; and more than one hold a tensor that a node has saved.
-        return _storage_use_count(storage._cdata) > holders or tensor._use_count() > 1  # type: ignore[attr-defined]
+        holders = 3 if tensor._base is not None else 2  # one of them is `storage`, the Python object
+        return _storage_use_count(storage._cdata) > holders
     except (AttributeError, NotImplementedError, RuntimeError):
         return True
 
 
 def mutates(function: Any) -> bool:
-    """Whether a function that leangrad has no table entry for may change its arguments in place."""
+    """Whether a function that is in no table of leangrad may change its arguments in place.
+
+    The schemas of an op decide, without their `out=` arguments; for any other function, an underscore at the end of its
+    name.
+    """
     schemas = [function] if hasattr(function, "_schema") else []
     if hasattr(function, "overloads"):
         schemas = [getattr(function, name) for name in function.overloads()]
-    if schemas:  # an `out=` is looked for at each call
+    if schemas:  # `out=` is looked for at each call instead
         written = [
             a for s in schemas for a in s._schema.arguments if a.alias_info is not None and a.alias_info.is_write
         ]
@@ -109,23 +136,29 @@ def mutates(function: Any) -> bool:
 
 
 def version(tensor: Tensor) -> int:
-    """How often `tensor`, or anything that shares its memory by a view or a detach, was changed in place."""
+    """Return the version counter of `tensor`: in-place changes of it and of tensors that share it by view or detach."""
     return tensor._version
 
 
 def is_view(tensor: Tensor) -> bool:
-    """Whether autograd knows `tensor` as a view of another one; True where torch does not tell."""
+    """Whether `tensor` is a view of another tensor for autograd; True where torch lacks the name."""
     ask = getattr(tensor, "_is_view", None)
     return True if ask is None else bool(ask())
 
 
 def direct(overload: Any) -> Any:
-    """The C++ function behind `torch.ops.aten.name.overload`, a third cheaper to call; or the overload itself."""
+    """Return the C++ function behind `torch.ops.aten.name.overload`, which is a third cheaper to call.
+
+    Returns the overload itself where torch lacks the name.
+    """
     return getattr(overload, "_op", overload)
 
 
 def without_batches() -> Any:
-    """A context in which a random op is not refused although gradients are batched (`is_grads_batched=True`)."""
+    """Return a context in which a random op may run although gradients are batched (`is_grads_batched=True`).
+
+    The context has no effect where torch lacks the names.
+    """
     try:
         keys = torch._C.DispatchKeySet(torch._C._parse_dispatch_key("VmapMode"))  # type: ignore[arg-type]
         return torch._C._ExcludeDispatchKeyGuard(keys)
@@ -134,7 +167,7 @@ def without_batches() -> Any:
 
 
 def norms(tensors: list[Tensor], order: float, dtype: torch.dtype) -> list[Tensor]:
-    """The norm of each tensor, in `dtype`: in one call, where torch has it."""
+    """Return the norm of each tensor, in `dtype`: in one call where torch has `_foreach_norm`, else one per tensor."""
     together = getattr(torch, "_foreach_norm", None)
     if together is None:
         return [torch.linalg.vector_norm(tensor, order, dtype=dtype) for tensor in tensors]
@@ -142,7 +175,7 @@ def norms(tensors: list[Tensor], order: float, dtype: torch.dtype) -> list[Tenso
 
 
 def scale_(tensors: list[Tensor], factor: Tensor | float) -> None:
-    """Multiply each tensor by `factor`, in place: in one call, where torch has it."""
+    """Multiply each tensor by `factor` in place: in one call where torch has `_foreach_mul_`, else one per tensor."""
     together = getattr(torch, "_foreach_mul_", None)
     if together is not None:
         together(tensors, factor)
@@ -153,7 +186,7 @@ def scale_(tensors: list[Tensor], factor: Tensor | float) -> None:
 
 @functools.cache
 def _has_fused_rms_norm(device_type: str) -> bool:
-    """Whether torch has kernels of its own for both passes of an RMS norm there; on a CPU it composes other ops."""
+    """Whether torch has fused kernels for forward and backward of an RMS norm; on a CPU it composes other ops."""
     if device_type != "cuda":
         return False
     try:
@@ -166,7 +199,7 @@ def _has_fused_rms_norm(device_type: str) -> bool:
 
 
 def fused_rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor] | None:
-    """An RMS norm over the last dimension and 1/rms of each row; None where torch has no kernel for it."""
+    """Return the RMS norm over the last dimension and 1/rms of each row; None where torch has no fused kernel."""
     if not _has_fused_rms_norm(x.device.type):
         return None
     y, rstd = torch.ops.aten._fused_rms_norm(x, [x.shape[-1]], weight, eps)
@@ -176,7 +209,7 @@ def fused_rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor
 def fused_rms_norm_backward(
     g: Tensor, x: Tensor, rstd: Tensor, weight: Tensor | None, needs_dweight: bool
 ) -> tuple[Tensor, Tensor | None] | None:
-    """The gradients of x and of the weight for `fused_rms_norm`; None where torch has no kernel for it."""
+    """Return the gradients of x and of the weight for `fused_rms_norm`; None where torch has no fused kernel."""
     if not _has_fused_rms_norm(x.device.type):
         return None
     dx, dweight = torch.ops.aten._fused_rms_norm_backward(g, x, [x.shape[-1]], rstd, weight, [True, needs_dweight])
@@ -184,16 +217,16 @@ def fused_rms_norm_backward(
 
 
 def storage_holders(tensor: Tensor) -> int | None:
-    """How many tensors see this memory, those that only C++ holds included; None where torch does not tell."""
+    """Return how many tensors share the storage of `tensor`, also those held only in C++; None if torch lacks it."""
     try:
         storage = tensor.untyped_storage()
-        return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # without the storage object in our hand
+        return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # without `storage`, the Python object
     except (AttributeError, NotImplementedError, RuntimeError):
         return None
 
 
 def has_memory(tensor: Tensor) -> bool:
-    """Whether a tensor has memory of its own: one that stands for a batch (`is_grads_batched=True`) does not."""
+    """Whether `tensor` has a storage; one that stands for a batch of gradients (`is_grads_batched=True`) has not."""
     try:
         return tensor.untyped_storage() is not None
     except (NotImplementedError, RuntimeError):
@@ -201,28 +234,29 @@ def has_memory(tensor: Tensor) -> bool:
 
 
 def wrapped_tensors(tensor: Tensor) -> list[Tensor]:
-    """The tensors that a tensor of a wrapper's class is made of, as DTensor is: it has no memory of its own."""
+    """Return the tensors that a wrapper subclass such as DTensor consists of; empty for any other tensor."""
     flatten = None if type(tensor) in (Tensor, torch.nn.Parameter) else getattr(tensor, "__tensor_flatten__", None)
     parts = [] if flatten is None else [getattr(tensor, name) for name in flatten()[0]]
-    return [part for part in parts if isinstance(part, Tensor)]  # a DTensor names its mesh too
+    return [part for part in parts if isinstance(part, Tensor)]  # a DTensor lists its mesh too
 
 
 def tensor_without_memory(kind: type[Tensor], like: Tensor) -> Any:
-    """A tensor of class ``kind`` with the shape, strides, dtype and device of ``like``, and no memory."""
+    """Return a tensor of class ``kind`` with the shape, strides, dtype and device of ``like``, without memory."""
     return Tensor._make_wrapper_subclass(
         kind, like.shape, strides=like.stride(), dtype=like.dtype, layout=like.layout, device=like.device
     )
 
 
 def versions(a: Tensor, b: Tensor) -> tuple[int, int]:
-    """The versions of two tensors."""
+    """Return the version counters of two tensors."""
     return a._version, b._version
 
 
 def assert_on_device(condition: Tensor, message: str) -> None:
-    """Fail with `message` if a tensor of one truth is false: at once on a CPU, by an assertion on a GPU, unwaited for.
+    """Fail with `message` if `condition`, a bool tensor of one element, is false.
 
-    Does nothing where torch has no such assertion.
+    On a CPU it raises at once; on a GPU the kernel asserts, and the host does not wait for it. Does nothing where torch
+    lacks the name.
     """
     check = getattr(torch, "_assert_async", None)
     if check is not None:

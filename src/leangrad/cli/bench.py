@@ -1,4 +1,4 @@
-"""`leangrad bench` sets all ways to train a model side by side."""
+"""`leangrad bench` compares all ways to train a model."""
 
 from pathlib import Path
 from typing import Annotated
@@ -27,24 +27,28 @@ def bench(
     ] = None,
     ways: Annotated[str, typer.Option(metavar="NAME,...", help=f"Which ways: all, or some of {', '.join(WAYS)}.")] = "",
     budget: Annotated[
-        str, typer.Option(metavar="20GB", help="For lean_budget, above what stands before a step. The checkpoint's.")
+        str,
+        typer.Option(
+            metavar="20GB", help="lean_budget's, above what stands before a step. Default: checkpoint's peak."
+        ),
     ] = "",
     memory: Annotated[
         str,
-        typer.Option(metavar="24GB|plain", help="Search the largest batch in so much, or in what plain takes."),
+        typer.Option(metavar="24GB|plain", help="Also search the largest batch that fits into this, or into plain's."),
     ] = "",
-    rounds: Annotated[int, typer.Option(min=0, help="Turns that plain and each way take; 0: no times.")] = 5,
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds that one way may take.")] = 900,
+    rounds: Annotated[int, typer.Option(min=0, help="Timing rounds of plain and each way; 0: no times.")] = 5,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds after which a way is stopped.")] = 900,
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the rows to this file.")] = None,
     autocast: AutocastOption = None,
     traceback: TracebackOption = False,
 ) -> None:
-    """Compare all ways to train your own model, each in a process of its own.
+    """Compare all ways to train your own model with less memory, each in its own process.
 
-    Plain, torch's and other people's ways to less memory, and leangrad's. A way that is not for your model, or fails,
-    has a row that says so.
+    These are plain PyTorch, the memory savers of torch and of other packages, and leangrad's.
 
-    The exit code is 1 if a gradient of lean is not plain's, bit for bit.
+    If a way fails or does not apply to your model, its row says why.
+
+    The exit code is 1 if a gradient of lean is not bitwise equal to that of plain PyTorch.
 
     It is 2 if your code or the arguments raise an error.
     """

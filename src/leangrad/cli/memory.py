@@ -18,7 +18,7 @@ from leangrad.sizes import parse_size
 
 __all__ = ["bad_parameters", "fit", "frontier", "progress_bar"]
 
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON in the stead of a table.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
 def frontier(
@@ -32,11 +32,11 @@ def frontier(
     autocast: AutocastOption = None,
     traceback: TracebackOption = False,
 ) -> None:
-    """Measure the time of a step of your own model against its peak memory.
+    """Measure the time and the peak memory of a training step of your own model, for several ways to train it.
 
-    Plain, lean with budgets from plain's peak down to the smallest, and a checkpoint around each block.
+    These are plain PyTorch, a checkpoint per block, and lean with budgets from the plain peak down to the smallest.
 
-    The exit code is 1 if a gradient of lean is not plain's, bit for bit.
+    The exit code is 1 if a gradient of lean is not bitwise equal to that of plain PyTorch.
 
     It is 2 if your code or the arguments raise an error.
     """
@@ -64,11 +64,11 @@ def fit(
     autocast: AutocastOption = None,
     traceback: TracebackOption = False,
 ) -> None:
-    """Search the largest batch of your own model that fits into some memory.
+    """Search the largest batch of your own model that fits into the given memory, for several ways to train it.
 
-    Plain, with a checkpoint around each block, lean, and lean with that memory as its budget.
+    These are plain PyTorch, a checkpoint around each block, lean, and lean with the given memory as its budget.
 
-    The batch changes along dimension 0 of every tensor in it; each size that is tried is a few real steps.
+    The size of dimension 0 of every tensor in the batch is changed. For each size, a few real steps are run.
 
     The exit code is 2 if your code or the arguments raise an error.
     """
@@ -87,7 +87,7 @@ def fit(
 
 @contextlib.contextmanager
 def bad_parameters() -> Iterator[None]:
-    """Show an error about what was given as one about the command line."""
+    """Turn a TypeError or ValueError about an argument into an error of the command line."""
     try:
         yield
     except (TypeError, ValueError) as error:
@@ -96,7 +96,10 @@ def bad_parameters() -> Iterator[None]:
 
 @contextlib.contextmanager
 def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
-    """A bar on stderr, which is gone afterwards; what is yielded moves it."""
+    """Show a progress bar on stderr until the context ends, and yield a function that updates it.
+
+    The function's arguments are the current activity, the number of finished units, and the total.
+    """
     columns = (TextColumn("{task.description:<28}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"))
     with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("", total=None)

@@ -21,20 +21,22 @@ def profile(
     module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module, as after `python -m`.")] = False,
     compare: Annotated[bool, typer.Option(help="Run the script a second time, lean from its first step on.")] = False,
     lean: Annotated[bool, typer.Option(help="Run four of its steps lean, with the same numbers; measure one.")] = True,
-    private: Annotated[bool, typer.Option(help="Leave out its name, arguments, folders, and texts of errors.")] = False,
+    private: Annotated[bool, typer.Option(help="Leave out the script's name, arguments, folders and errors.")] = False,
 ) -> None:
-    """Run your training script and write a report of where its memory goes.
+    """Run your training script and write a report on what its memory is used for.
 
-    The script runs as it is; its output and its exit code pass through.
+    The script runs unchanged; its output and its exit code pass through.
 
-    Its first step is measured, its third, and the seventh, which runs lean. Put leangrad's options before SCRIPT.
+    Three of its steps are measured: the first, the third, and the seventh, which runs lean.
+
+    Put leangrad's options before SCRIPT.
     """
     name, *arguments = script
     if not module and not Path(name).is_file():
         raise typer.BadParameter(f"found no file {name!r}; to run a module write `leangrad profile -m {name}`")
     if not output.absolute().parent.is_dir():
         raise typer.BadParameter(f"found no folder {str(output.parent)!r} to write the report to")
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # each process of torchrun has its own
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # each process of torchrun writes its own report
         output = output.with_stem(f"{output.stem}.rank{os.environ.get('RANK', '0')}")
     called = Script(name, tuple(arguments), module)
     title = "Where the memory goes" if private else f"Where the memory of {called} goes"

@@ -1,8 +1,8 @@
-"""Which ledger a batch belongs to, where there is a budget or a bound on the time.
+"""Selects the ledger for a batch, if the model has a budget or a bound on the time.
 
-What a step takes depends on the shapes of its batch. A batch that is no larger in any dimension than one before follows
-what was learned from that one. Any other is new: a ledger of its own begins with the least memory, and replaces those
-of all batches that are no larger. So a few shapes that take turns are each learned once.
+The memory of a step depends on the shapes of its batch. A batch that is no larger in any dimension than an earlier one
+uses the ledger of that one. Any other batch gets a ledger of its own, which starts with the least memory and replaces
+the ledgers of all batches that are no larger. So a few shapes that alternate are each learned once.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from leangrad.ledger.ledger import Ledger
 
 __all__ = ["Batches"]
 
-MOST = 8  # ledgers; the oldest goes
+MOST = 8  # ledgers of one model; a new one then replaces the oldest
 
-Shapes = tuple[tuple[str, tuple[int, ...]], ...]  # of the tensors of a batch, with their places in it
+Shapes = tuple[tuple[str, tuple[int, ...]], ...]  # of each tensor of a batch: its place in it, and its shape
 
 
 class Batches:
-    """The ledgers of one model, by the shapes of a batch. The first of them is ``ledger``."""
+    """The ledgers of one model, by the shapes of a batch; ``ledger`` is the first."""
 
     def __init__(self, ledger: Ledger) -> None:
-        self.ledger = ledger  # of the last batch
+        self.ledger = ledger  # the ledger of the last batch
         self._ledgers: dict[Shapes, Ledger] = {}
         self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy has the same settings and has learned nothing."""
+        """Copy the settings; the copy has learned nothing."""
         return Batches, (self.ledger,)
 
-    def sees(self, batch: Any) -> Ledger:
-        """A step begins with ``batch``, the arguments of a forward: the ledger that it belongs to."""
+    def select(self, batch: Any) -> Ledger:
+        """Return the ledger of the step that begins; ``batch``: the arguments of its forward."""
         shapes = tuple(_shapes(batch, ""))
         with self._lock:
             ledger = self._known(shapes)
@@ -52,7 +52,7 @@ class Batches:
         return ledger
 
     def _known(self, shapes: Shapes) -> Ledger | None:
-        """That of a batch at least as large. One whose budget could not be met says nothing about smaller ones."""
+        """Return the ledger of these shapes, or of larger ones unless their budget could not be met; else None."""
         same = self._ledgers.get(shapes)
         if same is not None:
             return same
@@ -61,7 +61,7 @@ class Batches:
 
 
 def _shapes(tree: Any, place: str) -> list[tuple[str, tuple[int, ...]]]:
-    """The shapes of the tensors in nested tuples, lists and mappings."""
+    """Return the place and the shape of each tensor in nested tuples, lists and mappings."""
     if isinstance(tree, Tensor):
         return [(place, tuple(tree.shape))]
     if isinstance(tree, Mapping):
@@ -74,7 +74,7 @@ def _shapes(tree: Any, place: str) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def _covers(larger: Shapes, smaller: Shapes) -> bool:
-    """Whether no tensor of ``smaller`` is larger in any dimension than the one of ``larger`` in its place."""
+    """Whether no tensor of ``smaller`` is larger in any dimension than the one at the same place in ``larger``."""
     return len(larger) == len(smaller) and all(
         place == other and len(a) == len(b) and all(map(int.__ge__, a, b))
         for (place, a), (other, b) in zip(larger, smaller, strict=True)

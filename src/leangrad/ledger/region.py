@@ -1,9 +1,9 @@
-"""One forward region: the decision, for every tensor that autograd wants to keep, while a model runs."""
+"""One forward pass while it runs: its hooks, its function mode, and a decision for every saved tensor."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Protocol
@@ -11,18 +11,20 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from leangrad import _torch
-from leangrad.ledger.decision import Decider, Decision, SavedKind
-from leangrad.ledger.learn.early_end import EarlyEnd
+from leangrad.ledger.decision import Decider, SavedKind
+from leangrad.ledger.deferred import DeferredDecisions
+from leangrad.ledger.learn.early_end import EarlyEnd, EarlyEnds
+from leangrad.ledger.learn.recorded_step import Learned
 from leangrad.ledger.learn.recorder import Recorder
-from leangrad.ledger.learn.timing import Unpacks
-from leangrad.ledger.learn.trace import Trace, TraceMode, TraceRecorder
-from leangrad.ledger.observe.active_region import enter, opened
+from leangrad.ledger.learn.timing import UnpackHook
+from leangrad.ledger.learn.trace import TraceMode, TraceRecorder
+from leangrad.ledger.observe.active_region import current, enter
 from leangrad.ledger.observe.checkpoint import Placeholder, Recomputation, SegmentLedger, is_settled
 from leangrad.ledger.observe.hooks import Hooks
 from leangrad.ledger.observe.processes import collectives
 from leangrad.ledger.observe.processes.gathers import Gathers
 from leangrad.ledger.observe.rng import Draw
-from leangrad.ledger.origins.graph_walk import UnsavedInput
+from leangrad.ledger.origins.graph_walk import noted
 from leangrad.ledger.origins.upstream_anchors import RecentProducts
 from leangrad.ledger.values.cast import Anchor, Packed
 from leangrad.ledger.values.pending_save import PendingSave, ShapeOnlyReader
@@ -34,80 +36,72 @@ ENDED = -1
 
 
 class LedgerState(Protocol):
-    """What a region asks of its ledger: settings, and what earlier steps have shown."""
+    """What a Region needs from its Ledger: settings, and what earlier steps have shown."""
 
     min_bytes: int
-    products: int  # that a recipe may run through in a row
-    saved_kinds: Sequence[SavedKind]  # of each saved tensor of the recorded step
-    trace: Trace | None
+    products: int  # how many products a recipe may run through in a row
+    learned: Learned | None
     gathers: Gathers
-    timing: Unpacks | None  # times the rebuilds of this step, or marks them
+    timing: UnpackHook | None  # times or marks the rebuilds of this step; None: neither
+    early_ends: EarlyEnds
+    splits_losses: bool  # whether cross entropy may be computed in parts
 
     @property
     def cap(self) -> int:
-        """How deep a recipe may be where nothing was learned."""
+        """The most joins that a recipe may run through without a plan."""
 
-    @property
-    def decisions(self) -> Sequence[Decision | None] | None:
-        """What was learned, for each saved tensor of a step in order; None: nothing is decided on it."""
-
-    @property
-    def catches(self) -> bool:
-        """Whether outputs of products are held for a while, to be kept in the stead of a larger tensor."""
-
-    @property
-    def caught(self) -> Collection[int] | None:
-        """The calls of which a product was kept, by their number; None: any may be."""
-
-    def differs(self, why: str) -> None:
-        """This step is not like the one that was learned from, because of ``why``."""
+    def note_difference(self, why: str) -> None:
+        """Drop the plan, because this step differs from the recorded one; ``why``: the reason."""
 
     def segment(self, key: Hashable) -> SegmentLedger:
-        """What opens a region in a checkpointed segment of this one, when backward runs it again."""
+        """Return the ledger of a checkpointed segment, which opens a region when backward runs the segment again."""
 
     def runs_again(self, segment: Any) -> None:
-        """Backward runs a segment again: the plans that are to be made have to know."""
+        """Report that backward runs ``segment`` again to every recorder whose plan is still to be made."""
 
 
 class Region:
-    """One forward region: the hooks and the function override while it runs, and what it decided."""
+    """One forward pass: its hooks and its function mode while it runs, and what it decided."""
 
     def __init__(
         self, ledger: LedgerState, recorder: Recorder | None, module: nn.Module | None = None, outer: Any = None
     ) -> None:
-        """``outer``: the pack hook of the checkpoint that is in force around the region, if one is."""
+        """``outer``: the pack hook of the checkpoint around the region; None: there is no checkpoint."""
+        learned = ledger.learned  # read once: another thread may replace it
         self.min_bytes = ledger.min_bytes
         self.cap = ledger.cap
         self.max_products = ledger.products
-        if ledger.products and ledger.decisions is not None:  # the plan says where a recipe ends
+        if ledger.products and learned is not None:  # the plan determines where recipes end
             self.max_products = UNBOUNDED
         self.product_settings = _torch.product_settings() if ledger.products else ()
         self.failed_allocations = _torch.failed_allocations() if ledger.products else 0
-        self.fence = self._began = 0
-        self.packing = False
+        self.trusted_from = self._began = 0
+        self.is_packing = self.saves_cast_logits = False
+        self.splits_losses = ledger.splits_losses
         self.changing: Any = None
         self.sizes = recorder is not None
-        self.sharded = ledger.gathers.is_flat  # parameters come and go, and nobody tells: no recipe reads them
+        self.sharded = ledger.gathers.is_flat  # FSDP gathers and frees parameters unobserved: no recipe reads them
         self.shards = ledger.gathers.shards(is_recorded=recorder is not None)
-        self._swapped: list[Any] = []  # hooks of FSDP2
+        self._swapped: list[Any] = []  # hooks of FSDP2 that are replaced while the region is open
         self.watched_parameters: dict[int, list[weakref.ref[Anchor]]] = {}
         self.watched_memory: dict[int, list[weakref.ref[Anchor]]] = {}
-        self.anchors: list[weakref.ref[Value]] = []  # what recipes may read and autograd keeps as well
-        self.rewritten: dict[int, int] = {}  # memory that was changed unseen, and the first node after that
-        self.waiting: list[weakref.ref[Value]] = []
+        self.anchors: list[weakref.ref[Value]] = []  # values that recipes may read and plain PyTorch keeps too
+        self.rewritten: dict[int, int] = {}  # memory that changed unrecorded: first node number after that
+        self.waiting: list[weakref.ref[Value]] = []  # kept values that drop their recipe when the region ends
         self._ledger = ledger
-        self.decisions = ledger.decisions
-        self._saved_kinds = ledger.saved_kinds
-        self.packs = self.call = 0
-        self.catches: int = ledger.catches
+        self.decisions = None if learned is None else learned.decisions
+        self._saved_kinds: Sequence[SavedKind] = () if learned is None else learned.saved_kinds
+        self.caught = None if learned is None else learned.caught
+        self.saved_count = self.call = 0
+        # To catch products uses memory in forward, so it is off if the recorded step caught none.
+        self.catches: int = self.caught is None or bool(self.caught)
         self.slots: list[PendingSave] | None = None
         self.draw: Draw | None = None
         self.recorder = recorder
-        trace = ledger.trace  # another thread may end it
+        trace = None if learned is None else learned.trace
         self.outer = outer
         self.drops = outer is not None and _torch.is_checkpoint(outer)
         self.runs_again = outer is not None and not self.drops
-        self.caught = ledger.caught
         self._module = None if module is None else weakref.ref(module)
         self._segments = 0
         self._frame: Any = None
@@ -115,9 +109,9 @@ class Region:
             recorder is None and outer is None and trace is not None and not _torch.saved_tensor_hooks_active()
         )
         self._early_end: EarlyEnd | None = None
-        # FSDP2's hooks suspend the override and bring it back: with these it stays to the end.
+        # FSDP2's hooks suspend and restore the function mode, so with FSDP2 it stays until the region ends.
         border = trace.border if self._follows and trace is not None and self.shards is None else None
-        if border is not None and module is not None:
+        if border is not None and module is not None and ledger.early_ends.are_allowed:
             self._early_end = EarlyEnd(self, border, module)
         if recorder is not None:
             self.hooks = Hooks(self.pack, recorder.unpack) if outer is None else Hooks(self.pack_again, unpack)
@@ -135,14 +129,14 @@ class Region:
             self._calls = TraceMode(self, trace if self._follows else None)
         self.products = RecentProducts(self, None if recorder is None else recorder.caught)
         self._decider = Decider(self, self.products, recorder)
-        self._held: list[Value | SavedView] = []  # what recipes may read and nobody else holds as a value
+        self._deferred = DeferredDecisions(self, self._decider, recorder)
+        self._held: list[Value | SavedView] = []  # values of tensors that autograd saved without a hook
 
     def __enter__(self) -> Region:
         if self.shards is not None:
             self._ledger.gathers.begin(self.shards, self._swapped)
-        if not self.runs_again:  # a region may be open around backward
-            UnsavedInput.noted.clear()
-        self.fence = self._began = _torch.next_sequence_nr()  # what was made before, nobody watched
+        self._noted_outside, noted.ids = noted.ids, set()  # another region may be open around backward
+        self.trusted_from = self._began = _torch.next_sequence_nr()  # tensors made before were not watched
         self._calls.__enter__()
         if not self._follows and self.outer is None:
             self.hooks.set_all()
@@ -157,7 +151,7 @@ class Region:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        opened.region = None
+        current.region, noted.ids = None, self._noted_outside
         if self._early_end is not None:
             self._early_end.remove()
         if self._is_watching:
@@ -165,7 +159,7 @@ class Region:
         if self.shards is not None:
             self._ledger.gathers.end(self.shards, self._swapped)
         if not self._follows and self.outer is None:
-            self.hooks.take_back_all()
+            self.hooks.unset_all()
         self._calls.end()
         self._calls.__exit__(kind, error, trace)
         if self.recorder is not None:
@@ -176,40 +170,44 @@ class Region:
         self._end()
 
     def _end(self) -> None:
-        """Part from all that knows the region, so that it dies here and now, with no help of Python's collector.
+        """Drop every reference that keeps the region alive, so that it is freed at once, without Python's collector.
 
-        A mode or hooks that were set inside it and are left after it keep ours in place for so long. Then every call
-        passes, and every tensor is simply kept. The recording of a step knows its region as long as the ledger knows
-        the recording: the region parts from all that holds tensors, and from the ledger.
+        A function mode or hooks of others that were entered inside the region and are exited after it keep the region's
+        own in place until then. Meanwhile the function mode passes every call through, and the pack hook keeps every
+        tensor. A recording refers to its region for as long as the ledger holds the recording, so the region also drops
+        everything that holds tensors, and the ledger.
         """
-        self.packing, self.packs = True, ENDED
-        del self._calls, self.hooks, self.products, self._decider, self.recorder, self._ledger
+        self.is_packing, self.saved_count = True, ENDED
+        del self._calls, self.hooks, self.products, self._decider, self._deferred, self.recorder, self._ledger
         self.outer = self._frame = self.changing = self.slots = self._early_end = self.shards = None
         self._held.clear()
 
     # ---------------------------------------------------------------- pack
 
     def pack(self, tensor: Tensor) -> Packed | PendingSave:
-        """Autograd wants to keep ``tensor``; what it gets is a value that can give it back."""
-        if self.packs == ENDED:
+        """The pack hook: return what autograd holds in place of ``tensor``, and unpacks in backward."""
+        if self.saved_count == ENDED:
             return self.pack_along(tensor)
-        self.packing = True
+        self.is_packing = True
         if self.recorder is not None:
             self.recorder.saving()
         try:
             packed = self.pack_along(tensor)
         finally:
-            self.packing = False
+            self.is_packing = False
         if self.recorder is not None and type(packed) is not PendingSave:
             self.recorder.packed(packed)
         return packed
 
     def pack_along(self, tensor: Tensor) -> Packed | PendingSave:
-        """The same along a trace: hooks are set inside calls only, where torch itself has taken the override away."""
-        n = self.packs
+        """The pack hook along a trace, without ``is_packing`` and the recorder.
+
+        There hooks are set only while a call runs, and torch disables the function mode during the call.
+        """
+        n = self.saved_count
         if n == ENDED:
             return _kept(tensor)
-        self.packs = n + 1
+        self.saved_count = n + 1
         if n == self.hooks.last:
             self.hooks.reach_last()
         kind = self._saved_kinds[n] if n < len(self._saved_kinds) else SavedKind.UNKNOWN
@@ -217,28 +215,28 @@ class Region:
             return _kept(tensor)
         if kind is SavedKind.DECIDED or self.slots is None:
             return self._decider.decide(tensor)
-        return self._decider.defer(tensor, expected=kind is SavedKind.SHAPE_ONLY)
+        return self._deferred.defer(tensor, expected=kind is SavedKind.SHAPE_ONLY)
 
     def _pack_timed(self, tensor: Tensor) -> Packed | PendingSave:
-        """The same in a step whose rebuilds are timed: they are known by the number of the saved tensor."""
-        number = self.packs
+        """The pack hook of a step whose rebuilds are timed, each under the number of its saved tensor."""
+        number = self.saved_count
         packed = self.pack_along(tensor) if self._follows else self.pack(tensor)
         self._timing.note(packed, number)
         return packed
 
     def resolve(self, slots: Sequence[PendingSave], claimed: Mapping[int, ShapeOnlyReader]) -> None:
-        """A call has ended: decide what becomes of the tensors that it saved; ``claimed``: see `Decider.resolve`."""
-        self._decider.resolve(slots, claimed)
+        """Decide about the tensors that a call saved, when it has ended; ``claimed``: readers of shapes, by slot id."""
+        self._deferred.resolve(slots, claimed)
 
-    def settle(self, node: Any, nr: int, name: str) -> None:
-        """Give the recipe of output ``nr`` of ``node`` to the value that was kept as its saved ``name``."""
-        self._decider.settle(node, nr, name)
+    def attach_recipe(self, node: Any, nr: int, name: str) -> None:
+        """Give the recipe of output ``nr`` of ``node`` to the value that ``node`` saved under ``name``."""
+        self._decider.attach_recipe(node, nr, name)
 
     def watch(self, value: Value) -> None:
-        """``value`` is an anchor that plain PyTorch would not have kept: it must not change under its recipe.
+        """Watch for in-place changes of ``value``, an anchor of recipes that plain PyTorch would not have kept.
 
-        Parameters are known by themselves, which is quick and enough: what else shares their memory is looked up when
-        it is made (``mutation.aliased``).
+        Parameters are looked up by their id, which is quick and sufficient: as soon as another tensor shares the memory
+        of one, the memory itself is watched (``mutation.aliased``).
         """
         assert value.tensor is not None
         if value.op == "leaf":
@@ -250,7 +248,10 @@ class Region:
     # -------------------------------- beside a checkpoint: see [Note: a region in a segment that is run again]
 
     def pack_again(self, tensor: Tensor) -> Packed | PendingSave:
-        """The same in a segment that a checkpoint runs again: it stores the tensor, or what stands for it."""
+        """The pack hook in a segment that a checkpoint runs again.
+
+        It passes the tensor, or a placeholder for it, to the pack hook of the checkpoint, which stores it.
+        """
         packed = self.pack(tensor)
         recorder = self.recorder
         if recorder is None and is_settled(packed):
@@ -259,30 +260,30 @@ class Region:
             self.outer(Placeholder(tensor, packed, None if recorder is None else recorder.read))
         return packed
 
-    def looks_around(self) -> None:
-        """A call is about to run, maybe inside of a checkpoint that has begun inside the region."""
+    def update_checkpoint_frame(self) -> None:
+        """Find out whether the call that is about to run is inside a checkpoint that began inside the region."""
         pack = _torch.innermost_pack_hook()
         if pack is not self._frame:
             self._frame = None if pack is self.outer or not _torch.is_checkpoint(pack) else pack
 
-    def finds_checkpoint(self) -> bool:
-        """Whether such a checkpoint was not seen yet: its segment gets a region when it is run again."""
-        self.looks_around()
+    def wrap_new_checkpoint(self) -> bool:
+        """Make a new checkpoint inside the region run its function again in a region; False: there is no new one."""
+        self.update_checkpoint_frame()
         frame = _torch.checkpoint_frame(self._frame)
         if frame is None or isinstance(frame.recompute_fn, Recomputation):
             return False
         frame.recompute_fn = self._recomputation(frame.recompute_fn)
         return True
 
-    def finds_reentrant(self, args: Any) -> bool:
-        """Whether a tensor among ``args`` was made by a reentrant checkpoint that was not seen yet: the same for it."""
+    def wrap_new_reentrant(self, args: Any) -> bool:
+        """Make a new reentrant checkpoint that made one of ``args`` run again in a region; False: none is new."""
         if isinstance(args, Tensor):
             node = _torch.reentrant_checkpoint(args)
             if node is None or isinstance(node.run_function, Recomputation) or node._sequence_nr() < self._began:
                 return False
             node.run_function = self._recomputation(node.run_function)
             return True
-        return type(args) in (tuple, list) and True in [self.finds_reentrant(a) for a in args]
+        return type(args) in (tuple, list) and True in [self.wrap_new_reentrant(a) for a in args]
 
     def _recomputation(self, function: Callable[..., Any]) -> Recomputation:
         segment = self._ledger.segment(self._segments)
@@ -291,25 +292,25 @@ class Region:
 
     @property
     def is_dropped(self) -> bool:
-        """Whether a checkpoint inside the region drops what the call that runs saves."""
+        """Whether a checkpoint inside the region drops what the running call saves."""
         return self._frame is not None
 
     def suspend(self) -> None:
-        """Backward runs inside this region, and in it a segment that has a region of its own."""
+        """Ignore calls until `resume`, such as those of a segment that backward runs again in a region of its own."""
         self._calls.suspend()
-        self.packing = True
+        self.is_packing = True
 
     def resume(self) -> None:
-        """The segment has been run."""
+        """Observe calls again."""
         self._calls.resume()
-        self.packing = False
+        self.is_packing = False
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
-        """What runs now is not the model's: the region looks at no call."""
+    def suspended(self) -> Iterator[None]:
+        """Ignore all calls in this context, because they are not the model's."""
         self.suspend()
         try:
-            with _torch.without_override(self._calls):
+            with _torch.without_function_mode(self._calls):
                 yield
         finally:
             self.resume()
@@ -317,38 +318,49 @@ class Region:
     # ------------------------------------------- along a trace: see [Note: hooks only where they are needed]
 
     def anchor(self, tensor: Tensor, number: int) -> None:
-        """Saved tensor ``number``, which autograd keeps by itself, may be read by recipes."""
-        self.packs = number + 1
+        """Let recipes read saved tensor ``number``, which autograd saved without a hook."""
+        self.saved_count = number + 1
         value = self._decider.find(tensor)
         if value is not None:
             self._held.append(value)
 
     def end_early(self) -> None:
-        """The border has come after which the plan needs no override; see [Note: the override ends early]."""
+        """Remove the function mode: nothing is rebuilt after this module.
+
+        It stays if the step has left the trace or another mode lies over it: see [Note: the function mode ends early].
+        """
         self._calls.end_early()
         if self._calls.has_ended:
+            self._ledger.early_ends.has_ended = True
             self.products.let_go()
 
+    def distrust(self, until: int | None = None) -> None:
+        """Let no recipe rely on the outputs of nodes with a sequence number below ``until``; None: of any made so far.
+
+        ``trusted_from`` never falls: memory that has left torch stays untrusted to the end of the region.
+        """
+        self.trusted_from = max(self.trusted_from, _torch.next_sequence_nr() if until is None else until)
+
     def changes(self, number: int) -> None:
-        """Memory changes in place that the node of this ``number`` has made; -1: one that is not known."""
+        """Record an in-place change of memory that the node ``number`` made; -1: the node is not known."""
         if self.recorder is not None:
             self.recorder.changes(number)
 
     @property
     def is_on_trace(self) -> bool:
-        """Whether the step has been like the recorded one so far."""
+        """Whether the step has matched the recorded one so far."""
         return self._calls.is_on_trace
 
-    def differ(self, why: str) -> None:
-        """This step is not like the one that was recorded, because of ``why``: what was learned serves it no more."""
+    def report_difference(self, why: str) -> None:
+        """Stop using the plan, because this step differs from the recorded one; ``why``: the reason."""
         self.decisions, self._saved_kinds, self.caught = None, (), None
         if self._follows:
             self._calls.leave_trace()
-        self._ledger.differs(why)
+        self._ledger.note_difference(why)
 
 
 def _kept(tensor: Tensor) -> Bare:
-    """A tensor that is kept, and that no recipe reads."""
+    """Keep ``tensor`` as it is; no recipe reads it."""
     if tensor.is_leaf:
         return Bare(tensor if tensor.requires_grad else tensor.detach(), tensor._version)
     return Bare(tensor.detach(), tensor._version, type(tensor.grad_fn))

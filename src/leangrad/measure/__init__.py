@@ -11,7 +11,7 @@ import torch
 
 from leangrad.errors import LeangradError
 from leangrad.measure.instrument import record
-from leangrad.measure.listeners import forget, tell
+from leangrad.measure.listeners import clear, notify
 from leangrad.measure.measurement import Measurement, own_bytes, temporaries_of
 from leangrad.timeline.event import Allocation, Event, Phase
 
@@ -22,40 +22,40 @@ _measuring = threading.Lock()
 
 
 def measure(step: Callable[[], object], *, timed_runs: int = 3) -> Measurement:
-    """Run a step and count its memory, exactly, and its time.
+    """Run a step and measure its memory, exactly, and its time.
 
-    The step is called `timed_runs` times untouched, for `seconds` (their median), and once more under instruments,
-    for all else; with `timed_runs=0` the seconds are those of the instrumented run. The plain code, for the peak of a
-    step that releases nothing older than itself::
+    The step is called `timed_runs` times without instruments, for `seconds` (their median), and once more with
+    instruments, for everything else; with `timed_runs=0` the seconds are those of the instrumented run. For a step that
+    releases no memory older than itself, the peak equals::
 
         start = live_bytes()
         step()
         peak_bytes = highest_live_bytes_since(start) - start
 
-    Bytes are the allocator's: on the CPU those that torch's profiler reports, which are the bytes that were asked
-    for; on CUDA those of the caching allocator, in blocks of 512 bytes (its peak statistics are reset). Scratch that
-    an op allocates and frees inside itself counts. If the step allocates on a GPU, that device is counted (with
-    several, the one that allocates most), else the CPU.
+    Bytes are the allocator's: on the CPU the requested bytes, which torch's profiler reports; on CUDA those of the
+    caching allocator, in blocks of 512 bytes (its peak statistics are reset). Scratch memory that an op allocates and
+    frees inside itself counts. If the step allocates on a GPU, that device is counted (with several, the one that
+    allocates most), else the CPU.
 
-    Memory that stood before the step is not counted. If the step releases some of it, such as old gradients in
-    `zero_grad()`, the live bytes of the timeline go below zero at that moment. Peak and kept bytes are the step's own
-    memory and know nothing of it: they are the same wherever the training loop has its `zero_grad()`, and what is kept
-    is never above the peak. (On the CPU a block is seen to be released if a Python tensor referred to it, or to the
-    tensor whose gradient it is.)
-    Python's automatic garbage collection waits until the instrumented step is over: cycles count as alive. A step
-    that torch.compile compiles needs `timed_runs` of 1 or more, or what compiling takes is counted too.
+    Memory that was allocated before the step is not counted. If the step releases some of it, such as old gradients in
+    `zero_grad()`, the live bytes of the timeline go below zero at that moment. Peak and kept bytes count only the
+    step's own memory: they are the same wherever the training loop calls `zero_grad()`, and the kept bytes are never
+    above the peak. (On the CPU the release of an older block is noticed if a Python tensor referred to the block, or to
+    the tensor whose gradient it is.)
+    Python's automatic garbage collection is off during the instrumented step: cycles count as alive. If torch.compile
+    compiles the step at its first call, pass `timed_runs` of 1 or more, or the memory of compiling is counted too.
 
-    Phases: "backward" is what the autograd engine runs, and the gradient of ones that it starts from; "other" is what
-    an optimizer does and what comes after the last backward outside any module; "forward" is all the rest.
+    Phases: "backward" is what the autograd engine runs, and the gradient of ones that it starts from; "other" is the
+    optimizer, and everything after the last backward outside any module; "forward" is the rest.
 
-    Overhead: the untouched runs have none. The instrumented run took 1.26 times as long as an untouched one for 4
-    transformer layers, 1.09 times for 6 convolutions with batch norm (medians of 9 on one busy ARM core, 1.0 to 1.4)
-    and 2.8 times for layers of 16 units: the profiler needs some microseconds for each op and each module. Finding
-    the older memory takes a fraction of a second. None of it is in `seconds`, and its memory is not in the bytes.
+    Overhead: the runs without instruments have none. The instrumented run took 1.26 times as long for 4 transformer
+    layers, 1.09 times for 6 convolutions with batch norm (medians of 9 on one busy ARM core, 1.0 to 1.4) and 2.8 times
+    for layers of 16 units: the profiler needs some microseconds for each op and each module. Finding the older memory
+    takes a fraction of a second. None of it is in `seconds`, and its memory is not in the bytes.
 
     Args:
-        step: called with no arguments; usually forward, backward and optimizer. What it returns is dropped.
-        timed_runs: how many untouched runs to time.
+        step: called with no arguments; usually forward, backward and optimizer. Its result is dropped.
+        timed_runs: how many runs without instruments to time.
 
     Raises:
         TypeError: `step` is no callable, needs arguments, or is a coroutine or generator function.
@@ -80,7 +80,7 @@ def measure(step: Callable[[], object], *, timed_runs: int = 3) -> Measurement:
 def measure_within(
     step: Callable[[], object], *, timed_runs: int, around: Callable[[], contextlib.AbstractContextManager[object]]
 ) -> Measurement:
-    """`measure`, with each run inside `with around():`, which is neither timed nor counted."""
+    """Measure like `measure`, with each run inside `with around():`, which is neither timed nor counted."""
     seconds: list[float] = []
     cuda_peaks: dict[str, int] = {}
 
@@ -96,16 +96,16 @@ def measure_within(
         for _ in range(timed_runs):
             with around():
                 seconds.append(_timed(step))
-        forget()
+        clear()
         with around():
             trace, freed = record(watched_run)
     device = trace.device()
     timeline, kept_bytes = trace.timeline(device, freed if device == "cpu" else ())
     held = own_bytes(timeline)
     own_peak = max([0, *held])
-    if device in cuda_peaks:  # what the allocator counts itself, with the older memory that made room added again
+    if device in cuda_peaks:  # corrected by the allocator's own peak; released older memory stays added
         own_peak += cuda_peaks[device] - max([0, *(event.live_bytes for event in timeline)])
-    tell(own_peak, [(trace.start_ns + int(e.seconds * 1e9), own) for e, own in zip(timeline, held, strict=True)])
+    notify(own_peak, [(trace.start_ns + int(e.seconds * 1e9), own) for e, own in zip(timeline, held, strict=True)])
     return Measurement(
         peak_bytes=own_peak,
         kept_bytes=kept_bytes,
@@ -135,7 +135,7 @@ def check_step(step: object) -> None:
 
 
 def _needs_arguments(function: Callable[..., object]) -> str:
-    """Which argument a call without any would miss, in Python's words; empty if none, or if nobody can tell."""
+    """Return Python's error for a call without arguments; empty if there is none, or no signature is known."""
     with contextlib.suppress(ValueError):  # some builtins have no signature
         try:
             inspect.signature(function).bind()
@@ -164,20 +164,20 @@ def _timed(step: Callable[[], object]) -> float:
     if inspect.iscoroutine(result):
         result.close()
         raise TypeError(f"expected step to run when it is called, got a step that returns a coroutine; {_WHAT_TO_DO}")
-    del result  # inside the step: what it returns is not left over
+    del result  # inside the timed step, so that the result is released before the step ends
     _synchronize()
     return time.perf_counter() - start
 
 
 def _cuda_allocated() -> dict[int, int]:
-    """The bytes allocated on each GPU, in blocks; empty if CUDA is not in use."""
+    """Return the bytes allocated on each GPU, in blocks, by index; empty if CUDA is not in use."""
     if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
         return {}
     return {index: torch.cuda.memory_allocated(index) for index in range(torch.cuda.device_count())}
 
 
 def _synchronize() -> None:
-    # A device without memory of ours has no work of ours, and must not get a context by being asked.
+    # A device on which this process has no memory has no work of it, and synchronizing would create a context there.
     for index, allocated in _cuda_allocated().items():
         if allocated or index == torch.cuda.current_device():
             torch.cuda.synchronize(index)

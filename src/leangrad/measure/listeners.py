@@ -1,4 +1,8 @@
-"""Who wants to know what `leangrad.measure` finds of the step that it runs: there is one profiler in a process."""
+"""Listeners to the step that `leangrad.measure` is running.
+
+A process can have only one profiler. Code that needs the memory curve of a step that is being measured registers a
+listener instead of profiling the step itself.
+"""
 
 from __future__ import annotations
 
@@ -6,34 +10,36 @@ from collections.abc import Sequence
 from typing import Protocol
 from weakref import WeakSet
 
-__all__ = ["Course", "Listener", "forget", "listen", "tell"]
+__all__ = ["Listener", "MemoryCurve", "clear", "notify", "register"]
 
 
-Course = Sequence[tuple[int, int]]  # after each change of memory: the time, as `time.time_ns`, and what the step holds
+MemoryCurve = Sequence[
+    tuple[int, int]
+]  # after each change of memory: the time, as `time.time_ns`, and the bytes that the step holds
 
 
 class Listener(Protocol):
-    """What is told of a measured step."""
+    """An object that receives the result of a measured step."""
 
-    def measured(self, peak_bytes: int, course: Course) -> None:
-        """The step has run, and took so much at most."""
+    def measured(self, peak_bytes: int, curve: MemoryCurve) -> None:
+        """Receive the step's peak and its memory curve, after the step was measured."""
 
 
 _listeners: WeakSet[Listener] = WeakSet()
 
 
-def listen(listener: Listener) -> None:
-    """Tell ``listener`` of the step that is being measured now, if one is; once."""
+def register(listener: Listener) -> None:
+    """Register ``listener`` for the step that is being measured now, if there is one; it is called once."""
     _listeners.add(listener)
 
 
-def forget() -> None:
-    """A step is about to be measured: who listened before heard of another profiler."""
+def clear() -> None:
+    """Remove all listeners; called before a step is measured: those were registered while another profiler ran."""
     _listeners.clear()
 
 
-def tell(peak_bytes: int, course: Course) -> None:
-    """A step was measured."""
+def notify(peak_bytes: int, curve: MemoryCurve) -> None:
+    """Call every listener with the result of the measured step, and remove them all."""
     for listener in list(_listeners):
-        listener.measured(peak_bytes, course)
-    forget()
+        listener.measured(peak_bytes, curve)
+    clear()

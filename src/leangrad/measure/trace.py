@@ -1,8 +1,8 @@
-"""From the profiler's trace to a timeline: each change of memory with its op, its module and its phase.
+"""Turns the profiler's trace into a timeline: each change of memory with its op, its module and its phase.
 
-The trace is the one that `torch.profiler.profile.export_chrome_trace` writes. Of it we use the spans of ops and of
-`record_function`, and the `[memory]` events, which the allocators themselves report: they hold every allocation,
-also those inside an op.
+`torch.profiler.profile.export_chrome_trace` writes the trace. Two parts of it are read: the spans of ops and of
+`record_function`, and the `[memory]` events. The allocators themselves report these events, so every allocation is
+among them, also those inside an op.
 """
 
 import bisect
@@ -20,25 +20,28 @@ STEP_MARK = "leangrad.step"
 MODULE_MARK = "leangrad.module: "
 LINE_MARK = "leangrad.line: "
 _NODE = "autograd::engine::evaluate_function: "
-_ROOT_GRADIENT = "aten::ones_like"  # what `backward()` starts from if it is given no gradient
+_ROOT_GRADIENT = "aten::ones_like"  # the op that makes the gradient `backward()` starts from if it is given none
 _CPU, _CUDA = 0, 1  # the "Device Type" of a memory event
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Something that ran from `start_ns` to `end_ns` on a thread: an op, or a `record_function` region."""
+    """An op or a `record_function` region, which ran from `start_ns` to `end_ns` on a thread."""
 
     start_ns: int
     end_ns: int
     thread: int
     name: str
     is_op: bool
-    sequence: int | None  # autograd's number, the same for an op and for its backward node
+    sequence: int | None  # autograd's sequence number, the same for an op and for its backward node
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """An allocation (`bytes` > 0) or a release (`bytes` < 0). No address: a block from before the step."""
+    """An allocation (`bytes` > 0) or a release (`bytes` < 0) of memory.
+
+    `address` is None for a release that the profiler does not report: of a CPU block from before the step.
+    """
 
     time_ns: int
     thread: int
@@ -49,7 +52,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where in the step something happens: the outermost op below the nearest module or backward node."""
+    """A place in the step: the outermost op below the nearest module or backward node, and the phase."""
 
     op: str = ""
     node: str = ""
@@ -60,7 +63,7 @@ class Place:
     line: str = ""
 
     def enter(self, span: Span, place_of_sequence: dict[int, "Place"]) -> "Place":
-        """The place inside `span`, which lies in this place."""
+        """Return the place inside `span`, which begins in this place."""
         if span.name.startswith(MODULE_MARK):
             return replace(self, op="", module=span.name.removeprefix(MODULE_MARK))
         if span.name.startswith(LINE_MARK):
@@ -71,18 +74,18 @@ class Place:
             return Place("", node, made_at.module, True, self.in_optimizer, True, made_at.line)
         if not span.is_op:
             return replace(self, in_optimizer=self.in_optimizer or span.name.startswith("Optimizer."))
-        # The engine's span of a node holds a second one of the same name: the node itself, which is no op.
+        # The engine's span of a node contains a second span of the same name, for the node itself, which is no op.
         op = self.op or ("" if span.name == self.node else span.name)
         return replace(self, op=op, in_op=True)
 
     def label(self) -> str:
-        """The op as it is shown."""
+        """Return the name under which the op is shown: that of its backward node, of the op, or of both."""
         return f"{self.node}: {self.op}" if self.node and self.op else self.node or self.op
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """The step's part of a trace, in order of time."""
+    """The spans and changes of one step, in order of time."""
 
     start_ns: int
     end_ns: int
@@ -90,7 +93,7 @@ class Trace:
     changes: list[Change]
 
     def device(self) -> str:
-        """The device to count on: the GPU that allocated the most, or the CPU if none did."""
+        """Return the GPU with the most bytes allocated and released in the step, or "cpu" if there is none."""
         bytes_of: dict[str, int] = {}
         for change in self.changes:
             if change.device != "cpu":
@@ -98,28 +101,29 @@ class Trace:
         return max(bytes_of, key=bytes_of.__getitem__, default="cpu")
 
     def timeline(self, device: str, freed_before: Iterable[Change] = ()) -> tuple[tuple[Event, ...], int]:
-        """All changes on `device`, and the bytes that the step had kept when its first backward began.
+        """Return all changes on `device`, and the bytes that the step held when its first backward began.
 
-        `freed_before` are releases of blocks that stood before the step: the CPU's allocator does not report them.
+        freed_before: releases of blocks that were allocated before the step; the CPU's allocator does not report them.
         """
         changes = [change for change in self.changes if change.device == device]
         changes += [change for change in freed_before if self.start_ns <= change.time_ns <= self.end_ns]
         changes.sort(key=lambda change: change.time_ns)
         walk = _Walk.over(self.spans, changes)
-        book = _Book(self.start_ns, walk.first_backward_ns)
+        builder = _TimelineBuilder(self.start_ns, walk.first_backward_ns)
         for change, place in zip(changes, walk.places, strict=True):
-            book.enter(change, place, walk)
-        return tuple(book.events), book.kept_bytes()
+            builder.enter(change, place, walk)
+        return tuple(builder.events), builder.kept_bytes()
 
 
 @dataclass(slots=True)
 class _Walk:
-    """One pass over spans and changes in order of time: the place of every change, and where backward runs."""
+    """A pass over spans and changes in order of time, which finds the place of every change and when backward runs."""
 
     places: list[Place] = field(default_factory=list)
-    top_ops: list[tuple[Span, bool]] = field(default_factory=list)  # outermost ops, and whether they are backward's
+    top_ops: list[tuple[Span, bool]] = field(default_factory=list)  # outermost ops; True: in backward
     first_backward_ns: int | None = None
     last_backward_ns: int | None = None
+    # By thread: the starts of its outermost ops, and whether each is in backward.
     _of_thread: dict[int, tuple[list[int], list[bool]]] = field(default_factory=dict)
 
     @classmethod
@@ -127,7 +131,7 @@ class _Walk:
         walk = cls()
         stacks: dict[int, list[tuple[Span, Place]]] = {}
         place_of_sequence: dict[int, Place] = {}
-        # At the same nanosecond a span opens before a change in it, and the longer span is the outer one.
+        # Order within one nanosecond: spans before changes, and the longer of two spans first, as the outer one.
         steps: list[tuple[int, int, int, Span | Change]] = [(s.start_ns, 0, -s.end_ns, s) for s in spans]
         steps += [(c.time_ns, 1, 0, c) for c in changes]
         for time_ns, _, _, step in sorted(steps, key=lambda entry: entry[:3]):
@@ -146,13 +150,13 @@ class _Walk:
                 walk.first_backward_ns = walk.first_backward_ns or step.start_ns
                 walk.last_backward_ns = max(walk.last_backward_ns or 0, step.end_ns)
             if step.sequence is not None and not inside.in_backward:
-                # An op that calls others peeks at the number that the innermost will take: the last one is right.
+                # An op that calls others is listed with the number that the innermost op gets: the last entry is right.
                 place_of_sequence[step.sequence] = inside
         walk._claim_starts()
         return walk
 
     def _claim_starts(self) -> None:
-        """Count the gradient of ones that `backward()` makes for each of its roots as its own."""
+        """Count the gradient of ones that `backward()` makes for each of its roots as part of backward."""
         for i in range(len(self.top_ops) - 2, -1, -1):
             span, in_backward = self.top_ops[i]
             if self.top_ops[i + 1][1] and not in_backward and span.name == _ROOT_GRADIENT:
@@ -165,7 +169,7 @@ class _Walk:
             flags.append(in_backward)
 
     def phase(self, change: Change, place: Place, is_root_gradient: bool = False) -> Phase:
-        """The phase of a change: see `Measurement`."""
+        """Return the phase of a change: see `leangrad.measure`."""
         if place.in_backward:
             return "backward"
         if place.in_optimizer:
@@ -173,7 +177,8 @@ class _Walk:
         starts, flags = self._of_thread.get(change.thread, ([], []))
         after = bisect.bisect_right(starts, change.time_ns)
         if after and flags[after - 1]:
-            # While the root's gradient is made, between two nodes, or as backward() returns and drops the former.
+            # In the op that makes the root's gradient, between two nodes, or when backward() returns and drops that
+            # gradient.
             between_nodes = after < len(flags) and flags[after]
             if place.in_op or between_nodes or is_root_gradient:
                 return "backward"
@@ -183,8 +188,8 @@ class _Walk:
 
 
 @dataclass(slots=True)
-class _Book:
-    """The blocks that are alive, and the events so far."""
+class _TimelineBuilder:
+    """Collects the events of the timeline, and tracks the live blocks."""
 
     start_ns: int
     first_backward_ns: int | None
@@ -200,7 +205,7 @@ class _Book:
         born = None if change.address is None else self._alive.pop(change.address, None)
         if change.bytes > 0:
             if born is not None:
-                # A thread that the profiler does not see has released this block: its address is in use again.
+                # The address is in use again: a thread that the profiler does not see has released the old block.
                 self._append(change, -born.bytes, born.block, place, walk.phase(change, place))
             event = self._append(change, change.bytes, self._blocks, place, walk.phase(change, place))
             self._blocks += 1
@@ -210,7 +215,7 @@ class _Book:
             is_root_gradient = born.phase == "backward" and born.op == _ROOT_GRADIENT
             self._append(change, -born.bytes, born.block, place, walk.phase(change, place, is_root_gradient))
         elif change.device != "cpu" or change.address is None:
-            # The CPU's report on an older block may be of a block long gone, with the same address.
+            # On the CPU such a report is skipped: it may refer to an earlier block that had the same address.
             self._append(change, change.bytes, BEFORE_THE_STEP, place, walk.phase(change, place))
 
     def kept_bytes(self) -> int:
@@ -230,7 +235,7 @@ class _Book:
 
 
 def read_trace(path: str) -> Trace:
-    """Read the trace file that the profiler wrote, and cut it to the step."""
+    """Read the trace file that the profiler wrote, and return the part inside the step mark."""
     with open(path, encoding="utf-8") as file:
         trace = json.load(file)
     base_ns = int(trace.get("baseTimeNanoseconds", 0))

@@ -1,19 +1,19 @@
-"""The cut that an engine takes: of a few candidates the one with the lowest peak, within a bound on the added work.
+"""Chooses the cut that an engine uses: of a few candidates the one with the lowest peak, within a bound on added work.
 
-[Note: candidates] The cheapest cut keeps the fewest bytes, but its peak need not be the lowest: a link of a residual
-stream that is made again takes all links before it. So candidates end such chains where a value would be made from more
-than so many kept ones, and of the best of them those ends are left out again that do not lower the peak: a chain that
-is made again late in backward, when little is held, may be long.
+[Note: candidates] The cheapest cut keeps the fewest bytes, but its peak need not be the lowest: to recompute a link of
+a residual stream, backward recomputes all links before it. So other candidates end such chains where a value would be
+recomputed from more than a given number of kept values. From the best of these candidates single ends are dropped again
+if that lowers the peak: a chain that is recomputed late in backward, when little is held, may be long.
 
-[Note: the bound] If all candidates add more work than allowed, more is kept. A price on what is made again is no way to
-keep a little more: blocks that are alike have like prices, and all of them cross it at once. So of what the usual cut
-keeps beside the cheapest one, a part is kept, that of the last layers first: it is gone when the peak comes. And of
-what any dearer cut keeps, values of one kind, which have the same price for a byte in all blocks, are tried together;
-the kinds that spare the most work for what they add to the peak are kept first.
+[Note: the bound] If all candidates add more work than allowed, more values are kept. A price on recomputing cannot make
+the cut keep just a little more: similar blocks have similar prices, and all of them cross the threshold at once. So a
+part is kept of what the usual cut keeps beyond the cheapest one, the last layers first, because these values are freed
+before the peak. Also, of what any dearer cut keeps, values of one kind (with the same price per byte and number of
+readers, in all blocks) are tried together. The kinds that save the most work per byte added to the peak are kept first.
 
-[Note: the usual cut] What counts as added work is what a step takes beyond the one that users would have without us. An
-engine that knows what would be kept there says so, and what is chosen has no higher peak than that, even if it takes
-more work than the bound allows.
+[Note: the usual cut] Added work is counted from the step that users would have without leangrad. An engine that knows
+what is kept in that step passes it as ``usual``. The chosen cut then has no higher peak than that step (up to the
+factor ``NEAR``), even if this takes more work than the bound allows.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from itertools import combinations
 
 from leangrad.policy.chains import ends_by_length, ends_by_room, ends_by_sources, links
 from leangrad.policy.cut import cheapest_cut
@@ -30,50 +31,49 @@ from leangrad.policy.peak import EQUAL, Outcome, play
 
 __all__ = ["Choice", "choose", "lowest_peak"]
 
-DEPTHS = (1, 2, 4, 6, 8, 12, 16)  # kept values that one is made again from
-PRICES = (0.2, 0.5, 1.0)  # kept bytes for one byte moved
-REUSED_READS = (Fusion().reused_reads, 8)  # limits on what the kernels of backward compute anew for each reader
-HALVINGS = 6  # of the span in which the part to keep is looked for
-MOST_ENDS = 24  # that are tried one by one
-MOST_KINDS = 16  # of values that are alike, in all blocks
-LONGEST = 12  # links in a chain, where all chains are ended alike
-SLACKS = (0, 1, 2, 3, 4, 6, 8, 12, 16)  # in units of the largest link
-FIRST = 3  # values that backward reads: those of the loss
-MOST_REFINED = (
-    1 << 18
-)  # links times reads of backward, which takes about a second; beyond that the best candidate is taken
-REPEATABLE = 4  # values that may be made again: with so many, playing a cut through takes twice as long
-WORTH = 8  # bytes that may be kept for each byte that the peak falls, where single values are kept or made again
-NEAR = 1.02  # peaks within this factor of the lowest count as equal: then the least work wins
+DEPTHS = (1, 2, 4, 6, 8, 12, 16)  # tried limits on how many kept values one value is recomputed from
+PRICES = (0.2, 0.5, 1.0)  # tried prices: kept bytes per byte moved to recompute a value
+REUSED_READS = (Fusion().reused_reads, 8)  # tried values of `Fusion.reused_reads` for backward
+HALVINGS = 6  # bisection steps in the search for the part to keep
+MOST_ENDS = 24  # chain ends that are dropped one by one, at most
+MOST_KINDS = 16  # kinds of similar values that are tried, at most
+LONGEST = 12  # longest chain tried, in links, where all chains have one length
+SLACKS = (0, 1, 2, 3, 4, 6, 8, 12, 16)  # tried slacks of `ends_by_room`, in units of the largest link
+FIRST = 3  # how many values read at the start of backward, those of the loss, are tried
+MOST_REFINED = 1 << 18  # links times reads of backward: about a second of search; above it nothing is refined
+REPEATABLE = 4  # with so many repeatable values, simulating a cut takes twice as long
+MUCH = 1.1  # factor by which a peak has to fall where several values are kept together
+WORTH = 8  # bytes that may be kept per byte by which the peak falls, where single values are kept or recomputed
+NEAR = 1.02  # peaks within this factor of the lowest count as equal; the least work decides between them
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The values to keep, and how the step plays out with them."""
+    """The values to keep, and the simulated outcome of the step."""
 
     kept: frozenset[int]
     outcome: Outcome
-    floor: Outcome  # of the cheapest cut
-    lowest: Outcome  # of the cut that would be chosen if work did not matter
-    is_held_back: bool  # because that would be too much work
-    step_work: float  # of the step with the usual cut
-    reused_reads: int  # the limit of `Fusion` for the kernels of backward
-    usual: Outcome | None = None  # of the usual cut, where that is known
+    floor: Outcome  # outcome of the cheapest cut
+    lowest: Outcome  # outcome of the cut that would be chosen if work did not matter
+    is_held_back: bool  # whether ``lowest`` was not chosen because it is too much work
+    step_work: float  # work of the step with the usual cut
+    reused_reads: int  # `Fusion.reused_reads` for the kernels of backward
+    usual: Outcome | None = None  # outcome of the usual cut; None if that is not known
 
     @property
     def slowdown(self) -> float:
-        """The work of the step with this cut, beside that with the usual one."""
+        """The work of the step with this cut, divided by that with the usual cut."""
         return self.outcome.work / max(self.step_work, 1)
 
     @property
     def lowest_slowdown(self) -> float:
-        """The same for the cut that would be chosen if work did not matter."""
+        """The same ratio for the cut that would be chosen if work did not matter."""
         return self.lowest.work / max(self.step_work, 1)
 
 
 Play = Callable[[frozenset[int]], Outcome]
-Try = tuple[frozenset[int], int, Outcome]  # what is kept, the limit on reads, and how that plays out
-Attempt = Callable[[frozenset[int], int], Outcome]  # play one through and remember it
+Try = tuple[frozenset[int], int, Outcome]  # what is kept, the limit on reads, and the outcome
+Attempt = Callable[[frozenset[int], int], Outcome]  # simulates a cut and records it as tried
 
 
 def choose(
@@ -84,21 +84,22 @@ def choose(
     usual: AbstractSet[int] | None = None,
     budget: int | None = None,
 ) -> Choice:
-    """The cut with the lowest simulated peak whose work is at most ``slowdown`` times that of the usual one.
+    """Return the cut with the lowest simulated peak whose work is at most ``slowdown`` times that of the usual cut.
 
-    With a budget it is the cut with the least work whose simulated peak is within it, whatever the slowdown; where none
-    is, the one with the lowest peak.
+    With ``budget``, return the cut with the least work whose simulated peak is within the budget, whatever the
+    slowdown; if there is none, the cut with the lowest peak.
 
-    limits: the values of ``Fusion.reused_reads`` that the engine can have the kernels of backward compiled with; the
-        first of them is what it compiles with anyway.
-    usual: what would be kept without this policy; if that is not known, the least work of a few cuts stands for it.
+    limits: the values of ``Fusion.reused_reads`` that the engine can compile the kernels of backward with; the first is
+        the one that it compiles with by default.
+    usual: the values that would be kept without this policy. If None, the least work of a few cuts is taken for the
+        work of the usual cut.
     """
     cheapest = cheapest_cut(graph)
     dearer = [cheapest_cut(graph, price=price) for price in PRICES]
     ceiling = None
     if usual is not None:
         bases = frozenset(graph.base(n) for n in usual)
-        ceiling = play(graph, bases)  # it may make again what the policy never does
+        ceiling = play(graph, bases)  # it may recompute values that are fixed for the policy
         dearer.insert(0, cheapest_cut(graph, pinned={n for n in bases if graph.values[n].can_be_kept}))
     tried: list[Try] = []
 
@@ -121,7 +122,7 @@ def choose(
     if best[2].work > bound:
         _keep_more(graph, best, dearer, lambda outcome: outcome.work <= bound, attempt)
     below = [one for one in tried if ceiling is None or one[2].peak_bytes <= NEAR * ceiling.peak_bytes] or tried
-    allowed = [one for one in below if one[2].work <= bound] or [min(below, key=_work)]  # the user may force more work
+    allowed = [one for one in below if one[2].work <= bound] or [min(below, key=_work)]  # the user may force more
     lowest = min(outcome.peak_bytes for _, _, outcome in allowed)
     kept, limit, outcome = min((one for one in allowed if one[2].peak_bytes <= NEAR * lowest), key=_work)
     is_held_back = best[2].work > bound and outcome.peak_bytes > NEAR * best[2].peak_bytes
@@ -136,7 +137,10 @@ def _work(one: Try) -> tuple[float, int, int, list[int]]:
 def _keep_more(
     graph: Graph, best: Try, dearer: Sequence[frozenset[int]], is_enough: Callable[[Outcome], bool], attempt: Attempt
 ) -> None:
-    """Try cuts that keep a part of what dearer ones keep: around the smallest part with which it ``is_enough``."""
+    """Try cuts that keep a part of what the ``dearer`` ones keep, around the smallest part that ``is_enough``.
+
+    is_enough: whether enough is kept in an outcome: its work is within the bound, or its peak above the budget.
+    """
     kept, limit, _ = best
     added = sorted(dearer[0] - kept, reverse=True)  # the last layers first
     if added and is_enough(attempt(kept.union(added), limit)):
@@ -152,7 +156,7 @@ def _halve(
     is_enough: Callable[[Outcome], bool],
     attempt: Attempt,
 ) -> None:
-    """Try to keep parts of ``added`` beside what is kept: around the smallest one with which it ``is_enough``."""
+    """Try to keep parts of ``added`` beside ``kept``: find by bisection the smallest first part that ``is_enough``."""
     few, many = 0, len(added)
     for _ in range(HALVINGS):
         middle = (few + many) // 2
@@ -169,7 +173,7 @@ def _keep_kinds(
     is_enough: Callable[[Outcome], bool],
     attempt: Attempt,
 ) -> None:
-    """Try cuts that keep those kinds of values first that spare the most work for each byte of the peak."""
+    """Try cuts that keep whole kinds of values, those first that save the most work per byte added to the peak."""
     kept, limit, least = best
     values = graph.values
     kinds: dict[tuple[int, ...], list[int]] = {}
@@ -203,10 +207,12 @@ def _end_chains(graph: Graph, cheapest: frozenset[int], limit: int, attempt: Att
 
 
 def lowest_peak(graph: Graph, play: Play) -> frozenset[int]:
-    """The cut with the lowest peak, whatever its work; among equal ones the fewest kept bytes, then the least work.
+    """Return the cut with the lowest peak, whatever its work; ties go to the fewest kept bytes, then the least work.
 
-    After the best of the candidates is found, single values are kept or made again where that lowers the peak, then
-    what is kept to no purpose is made again.
+    The best candidate is then refined, unless the graph is too large: single values are kept or recomputed where that
+    lowers the peak, and kept values are recomputed where keeping them lowers nothing. Last, values that backward reads
+    first are kept in place of what they are computed from where that lowers the peak; several together where that
+    lowers it much.
     """
     fixed = frozenset(n for n, value in enumerate(graph.values) if value.is_fixed)
     cheapest = cheapest_cut(graph)
@@ -234,15 +240,17 @@ def lowest_peak(graph: Graph, play: Play) -> frozenset[int]:
         outcome = play(kept - {n})
         if outcome.peak_bytes <= best.peak_bytes and outcome.kept_bytes < best.kept_bytes:
             best, kept = outcome, kept - {n}
-    for n in _first_read(graph, fixed):
-        outcome = play(kept | {n})
-        frees_source = outcome.kept_bytes < best.kept_bytes + graph.values[n].nbytes
-        if frees_source and outcome.peak_bytes * EQUAL < best.peak_bytes:
-            best, kept = outcome, kept | {n}
+    first = _first_read(graph, fixed)
+    for several in (some for count in range(1, FIRST + 1) for some in combinations(first, count)):
+        outcome = play(kept.union(several))
+        frees_source = outcome.kept_bytes < best.kept_bytes + sum(graph.values[n].nbytes for n in several)
+        if frees_source and outcome.peak_bytes * (EQUAL if len(several) == 1 else MUCH) < best.peak_bytes:
+            best, kept = outcome, kept.union(several)
     return kept
 
 
 def _first_read(graph: Graph, fixed: AbstractSet[int]) -> list[int]:
-    """What backward reads while all is still alive: under a loss, log-probabilities may be kept instead of logits."""
+    """Return what backward reads first, while all is still held. The loss may keep log-probabilities, not logits."""
     read = dict.fromkeys(i for value in graph.values if value.is_backward for i in value.inputs)
-    return [n for n in read if graph.values[n].nbytes and not graph.values[n].is_backward and n not in fixed][:FIRST]
+    found = [n for n in read if n not in fixed and not graph.values[n].is_backward and graph.values[n].can_be_kept]
+    return [n for n in found if graph.values[n].nbytes][:FIRST]

@@ -1,19 +1,22 @@
-"""What backward holds at its worst moment if what is not kept is rebuilt op by op, when it is asked for.
+"""Simulates an eager backward: its peak memory if values that are not kept are rebuilt op by op, when they are read.
 
-So does an eager engine: the ops of backward run one after another, each reads values of forward, and one that was not
-kept is rebuilt from its inputs and these from theirs. (``peak`` is the same for a compiled step, whose kernels fuse.)
+An eager engine works like this: the ops of backward run one after another, each reads values of forward, and a value
+that was not kept is rebuilt from its inputs, these from theirs, and so on. (``peak`` simulates a compiled step, whose
+kernels fuse.)
 
-[Note: recipes] What is rebuilt on the way to another value is held until its own readers in backward have come, or each
-link of a chain would be rebuilt from the first. For as long it has its recipe, and the recipe holds what it reads.
+[Note: recipes] A value that is rebuilt on the way to another one is held until its own readers in backward have run;
+otherwise each link of a chain would be rebuilt from the first. Until then the value also has its recipe, and the recipe
+holds the values that it reads.
 
 [Note: made again] A link that is one cheap pass over the link before it, in the same memory (a batch norm with its
-addition and activation as one layer), may be let go instead and made again: then a chain of any length takes one map.
-It is held where that does not raise the peak, and where all else would rebuild too much.
+addition and activation as one layer), may be freed instead and rebuilt again for each reader: then a chain of any
+length takes the memory of one feature map. Such a link is held where that does not raise the peak. All of them are held
+where anything else would rebuild too much.
 
-[Note: what was not foreseen] An op may take more than anybody knew: a convolution its workspace, the first layers maps
-that nobody saves, most of all where forward begins, and backward ends, and little else is held. Where a step was
-measured from one saved tensor to the next, what it took beyond what was foreseen is the scratch of the ops that ran
-then, under any cut; it is none of those at the peak.
+[Note: what was not foreseen] An op may allocate more than the graph says: a convolution its workspace, the first layers
+feature maps that are not saved. This shows most where forward begins and backward ends, when little else is held. If a
+step was measured from one saved tensor to the next, what it held beyond the simulated bytes is counted as scratch of
+the ops that ran in that interval, under any cut. It is not counted as scratch of the ops at the peak.
 """
 
 from __future__ import annotations
@@ -30,26 +33,26 @@ from leangrad.policy.peak import EQUAL, Outcome
 
 __all__ = ["Replay"]
 
-AGAIN = 2  # times the bytes of rebuilding each link once: so much may be rebuilt, where links are made again
+AGAIN = 2  # most work, as a multiple of rebuilding each value once, where repeatable values are freed
 
 
-Measured = tuple[int, int]  # a place, and bytes
+Measured = tuple[int, int]  # a position, and bytes
 
 
 class _Run(NamedTuple):
-    """How a step plays out, from value to value."""
+    """The simulated outcome of a step, value by value."""
 
-    standing: int  # what stands when backward begins
-    work: float
-    forward: list[int]  # what is held while each value of forward is being made
-    backward: list[int]  # and while each op of backward runs
+    standing: int  # bytes that are held when backward begins
+    work: float  # of all rebuilds
+    forward: list[int]  # bytes that are held while each value of forward is computed
+    backward: list[int]  # bytes that are held while each op of backward runs
 
 
 class Replay:
-    """Backward over one graph, to be played under many cuts."""
+    """Simulates backward over one graph, under many cuts."""
 
     def __init__(self, graph: Graph, costs: Sequence[float] | None = None) -> None:
-        """``costs``: of each value, what it takes to make it again; without them, its bytes."""
+        """``costs``: of each value, the cost of rebuilding it; None: its bytes."""
         self.graph = graph
         values = graph.values
         self.costs = [value.nbytes for value in values] if costs is None else costs
@@ -61,11 +64,14 @@ class Replay:
 
     @cached_property
     def repeatable(self) -> frozenset[int]:
-        """What may be let go and made again."""
+        """The values that may be freed and rebuilt again."""
         return frozenset(n for n, value in enumerate(self.graph.values) if value.is_repeatable)
 
     def play(self, kept: frozenset[int]) -> Outcome:
-        """Play backward through with ``kept``; what may be made again is held as `held` says."""
+        """Simulate backward with ``kept``.
+
+        No repeatable value is held for its readers, if that does not rebuild too much; else those that `held` returns.
+        """
         outcome = self._play(kept, frozenset())
         if self.repeatable and outcome.work > AGAIN * (once := self._play(kept, self.repeatable)).work:
             outcome = self._play(kept, self._held(kept))
@@ -73,7 +79,7 @@ class Replay:
         return outcome
 
     def held(self, kept: frozenset[int]) -> frozenset[int]:
-        """Of what may be made again, what is held all the same: see [Note: made again]."""
+        """Return the repeatable values that are held for their readers all the same: see [Note: made again]."""
         if not self.repeatable:
             return frozenset()
         held = self._held(kept)
@@ -84,7 +90,7 @@ class Replay:
         held: frozenset[int] = frozenset()
         limit = self._play(kept, held).peak_bytes * EQUAL
         waiting = [sorted(self.repeatable - kept)]
-        while waiting:  # the last ones first: many at once where they can all be held, else each half by itself
+        while waiting:  # the last values first: many at once if all can be held, else each half by itself
             some = waiting.pop()
             if self._play(kept, held.union(some)).peak_bytes <= limit:
                 held = held.union(some)
@@ -93,10 +99,11 @@ class Replay:
         return held
 
     def raised(self, kept: frozenset[int], made: Sequence[Measured], read: Sequence[Measured]) -> Replay:
-        """The same with more scratch, where a step that kept ``kept`` took more: see [Note: what was not foreseen].
+        """Return a replay with more scratch, where a measured step held more: see [Note: what was not foreseen].
 
-        made: values of forward, in order, and the most that was held from each of them on until the next.
-        read: the same of ops of backward, by their place among all of these.
+        kept: what the measured step kept.
+        made: positions among the values of forward, in order, and the most bytes held from each of them until the next.
+        read: the same for positions among the ops of backward.
         """
         run, values = self._run(kept, self.held(kept)), list(self.graph.values)
 
@@ -108,12 +115,12 @@ class Replay:
                     for n in places[first:end]:
                         values[n] = replace(values[n], scratch=values[n].scratch + more)
 
-        add(self._made, run.forward, made, 1)  # a value is saved when it was made, so the next one is counted too
+        add(self._made, run.forward, made, 1)  # it is saved after it is computed: the next one counts too
         add(self._ops, run.backward, read, 0)
         return Replay(Graph(tuple(values)), self.costs)
 
     def _play(self, kept: AbstractSet[int], held: AbstractSet[int]) -> Outcome:
-        """Of what may be made again, only what is ``held`` waits for its readers."""
+        """Simulate backward; of the repeatable values only those in ``held`` are held for their readers."""
         run = self._run(kept, held)
         peak, at = max(run.backward, default=0), 0
         if peak > run.standing:
@@ -132,7 +139,7 @@ class Replay:
                 standing += value.nbytes
                 change[last_uses[n] + 1] -= value.nbytes
         left = self._readers.copy()
-        there: set[int] = set()  # what was rebuilt and is held
+        there: set[int] = set()  # values that were rebuilt and are held
         work: float = 0
         for tick, read in enumerate(self._reads):
             stack, seen = list(read), set()
@@ -149,10 +156,11 @@ class Replay:
                     change[tick] += value.nbytes
             for n in read:
                 left[n] -= 1
-            for n in seen.union(read):  # all else that is there waits for a reader to come
+            overwrites = values[self._ops[tick]].overwrites  # then only its result is counted, not what it reads
+            for n in seen.union(read):  # all other values in ``there`` have readers to come
                 if left[n] <= 0 and n in there:
                     there.discard(n)
-                    change[tick + 1] -= values[n].nbytes
+                    change[tick if overwrites and n in read else tick + 1] -= values[n].nbytes
         live, backward = standing, list[int]()
         for n, added in zip(self._ops, change, strict=False):
             live += added
@@ -160,7 +168,7 @@ class Replay:
         return _Run(standing, work, forward, backward)
 
     def _last_uses(self, kept: AbstractSet[int]) -> dict[int, int]:
-        """Of what stands when backward begins: when it is last read, itself or by a recipe that is still there."""
+        """Return the last op that needs each value held when backward begins, to read it or to run a recipe with it."""
         last = {n: tick for tick, read in enumerate(self._reads) for n in read}
         values = self.graph.values
         for n in range(len(values) - 1, -1, -1):

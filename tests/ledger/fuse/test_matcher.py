@@ -62,7 +62,7 @@ def build() -> Parts:
     even, parameter = kept(torch.randn(4, 6, 2)[..., 0]), leaf_value(torch.randn(6), 0)
     soft = op("SoftmaxBackward0", kept(torch.randn(SHAPE)), -1, torch.float32)
     shared = op("MulBackward0", x, torch.tensor(0.5, dtype=torch.float64))
-    shared.parents = MANY - 2
+    shared.recipe_reads = MANY - 2
     saved = op("AddBackward0", op("MulBackward0", shared, even), parameter, alpha=1)
     saved.readers, saved.layout = 1, (torch.Size(SHAPE), (6, 1))
     minus = op("SubBackward0", saved, y, alpha=1)
@@ -141,9 +141,9 @@ DIFFERENCES: dict[str, Change] = {
     "no readers": setting("saved", readers=0),
     "readers where there were none": setting("sum", readers=1),
     "readers that have come": setting("saved", reads=1, task=TASK),
-    "more parents": setting("shared", parents=MANY + 1),
-    "fewer parents": setting("shared", parents=MANY - 1),
-    "two parents where there was one": setting("sum", parents=2),
+    "more recipes that read it": setting("shared", recipe_reads=MANY + 1),
+    "fewer recipes that read it": setting("shared", recipe_reads=MANY - 1),
+    "two recipes that read it where there was one": setting("sum", recipe_reads=2),
     "a shared value that was made": making("shared"),
     "two leaves in the place of one": arguing("scaled", 1, lambda parts: alike(parts.x)),
     "two inner values in the place of one": arguing("product", 1, lambda parts: alike(parts.shared)),
@@ -215,7 +215,7 @@ def test_readers_that_are_not_to_come() -> None:
 def test_whether_a_value_is_held_for_recipes() -> None:
     """Fewer than MANY recipes: it is held if it is a link of a stream."""
     learned, parts = build(), build()
-    learned.shared.parents = parts.shared.parents = 2
+    learned.shared.recipe_reads = parts.shared.recipe_reads = 2
     match = pattern_of(learned).match
     assert match(parts.root, {}, TASK) is not None
     parts.shared.depth = 1
@@ -321,7 +321,7 @@ def test_recipes_read_what_was_before_a_change() -> None:
     """Behind autograd's back: no version tells."""
     pattern, parts = pattern_of(build()), build()
     assert parts.y.tensor is not None
-    before = parts.y.before = parts.y.tensor.clone()
+    before = parts.y.recipe_tensor = parts.y.tensor.clone()
     found = pattern.match(parts.root, {}, TASK)
     assert found is not None
     fetched = pattern.fetch(found, {}, TASK, {})

@@ -23,7 +23,7 @@ from leangrad.ledger.learn import early_end
 from leangrad.ledger.learn.early_end import Border, Change, Ends, Exit
 from leangrad.ledger.learn.recorded_step import RecordedStep
 from leangrad.ledger.learn.trace import TraceMode
-from leangrad.ledger.tune.goal import Way
+from leangrad.ledger.tune.goal import StepMode
 from leangrad.ledger.tune.tuner import Tuner
 from leangrad.policy.replay import Replay
 from tests.support import assert_same_bits
@@ -77,8 +77,8 @@ class KeepsTheTail(Tuner):
         assert rebuilt
         self.kept = frozenset(range(len(step.items))) - rebuilt
 
-    def next_way(self) -> Way:
-        return Way(self.kept)
+    def next_step_mode(self) -> StepMode:
+        return StepMode(self.kept)
 
 
 def lean(net: nn.Module, rebuilds: int = 6) -> nn.Module:
@@ -238,6 +238,217 @@ def test_a_change_that_the_recorded_step_did_not_make(x: Tensor, ends: list[int]
     assert ends[0] == 3
     net.step = 0
     gradients(net, x)  # and goes on
+
+
+def test_after_such_a_change_it_is_watched_to_the_end(x: Tensor, ends: list[int]) -> None:
+    """A running average that begins after a while: one error, and from then on plain's gradients."""
+    net = Net()
+    net.inside = lambda net, h: changes_a_parameter(net, h) if net.step >= 3 else h
+    plain, made = copy.deepcopy(net), lean(net, 6)
+    errors = []
+    for step in range(3 * STEPS):
+        plain.step = made.step = step  # type: ignore[assignment]
+        expected = gradients(plain, x, step)
+        try:
+            found = gradients(made, x, step)
+        except ChangedError:
+            errors.append(step)
+            continue
+        for a, b in zip(expected, found, strict=True):
+            assert_same_bits(a, b, f"step {step}")
+    assert errors == [3]
+    assert ends[0] == 3  # and never again
+
+
+def writes_in_a_hook(module: nn.Module, args: Any, output: Any) -> None:
+    """Of a net that stands among the globals; no version tells."""
+    if HOOKED[0] is not None and module is HOOKED[0].tail[3]:
+        HOOKED[0].head[0].shift.data.add_(1)
+
+
+HOOKED: list[Net | None] = [None]
+
+
+def compare_hooked(plain: nn.Module, made: nn.Module, x: Tensor) -> None:
+    """Steps in which each of the two is the net that hooks write to."""
+    for step in range(STEPS):
+        found = []
+        for one in (plain, made):
+            HOOKED[0] = one  # type: ignore[call-overload]
+            found.append(gradients(one, x, step))
+        for a, b in zip(*found, strict=True):
+            assert_same_bits(a, b)
+
+
+@pytest.mark.parametrize("is_global", [False, True])
+def test_a_hook_that_came_later(x: Tensor, ends: list[int], is_global: bool) -> None:
+    net = Net()
+    plain, made = copy.deepcopy(net), lean(net, 6)
+    for step in range(STEPS):
+        for a, b in zip(gradients(plain, x, step), gradients(made, x, step), strict=True):
+            assert_same_bits(a, b)
+    assert (before := ends[0]) > 0
+    register = nn.modules.module.register_module_forward_hook
+    handles = [register(writes_in_a_hook)] if is_global else []
+    try:
+        for one in (plain, made):
+            if not is_global:
+                handles.append(one.tail[3].register_forward_hook(writes_in_a_hook))  # type: ignore[union-attr, index]
+        compare_hooked(plain, made, x)
+    finally:
+        HOOKED[0] = None
+        for handle in handles:
+            handle.remove()
+    assert ends[0] == before
+
+
+def does_nothing(module: nn.Module, args: Any, output: Any) -> None:
+    """A hook of the recorded step."""
+
+
+def another_hook(net: Net) -> None:
+    """In the place of the one that the recorded step had."""
+    net.hook.remove()  # type: ignore[attr-defined]
+    net.tail[3].register_forward_hook(writes_in_a_hook)
+
+
+def another_forward(net: Net) -> None:
+    last, forward = net.tail[3], net.tail[3].forward
+
+    def writes(x: Tensor) -> Tensor:
+        net.head[0].shift.data.add_(1)  # type: ignore[union-attr]
+        return forward(x)  # type: ignore[no-any-return]
+
+    last.forward = writes
+
+
+def another_function(net: Net) -> None:
+    def writes(net: Net, h: Tensor) -> Tensor:
+        net.head[0].shift.data.add_(1)  # type: ignore[union-attr]
+        return h
+
+    net.inside = writes
+
+
+class WritingBlock(Block):
+    """Knows whose head it writes to."""
+
+    net: list[Net]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.net[0].head[0].shift.data.add_(1)  # type: ignore[union-attr]
+        return super().forward(x)
+
+
+def another_module(net: Net) -> None:
+    last = WritingBlock()
+    last.load_state_dict(net.tail[3].state_dict())
+    last.net = [net]
+    net.tail[3] = last
+
+
+def a_function_where_there_was_none(net: Net) -> None:
+    net.tail[3].drop.after = lambda h: writes_in_a_hook(net.tail[3], (), h)
+
+
+def one_more_in_a_list(net: Net) -> None:
+    net.tail[3].drop.all_after.append(lambda h: writes_in_a_hook(net.tail[3], (), h))
+
+
+class Watched(nn.Dropout):
+    """Calls what stands in its attributes, if anything does."""
+
+    def __init__(self) -> None:
+        super().__init__(0.3)
+        self.after: Callable[[Tensor], None] | None = None
+        self.all_after: list[Callable[[Tensor], None]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        for function in [*self.all_after, self.after]:
+            if function is not None:
+                function(x)
+        return super().forward(x)
+
+
+CHANGES = [another_hook, another_forward, another_function, another_module]
+
+
+@pytest.mark.parametrize("change", [*CHANGES, a_function_where_there_was_none, one_more_in_a_list])
+def test_code_that_takes_the_place_of_other_code(x: Tensor, ends: list[int], change: Callable[[Net], None]) -> None:
+    """It writes where no version tells; the recorded step had as many hooks and modules."""
+    net = Net()
+    net.tail[3].drop = Watched()
+    plain, made = copy.deepcopy(net), lean(net, 6)
+    for one in (plain, made):
+        one.hook = one.tail[3].register_forward_hook(does_nothing)  # type: ignore[index]
+    for step in range(STEPS):
+        for a, b in zip(gradients(plain, x, step), gradients(made, x, step), strict=True):
+            assert_same_bits(a, b)
+    assert (before := ends[0]) > 0
+    for one in (plain, made):
+        change(one)  # type: ignore[arg-type]
+    try:
+        compare_hooked(plain, made, x)
+    finally:
+        HOOKED[0] = None
+    assert ends[0] == before
+
+
+@pytest.mark.parametrize("what", ["a flat buffer", "a buffer"])
+def test_parameters_whose_memory_lies_elsewhere_too(x: Tensor, ends: list[int], what: str) -> None:
+    """The other tensor has a version counter of its own: a change through it would not be found out."""
+
+    class Flat(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            parameters = [*self.parameters()] if what == "a flat buffer" else [self.head[0].shift]
+            self.flat, at = torch.cat([p.data.flatten() for p in parameters]), 0
+            for p in parameters:
+                p.data = self.flat[at : at + p.numel()].view(p.shape)
+                at += p.numel()
+            self.inside = lambda net, h: net.changes(h)  # type: ignore[attr-defined]
+
+        def changes(self, h: Tensor) -> Tensor:
+            if self.step >= 3:
+                with torch.no_grad():
+                    self.flat.mul_(1.5)
+            return h
+
+    plain, made = Flat(), lean(Flat(), 6)
+    for step in range(STEPS):
+        plain.step = made.step = step  # type: ignore[assignment]
+        for a, b in zip(gradients(plain, x, step), gradients(made, x, step), strict=True):
+            assert_same_bits(a, b, f"step {step}")
+    assert ends[0] == 0
+
+
+def test_a_module_that_trains_from_some_step_on(x: Tensor, ends: list[int]) -> None:
+    """Batch norm writes its statistics in training only."""
+    net = Net()
+    net.tail[3].norm.eval()
+    made = lean(net, 6)
+    for step in range(STEPS):
+        gradients(made, x, step)
+    assert (before := ends[0]) > 0
+    made.tail[3].norm.train()  # type: ignore[union-attr, index]
+    for step in range(STEPS):
+        gradients(made, x, step)
+    assert ends[0] == before
+
+
+def test_a_model_that_is_copied_in_its_forward(x: Tensor, ends: list[int]) -> None:
+    copies: list[nn.Module] = []
+    net = Net()
+
+    def copied(net: Net, h: Tensor) -> Tensor:
+        copies.append(copy.deepcopy(net.tail))
+        return h
+
+    net.inside = copied
+    compare(net, x)
+    hooks = [hook for made in copies for module in made.modules() for hook in module._forward_hooks.values()]
+    assert {type(hook) for hook in hooks} <= {early_end.InertHook}
+    copies[-1](x).sum().backward()  # and they run
 
 
 def writes_data(net: Net, h: Tensor) -> Tensor:

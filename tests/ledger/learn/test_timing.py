@@ -15,7 +15,9 @@ import leangrad
 from leangrad.ledger.learn import timing
 from leangrad.ledger.learn.timing import Cost, SavedMarks, Timing
 from leangrad.ledger.values import value as value_module
-from leangrad.ledger.values.value import Value, leaf_value, watched_by
+from leangrad.ledger.values.rebuild import replays
+from leangrad.ledger.values.rebuild.replays import timed_by
+from leangrad.ledger.values.value import Value, leaf_value
 from leangrad.policy import graph as policy
 
 
@@ -81,7 +83,7 @@ def test_what_was_made_on_the_way_and_is_no_item_is_part_of_what_it_was_made_for
 def test_what_is_read_again_costs_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     values = chain(clock.slow(5.0), clock.slow(0.5))
-    values[0].parents, values[0].is_product, values[0].products = 1, True, 1
+    values[0].recipe_reads, values[0].is_product, values[0].products = 1, True, 1
     monkeypatch.setattr(value_module, "graph_task", lambda: 7)
     monkeypatch.setattr(value_module, "remember", lambda value, task: None)
     monkeypatch.setattr(Value, "_check_settings", lambda self, task: None)
@@ -99,7 +101,7 @@ def test_a_kernel_that_replays_a_chain_has_what_it_takes_itself(monkeypatch: pyt
         clock.now += 1.0
         return tensor + 2, True
 
-    monkeypatch.setitem(value_module.replayers, last.function, replay)
+    monkeypatch.setitem(replays.replayers, last.function, replay)
     watch = timed([first, inner, last], [last])
     found = watch.costs(items(100, 300, 100), [0, 1, 2], frozenset())
     assert found == {0: Cost(5.0, 5.0), 1: Cost(0.75, 0.75), 2: Cost(0.25, 0.25)}
@@ -108,7 +110,7 @@ def test_a_kernel_that_replays_a_chain_has_what_it_takes_itself(monkeypatch: pyt
 def test_a_kernel_that_declines_leaves_each_op_its_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     values = chain(clock.slow(5.0), clock.slow(0.5))
-    monkeypatch.setitem(value_module.replayers, values[1].function, lambda value, made, task: None)
+    monkeypatch.setitem(replays.replayers, values[1].function, lambda value, made, task: None)
     watch = timed([*values], [values[1]])
     assert watch.costs(items(8, 8), [0, 1], frozenset()) == {0: Cost(5.0, 5.0), 1: Cost(0.5, 0.5)}
 
@@ -122,13 +124,13 @@ def test_what_another_thread_rebuilds_meanwhile_is_not_timed() -> None:
         thread = threading.Thread(target=others[0].unpack)
         thread.start()
         thread.join(60)
-        assert [*value_module.watches.values()] == [watch]
+        assert [*replays.op_timers.values()] == [watch]
         return x.sin()
 
     values[0].function = meanwhile
     watch.unpack(values[0])
     assert len(watch._reads[0].ops) == 1
-    assert not value_module.watches
+    assert not replays.op_timers
 
 
 def test_nobody_watches_after_an_error() -> None:
@@ -138,9 +140,9 @@ def test_nobody_watches_after_an_error() -> None:
     watch = Timing(on_gpu=False)
     with pytest.raises(ValueError, match="no"):
         watch.unpack(chain(fail)[0])
-    assert not value_module.watches
-    with watched_by(watch):
-        assert [*value_module.watches] == [threading.get_ident()]
+    assert not replays.op_timers
+    with timed_by(watch):
+        assert [*replays.op_timers] == [threading.get_ident()]
 
 
 def test_marks_have_the_numbers_of_saved_tensors_that_share_a_value() -> None:
@@ -184,9 +186,9 @@ def test_below_the_floor_products_are_kept_before_what_is_made_of_them() -> None
         last = peak(lean)
     assert last <= least - 2 * x.nbytes
     ledger: Any = leangrad.ledger_of(lean)
-    course = ledger._tuner.course
-    products = {n for n, item in enumerate(course.step.items) if item.products}
-    others = {n for n, item in enumerate(course.step.items) if not item.products and not item.is_fixed}
+    search = ledger._tuner.search
+    products = {n for n, item in enumerate(search.step.items) if item.products}
+    others = {n for n, item in enumerate(search.step.items) if not item.products and not item.is_fixed}
     assert len(products) == 6
-    assert min(course.replay.costs[n] for n in products) > max(course.replay.costs[n] for n in others)
+    assert min(search.replay.costs[n] for n in products) > max(search.replay.costs[n] for n in others)
     assert len(products & ledger._kept_items) >= 5

@@ -228,10 +228,10 @@ def test_after_its_end_tensors_are_still_rebuilt() -> None:
     for _ in range(2):
         step(model, x)
     model[0].extra = lambda t: t.exp()
-    differs = leangrad.measure(lambda: step(model, x), timed_runs=0).kept_bytes
+    note_difference = leangrad.measure(lambda: step(model, x), timed_runs=0).kept_bytes
     plain = leangrad.measure(lambda: step(leangrad.plain(model), x), timed_runs=0).kept_bytes
     gelu, norm = 64 * 64 * 4, 64 * 16 * 4
-    assert plain - differs >= 2 * (gelu + norm)
+    assert plain - note_difference >= 2 * (gelu + norm)
 
 
 def test_batches_of_any_length_follow_one_trace() -> None:
@@ -602,7 +602,7 @@ def test_a_region_that_waits_for_the_collector_is_seen(monkeypatch: pytest.Monke
     def exit_and_stay(self: Region, *error: Any) -> None:
         parts = dict(vars(self))
         end(self, *error)
-        vars(self).update(parts, packs=-1, packing=True)
+        vars(self).update(parts, saved_count=-1, is_packing=True)
 
     monkeypatch.setattr(Region, "__exit__", exit_and_stay)
     gc.collect()
@@ -700,7 +700,7 @@ def test_a_trace_that_another_thread_ends_just_now_is_followed_to_its_end(monkey
     active = _torch.saved_tensor_hooks_active
 
     def end_and_ask() -> bool:  # a region asks it between two looks at the trace
-        ledger.differs("another thread")
+        ledger.note_difference("another thread")
         return active()
 
     with monkeypatch.context() as patch:
@@ -728,14 +728,14 @@ def test_a_model_that_never_repeats_itself_is_recorded_ever_more_seldom(monkeypa
     model, x = leangrad.lean(blocks(), min_bytes=0), torch.randn(4, 16)
     ledger = leangrad.ledger_of(model)
     recorded = []
-    learn = type(ledger)._learn
+    learn = type(ledger)._begin_step
 
     def counted(self: Any, module: Any) -> Any:
         recorder = learn(self, module)
         recorded.append(recorder is not None)
         return recorder
 
-    monkeypatch.setattr(type(ledger), "_learn", counted)
+    monkeypatch.setattr(type(ledger), "_begin_step", counted)
     for n in range(60):  # odd steps are not like even ones
         model[1].extra = (lambda y: y.exp().sin()) if n % 2 else (lambda y: None)
         step(model, x)

@@ -46,6 +46,31 @@ def in_place_chain(region):
 
 
 @same
+def inside_vmap(region):
+    """What a transform has wrapped has no memory that one could ask for."""
+    w = leaf(8, 8)
+    with region:
+        y = (w * 3).sin()
+        z = torch.func.vmap(lambda t: torch.zeros_like(t).add_(t).mul_(2))(torch.ones(8, 8))
+        a = (y * z).cos()
+    backward(a)
+    return [w.grad]
+
+
+@same
+def under_inference_mode(region):
+    """A parameter that recipes read changes there, and the copy of it has to have a version."""
+    w, v = leaf(8, 8), leaf(8, 8, seed=1)
+    with region:
+        y = (w + v).sin()
+        with torch.inference_mode():
+            v.mul_(0.5)
+        a = (y * v).cos()
+    backward(a)
+    return [w.grad, v.grad]
+
+
+@same
 def views_of_views(region):
     w = leaf(8, 8)
     with region:

@@ -10,10 +10,12 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
+import tests.support
 from leangrad.ledger.observe import unseen_writes
 from leangrad.ledger.observe.unseen_writes import may_write_unseen
 
@@ -202,8 +204,104 @@ class Reads(Writes):
         return torch.cat([x.detach(), self.weight]).relu_()
 
 
+HELPER, HELPERS, SPACE = Helper(), [Helper()], types.SimpleNamespace(helper=Helper())
+
+
+class InObject(Writes):
+    def forward(self, x: Tensor) -> Tensor:
+        HELPER.update(self.weight)
+        return x
+
+
+class InList(Writes):
+    def forward(self, x: Tensor) -> Tensor:
+        for helper in HELPERS:
+            helper.update(self.weight)
+        return x
+
+
+class InSpace(Writes):
+    def forward(self, x: Tensor) -> Tensor:
+        SPACE.helper.update(self.weight)
+        return x
+
+
+class InAttributes(Writes):
+    def __init__(self) -> None:
+        super().__init__()
+        self.helpers = {"a": [through_another]}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.helpers["a"][0](self.weight)
+        return x
+
+
+class InClass(Writes):
+    helper = Helper()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.helper.update(self.weight)
+        return x
+
+
+class InDefault(Writes):
+    def forward(self, x: Tensor, write: Callable[[Tensor], None] = by_global) -> Tensor:
+        write(self.weight)
+        return x
+
+
+class Imported(Writes):
+    def forward(self, x: Tensor) -> Tensor:
+        from tests.ledger.observe.test_unseen_writes import by_global as write
+
+        write(self.weight)
+        return x
+
+
+class NotYetImported(Writes):
+    def forward(self, x: Tensor) -> Tensor:
+        import nobody_has_this  # type: ignore[import-not-found]
+
+        nobody_has_this.write(self.weight)
+        return x
+
+
+class InSubmodule(Writes):
+    def forward(self, x: Tensor) -> Tensor:
+        tests.support.unseen.write(self.weight)  # type: ignore[attr-defined]
+        return x
+
+
+class AsArray(Writes):
+    def forward(self, x: Tensor) -> Tensor:
+        np.asarray(self.weight.detach())[:] = 0
+        return x
+
+
+class GivenAnObject(Writes):
+    def forward(self, x: Tensor, helper: Any) -> Tensor:
+        helper.adapt_them(self.weight)  # of an object that nobody has met
+        return x
+
+
+class ByTorch(Writes):
+    def forward(self, x: Tensor) -> Tensor:
+        torch.nn.utils.vector_to_parameters(torch.zeros(3), [self.weight])
+        return x
+
+
+class Moved(Writes):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(3, 3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks[0].half().float()(x)
+
+
 KINDS = [InMethod, InProperty, InGlobal, InFunction, InLambda, ByName, Decorated, InHelper, InChild, InTable, InBase]
-KINDS += [InNewModule, InNewObject, InSetupContext, InNestedClass]
+KINDS += [InNewModule, InNewObject, InSetupContext, InNestedClass, InObject, InList, InSpace, InAttributes, InClass]
+KINDS += [InDefault, Imported, NotYetImported, InSubmodule, AsArray, GivenAnObject, ByTorch, Moved]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -224,6 +322,24 @@ class Unused(Reads):
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x * len(re.sub("a", "b", json.dumps([]))))
+
+
+class Casting(nn.Module):
+    """Tensors are cast, and attributes are asked of what torch gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.sizes, self.last = nn.LayerNorm(3), {"a": [3]}, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = x.shape[-1]
+        values, _ = self.norm(x).float().max(-1)
+        best = x.max(-1)
+        return values.to(x.dtype) + x[..., 0].half().sum() + self.sizes["a"][0] + self.last + best.values
+
+
+def test_casts_of_tensors_write_nothing() -> None:
+    assert not may_write_unseen(Casting())
 
 
 def test_code_that_does_not() -> None:

@@ -59,7 +59,7 @@ def lineage(value: Value) -> tuple[Any, ...]:
 def test_what_a_value_is_told_of_its_inputs(inputs: list[Value], twice: bool, listed: bool) -> None:
     if twice:
         inputs = [inputs[0], *inputs]
-    before = [v.parents for v in inputs]
+    before = [v.recipe_reads for v in inputs]
     value = Value("op")
     value.set_recipe(torch.sin, (2.0, tuple(inputs)) if listed else (*inputs, 2.0), {})
     deepest_first = sorted(range(len(inputs)), key=lambda i: -inputs[i].depth)
@@ -78,7 +78,7 @@ def test_what_a_value_is_told_of_its_inputs(inputs: list[Value], twice: bool, li
     value.settle_lineage()  # which is asked again when what a recipe waited for is kept
     assert lineage(value) == expected
     for v, parents in zip(inputs, before, strict=True):
-        assert v.parents == parents + sum(w is v for w in inputs)
+        assert v.recipe_reads == parents + sum(w is v for w in inputs)
 
 
 @pytest.mark.parametrize(

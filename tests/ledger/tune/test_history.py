@@ -16,13 +16,13 @@ import leangrad
 from leangrad import _torch
 from leangrad._torch import Counters
 from leangrad._torch import cuda as cuda_module
-from leangrad.ledger.tune import to_budget
-from leangrad.ledger.tune.history import AFTER, END, START, TURN, History, Parts, add_up
+from leangrad.ledger.tune import budget_search
+from leangrad.ledger.tune.budget_search import MEASURED_STEPS
+from leangrad.ledger.tune.history import BACKWARD_END, BACKWARD_START, FORWARD_END, STEP_START, History, Parts, add_up
 from leangrad.ledger.tune.peaks import Peaks
-from leangrad.ledger.tune.to_budget import LISTENS
 from tests.support.allocator import FakeAllocator
 
-MARKS = {START: "start", END: "end", TURN: "turn", AFTER: "after"}
+MARKS = {STEP_START: "start", FORWARD_END: "end", BACKWARD_START: "turn", BACKWARD_END: "after"}
 
 
 class Recorder:
@@ -136,7 +136,7 @@ def test_a_call_without_gradients_between_forward_and_backward_does_not(
 
 def test_a_step_that_differs_ends_it(recorder: Recorder, model: Any, x: Tensor) -> None:
     out = listened(recorder, model, lambda: model(x))
-    leangrad.ledger_of(model).differs("a test says so")
+    leangrad.ledger_of(model).note_difference("a test says so")
     assert not recorder.is_on
     out.sum().backward()
     assert not recorder.is_on
@@ -166,11 +166,11 @@ def test_a_step_whose_backward_nobody_ran_says_nothing_of_what_can_be_heard(
     listened(recorder, model, lambda: model(x)).sum().backward()
     tuner: Any = leangrad.ledger_of(model)._tuner
     model(x).sum().backward()
-    assert tuner.peaks.sees(0)
+    assert tuner.peaks.can_see(0)
     model(x)
     assert recorder.is_on
     model(x).sum().backward()
-    assert tuner.peaks.sees(0)
+    assert tuner.peaks.can_see(0)
 
 
 @pytest.mark.parametrize("skipped", [0, 5])
@@ -178,7 +178,7 @@ def test_a_plan_whose_first_step_told_nothing_is_listened_to_again(
     recorder: Recorder, model: Any, x: Tensor, skipped: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """But not for ever."""
-    monkeypatch.setattr(to_budget, "SURE", 0.0)
+    monkeypatch.setattr(budget_search, "CLEARLY_FASTER", 0.0)
     tuner: Any = leangrad.ledger_of(model)._tuner
     while not tuner.peaks.is_settled:
         out = model(x)
@@ -188,7 +188,7 @@ def test_a_plan_whose_first_step_told_nothing_is_listened_to_again(
     for _ in range(skipped):
         model(x)
     model(x).sum().backward()
-    assert recorder.starts - starts == min(skipped + 1, LISTENS - 1)
+    assert recorder.starts - starts == min(skipped + 1, MEASURED_STEPS - 1)
     starts = recorder.starts
     for _ in range(3):
         model(x).sum().backward()
@@ -249,7 +249,7 @@ def test_a_history_that_the_user_begins_meanwhile_is_his(allocator: Torch) -> No
     assert history is not None
     allocator.note("alloc", 100)
     allocator.record()
-    for moment in (END, TURN, AFTER):
+    for moment in (FORWARD_END, BACKWARD_START, BACKWARD_END):
         history.mark(moment)
     assert history.stop(Counters(100, 100), Counters(100, 100)) == Parts(100, 100, 100, (100,), (100,))
     assert allocator.is_on
@@ -271,22 +271,37 @@ def test_a_device_without_room_for_a_mark_breaks_no_step(allocator: Torch) -> No
     allocator.is_full = True
     history = History.begin(0)
     assert history is not None
-    history.mark(END)
+    history.mark(FORWARD_END)
     assert history.stop(Counters(0, 0), Counters(0, 0)) is None
     assert not allocator.is_on
 
 
 def test_without_its_beginning_nothing_is_known() -> None:
     """Where somebody has begun a history of his own in the middle of the step."""
-    rest = [(True, 40), (True, END), (False, END), (True, TURN), (False, TURN), (True, AFTER), (False, AFTER)]
+    rest = [
+        (True, 40),
+        (True, FORWARD_END),
+        (False, FORWARD_END),
+        (True, BACKWARD_START),
+        (False, BACKWARD_START),
+        (True, BACKWARD_END),
+        (False, BACKWARD_END),
+    ]
     assert add_up(rest) is None
-    assert add_up([(True, START), (False, START), *rest]) is not None
+    assert add_up([(True, STEP_START), (False, STEP_START), *rest]) is not None
 
 
 def test_a_tensor_of_the_size_of_a_mark_is_no_second_beginning() -> None:
-    marks = [(True, END), (False, END), (True, TURN), (False, TURN), (True, AFTER), (False, AFTER)]
-    begins = [(True, START), (False, START)]
-    found = add_up([*begins, (True, 50), (False, 50), (True, START), (True, 10), *marks])
+    marks = [
+        (True, FORWARD_END),
+        (False, FORWARD_END),
+        (True, BACKWARD_START),
+        (False, BACKWARD_START),
+        (True, BACKWARD_END),
+        (False, BACKWARD_END),
+    ]
+    begins = [(True, STEP_START), (False, STEP_START)]
+    found = add_up([*begins, (True, 50), (False, 50), (True, STEP_START), (True, 10), *marks])
     assert found == (Parts(50, 10, 10, (50,), (10,)), (10, 10))
 
 
@@ -295,14 +310,14 @@ def test_who_listens_already(recorder: Recorder, by_whom: str) -> None:
     """Another model does so for a step: what was measured before it still counts. A user may do so for good."""
     peaks, below = Peaks(), 10**7  # the allocator's peak is far above it
     peaks.begin(None, on_gpu=True)
-    peaks.listen()
-    assert peaks.sees(below)
+    peaks.measure_step()
+    assert peaks.can_see(below)
     peaks.begin(None, on_gpu=True)  # that step has ended
     other = History.begin(0) if by_whom == "another model" else None
     recorder.is_on = True
-    peaks.listen()
+    peaks.measure_step()
     assert recorder.starts == (2 if other else 1)
-    assert peaks.sees(below) == (other is not None)
+    assert peaks.can_see(below) == (other is not None)
 
 
 def test_it_is_told_whether_one_is_open(recorder: Recorder) -> None:

@@ -20,7 +20,7 @@ from leangrad import _torch
 from leangrad.ledger import ledger as ledger_module
 from leangrad.ledger.learn import timing
 from leangrad.ledger.tune import host_limit
-from leangrad.ledger.tune.host_limit import COURSES, RUNS, STEADY
+from leangrad.ledger.tune.host_limit import MAX_ATTEMPTS, RUNS, STEADY
 from tests.support import assert_same_bits
 
 MEASURED = STEADY + 2 * RUNS
@@ -278,12 +278,12 @@ def test_a_step_that_differs_is_learned_from_anew(machine: Machine, x: Tensor) -
             return h.exp().sin() if self.turn else h.tanh().cos()
 
     model: Any = leangrad.lean(Varied(), min_bytes=0)
-    for turn in range(COURSES + 2):
+    for turn in range(MAX_ATTEMPTS + 2):
         model.turn = bool(turn % 2)
         for _ in range(4):  # pauses between lessons grow
             machine.steps(model, x)
-    assert leangrad.ledger_of(model).differences >= COURSES
-    assert machine.waits <= 2 * COURSES * RUNS
+    assert leangrad.ledger_of(model).differences >= MAX_ATTEMPTS
+    assert machine.waits <= 2 * MAX_ATTEMPTS * RUNS
 
 
 def test_forwards_without_a_backward(machine: Machine, x: Tensor) -> None:

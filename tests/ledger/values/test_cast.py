@@ -116,7 +116,7 @@ def test_a_sparse_parameter_is_kept() -> None:
     """Also in a step of which nothing was learned."""
     w, x, ledger = nn.Parameter(torch.eye(4).to_sparse()), torch.randn(4, 4).double(), leangrad.saving(min_bytes=0)
     for _ in range(2):
-        ledger.differs("a test")
+        ledger.note_difference("a test")
     with ledger:
         product = torch.sparse.mm(w.double(), x.requires_grad_())
     assert "recorded no step" in ledger.summary()

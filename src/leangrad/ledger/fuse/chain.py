@@ -1,4 +1,4 @@
-"""The pointwise ops under a value of the ledger, gathered for one program: see ``fused.py``."""
+"""Gathers the pointwise ops below a value of the ledger into a ``Chain``, for one program: see ``fused.py``."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from leangrad.ledger.fuse.lowering import LOWERINGS, STATIC, VIEWS, WEIGHTS
 from leangrad.ledger.origins.rules import RULES
 from leangrad.ledger.values.value import Value
 
-MAX_STEPS = 48
-MAX_STREAMS = 16  # tensors that a program reads and writes: with 40, memory is read at 0.85 of the speed
-NEVER = 1 << 20  # taken off the weight of a chain that no program serves
-FREE = {  # views that end a chain, and cost nothing
+MAX_STEPS = 48  # a chain that has visited this many values takes in no more
+MAX_STREAMS = 16  # large tensors that a program reads and writes; with 40, memory is read at 0.85 of the speed
+NEVER = 1 << 20  # subtracted from the weight of a chain that has a constant which no program supports
+FREE = {  # functions of views that end a chain and cost nothing
     RULES[f"{op}Backward0"][0].function
     for op in ("Alias", "Expand", "Select", "Slice", "Split", "SplitWithSizes", "Squeeze", "T", "Unbind", "Unsqueeze")
 }
 CAST, CLONE = (RULES[f"{op}Backward0"][0].function for op in ("ToCopy", "Clone"))
-Taken = dict[Value, tuple[Tensor, bool]]  # the tensors of leaves, and whether each is owned
-TABLE = set(LOWERINGS)  # the functions that take part in chains; those that are not exact here drop out
+Taken = dict[Value, tuple[Tensor, bool]]  # by leaf: its tensor, and whether it is owned
+TABLE = set(LOWERINGS)  # functions that may be in a chain; ``fused.py`` removes those that are not exact here
 
 
 def may_chain(root: Value) -> bool:
-    """Whether a chain could be worth a program, at a glance."""
+    """Whether a chain below ``root`` could be worth a program, judged by ``root`` and its inputs alone."""
     function = root.function
     if function not in TABLE:
         return False
@@ -37,17 +37,17 @@ def may_chain(root: Value) -> bool:
 
 
 def _is_computed(value: Value) -> bool:
-    """Whether an op of the table, or a view of what one made, has to be replayed; a view of what is kept is no work."""
+    """Whether ``value``, or its base if it is a view, is not kept and is the output of an op of the table."""
     while value.tensor is None and value.function in VIEWS:
         value = value.inputs[0]
     return value.tensor is None and value.function in TABLE
 
 
 def is_mixed(value: Value) -> bool:
-    """Whether an operand at hand is of another floating dtype than the result, or is cast up.
+    """Whether a kept operand has another floating dtype than the result, or is cast to float32.
 
-    ATen's kernels for that load element by element: 50 µs for 33, and a cast up 40 for 22, on 13 million elements on an
-    H200. All others alone are as fast as a program, or faster.
+    ATen's kernels for these ops load element by element: 50 µs instead of 33, and for a cast to float32 40 µs instead
+    of 22, on 13 million elements on an H200. Any other op alone runs in ATen as fast as in a program, or faster.
     """
     dtype = value.dtype
     if value.function is CAST and value.args[1] is torch.float32:
@@ -63,13 +63,13 @@ def is_mixed(value: Value) -> bool:
 
 
 def is_number(a: Any) -> bool:
-    """Whether an argument is a number, or one that autograd wrapped."""
+    """Whether an argument is a number, or a CPU tensor without dimensions in which autograd wrapped one."""
     kind = type(a)
     return kind is float or kind is int or (kind is Tensor and a.dim() == 0 and a.is_cpu and not a.is_complex())
 
 
 def elements(value: Value) -> int:
-    """How many elements a value has; 0 where only its op knows."""
+    """The number of elements of ``value``; 0 if only running its op would tell."""
     tensor = value.tensor if value.tensor is not None else value.memo
     if tensor is not None:
         return tensor.numel()
@@ -79,7 +79,7 @@ def elements(value: Value) -> int:
 
 
 class Chain:
-    """The pointwise ops under a value, and what they read."""
+    """The pointwise ops below a value, and the tensors that they read."""
 
     __slots__ = (
         "_at_hand",
@@ -101,21 +101,21 @@ class Chain:
     )
 
     def __init__(self, root: Value, made: dict[int, Tensor], task: int, ends: Set[int] = frozenset()) -> None:
-        self.made, self.task = made, task
+        self.made, self.task = made, task  # by id: tensors made in this rebuild; the number of the backward pass
         self.ends = ends  # ids of values that have to be leaves
         self.size = elements(root)
-        self.values: list[Value] = []  # in the order in which they are computed; the root is the last
-        self.uses: list[int] = []  # how often each is read in this chain
-        self.leaves: list[Value] = []
-        self.leaf_uses: list[int] = []  # how often each is read in this chain
-        self.scalars: list[float] = []
-        self.outputs: list[int] = []  # numbers of values that are wanted; the root's is the last
-        self.key: list[Any] = []  # what makes two chains one program: a part for each value
+        self.values: list[Value] = []  # in the order of computation; the root is last
+        self.uses: list[int] = []  # how often this chain reads each value
+        self.leaves: list[Value] = []  # the values that this chain reads and does not compute
+        self.leaf_uses: list[int] = []  # how often this chain reads each leaf
+        self.scalars: list[float] = []  # the numbers among the arguments
+        self.outputs: list[int] = []  # indices in ``values`` of those that are written out; the root's is last
+        self.key: list[Any] = []  # a part per value, then ``outputs``; with the kinds of leaves it identifies a program
         self.weight = 0  # passes over memory that a replay op by op would take
-        self._codes: dict[int, int] = {}  # by id: the number of a value, or −1 − that of a leaf
-        self._at_hand: dict[int, bool] = {}
-        self._entered = 0  # values that were visited, or are about to be
-        self._streams = 1  # the large tensors that they read or are
+        self._codes: dict[int, int] = {}  # by id: the index of a value, or −1 − the index of a leaf
+        self._at_hand: dict[int, bool] = {}  # by id: the results of ``_has_at_hand``
+        self._entered = 0  # values whose visit has begun
+        self._streams = 1  # large tensors that these values read, and outputs among them
         self._visit(root)
         last = len(self.values) - 1
         if len(self.outputs) > 1 or (self.outputs and self.outputs[0] != last):
@@ -126,10 +126,10 @@ class Chain:
         self.key.append(tuple(self.outputs))
 
     def take(self, taken: Taken) -> bool:
-        """Take the leaves that are not ``taken`` yet; False if the chain is another one now.
+        """Take the tensors of the leaves that are not in ``taken`` yet; False if that has changed the chain.
 
-        To rebuild a leaf, values of this very chain may have been rebuilt, and are held: they are leaves from then on.
-        What is made already is therefore taken last: a tensor that is held counts how often it was taken.
+        Rebuilding a leaf may also rebuild values of this chain. These are then held, and are leaves from then on.
+        Leaves that are already made are therefore taken last: a held tensor counts how often it was taken.
         """
         for v in self.leaves:
             if v not in taken and not self.is_made(v):
@@ -142,15 +142,15 @@ class Chain:
         return True
 
     def read_again(self) -> tuple[tuple[int, int], ...]:
-        """The leaves that several values of the chain read, by their number: how often beside the first time."""
+        """For each leaf that the chain reads more than once: its index, and the number of reads after the first."""
         return tuple((k, uses - 1) for k, uses in enumerate(self.leaf_uses) if uses > 1)
 
     def refusal(self, reason: object) -> str:
-        """Why this chain is replayed op by op."""
+        """The names of this chain's ops, and the reason why they are replayed op by op."""
         return f"{', '.join(v.op for v in self.values)}: {reason}"
 
     def copy(self) -> int | None:
-        """The number of the last value below the root that is a copy, at which the chain could end."""
+        """The index of the last copy below the root, at which the chain could end; None if there is none."""
         return next((k for k in reversed(range(len(self.values) - 1)) if self.values[k].function is CLONE), None)
 
     def _visit(self, value: Value) -> None:
@@ -162,7 +162,7 @@ class Chain:
             if id(operand) not in codes:
                 if function in VIEWS or (
                     operand.tensor is None and operand.function in TABLE and self._is_inner(operand)
-                ):  # a view is inner where its base is
+                ):  # the base of an inner view is inner: ``_is_inner`` has checked it
                     self._visit(operand)
                 else:
                     self.leaves.append(operand)
@@ -194,47 +194,48 @@ class Chain:
         self.values.append(value)
         self.uses.append(0)
         self.weight += WEIGHTS[function] + is_mixed(value)
-        if value.readers or value.parents > 1:
+        if value.readers or value.recipe_reads > 1:
             self.outputs.append(number)
         self.key.append(tuple(part))
 
     def _is_asked_for(self, number: int) -> bool:
-        """Whether somebody is still to come for a value: as in ``Value._take``."""
+        """Whether saved tensors or recipes outside this chain will still read the value, as in ``Value._take``."""
         v = self.values[number]
-        return self.is_to_come(v) or (v._is_held() and self.uses[number] < v.parents)
+        return self.will_be_read(v) or (v._is_held() and self.uses[number] < v.recipe_reads)
 
-    def is_to_come(self, v: Value) -> bool:
-        """Whether saved tensors will still ask for ``v`` in this backward pass."""
+    def will_be_read(self, v: Value) -> bool:
+        """Whether saved tensors will still read ``v`` in this backward pass."""
         return v.readers > 0 and (v.reads < v.readers or v.task != self.task)
 
     def _is_large(self, v: Value) -> bool:
         return v.tensor is None or 8 * v.tensor.numel() > self.size
 
     def _is_awaited(self, v: Value) -> bool:
-        return self.is_to_come(v) or v._is_held()
+        return self.will_be_read(v) or v._is_held()
 
     def _is_inner(self, v: Value) -> bool:
-        """Whether ``v``, an op of the table, is computed in this program.
+        """Whether ``v``, whose function is in the table, is computed in this program, and not read as a leaf.
 
-        One that other recipes read too is computed here only if it is an output, or if everything under it is at hand.
-        Otherwise it is made once and held (``made``), or what lies under it would be rebuilt again and again. A chain
-        of very many tensors ends at an output, which costs no more than to read that again.
+        A value that other recipes read too is computed here only if it becomes an output, or if no op outside the table
+        has to run for it. Otherwise it is rebuilt once and held in ``made``: computing it in each program that reads it
+        would rebuild what it is made of each time. A chain of very many tensors ends at a value that would have to be
+        written out anyway: that costs only one more read of it.
         """
         if self.is_made(v) or self._entered >= MAX_STEPS or id(v) in self.ends:
             return False
         awaited = self._is_awaited(v)
         if awaited and self._streams >= MAX_STREAMS:
             return False
-        if v.function in VIEWS:  # of what is computed here; any other view is taken as it is
+        if v.function in VIEWS:  # computed here only if its base is; any other view is a leaf
             base = v.inputs[0]
             if base.tensor is not None or base.function not in TABLE or not self._is_inner(base):
                 return False
         if (v.readers or v._is_held()) and v.layout is not None and v.layout[0].numel() != self.size:
-            return False  # it may be asked for, and would have to be an output
-        return v.parents <= 1 or awaited or self._has_at_hand(v)
+            return False  # it may be read later; so it would be an output, and outputs have the size of the root
+        return v.recipe_reads <= 1 or awaited or self._has_at_hand(v)
 
     def is_made(self, value: Value) -> bool:
-        """Whether ``value`` need not be rebuilt."""
+        """Whether ``value`` need not be rebuilt: it is kept, held for the current stream, or in ``made``."""
         memo = value.memo
         if memo is not None and value.memo_stream == stream_of(memo):
             return True

@@ -1,7 +1,7 @@
 """How each op of a recipe is written as steps of a pointwise program: one line per op, by the name of its node.
 
 Formulas are ATen's, in the order in which ATen rounds; ``kernels/pointwise.py`` says why a program has the same bits.
-What cannot be written so raises ``RefusedError``, and the recipe is replayed op by op.
+An op that cannot be written this way raises ``RefusedError``, and the recipe is replayed op by op.
 """
 
 from __future__ import annotations
@@ -28,28 +28,34 @@ from leangrad.ledger.origins.rules.reductions import (
     whole_layer_norm,
     whole_rms_norm,
 )
-from leangrad.ledger.values.saved_view import see
+from leangrad.ledger.values.saved_view import view_of
 
-VARIANTS = ("batch_norm", "batch_norm_scaled", "batch_norm_folded")  # cuDNN has a kernel for each
+VARIANTS = ("batch_norm", "batch_norm_scaled", "batch_norm_folded")  # cuDNN has a kernel for each of these formulas
 
 Lowering = Callable[..., Operand]
 LOWERINGS: dict[Any, Lowering] = {}  # by the function of a recipe
-STATIC: set[Any] = set()  # functions whose numbers are part of the program
-VIEWS: set[Any] = set()  # functions that are no work: see [Note: views inside a chain]
-WEIGHTS: dict[Any, int] = {}  # passes over memory that a replay of the op takes
-NORMS: dict[Any, Norm] = {}  # functions that are applied from saved statistics
+STATIC: set[Any] = set()  # functions whose numbers are constants of the program
+VIEWS: set[Any] = set()  # functions of views, which cost nothing: see [Note: views inside a chain]
+WEIGHTS: dict[Any, int] = {}  # passes over memory that replaying the op takes
+NORMS: dict[Any, Norm] = {}  # functions that a program computes from saved statistics
 
 
 class Norm(NamedTuple):
-    """A norm with its statistics."""
+    """How to compute a norm together with its statistics."""
 
-    function: Callable[..., tuple[Tensor, ...]]  # as the rule's, without statistics; it gives them too
-    statistics: int
-    by_rows: bool  # over the last dimensions; else over all but the channels
+    function: Callable[..., tuple[Tensor, ...]]  # like the rule's, but computes and returns the statistics too
+    statistics: int  # number of them
+    by_rows: bool  # True: over the last dimensions; False: over all dimensions but the channels
 
 
 def lower(nodes: str, lowering: Lowering, *, static: bool = False, norm: Norm | None = None, weight: int = 1) -> None:
-    """Enter ops by the names of their nodes. ``lowering`` takes what the function takes, with slots for tensors."""
+    """Register the lowering of ops, by the names of their nodes.
+
+    lowering: takes what the op's function takes, with an ``Operand`` for each tensor and number
+    static: numbers are passed to ``lowering`` as they are, and become constants of the program
+    norm: how to compute the statistics, if the op is a norm
+    weight: passes over memory that replaying the op takes
+    """
     for node in nodes.split():
         function = RULES[node][0].function
         LOWERINGS[function] = lowering
@@ -61,7 +67,7 @@ def lower(nodes: str, lowering: Lowering, *, static: bool = False, norm: Norm | 
 
 
 def _common(*slots: Operand) -> torch.dtype:
-    """The dtype in which ATen computes: of the tensors with dimensions, else of those without."""
+    """The dtype in which ATen computes: promoted from the tensors with dimensions, or if there are none, from all."""
     tensors = [s for s in slots if s.dtype is not None]
     deciding = [s for s in tensors if s.shape] or tensors
     dtype = deciding[0].dtype
@@ -75,7 +81,7 @@ def _common(*slots: Operand) -> torch.dtype:
 
 
 def _as(b: Builder, dtype: torch.dtype, slot: Operand) -> Operand:
-    """A tensor without dimensions has no say, and is rounded first; Python numbers are not."""
+    """Round a tensor without dimensions to ``dtype`` if its own dtype is wider; Python numbers are not rounded."""
     narrower = slot.dtype is not None and torch.promote_types(slot.dtype, dtype) != dtype
     return b.step("cast", dtype, slot) if narrower else slot
 
@@ -134,7 +140,7 @@ def _clamp(b: Builder, x: Operand, low: Operand | None, high: Operand | None) ->
 
 
 def _clone(b: Builder, x: Operand, memory_format: torch.memory_format) -> Operand:
-    """Elements in another order in memory. Only whole rows: to find single ones is left to ATen."""
+    """A copy, maybe in another memory order. Only whole rows are moved: copying single elements is left to ATen."""
     if memory_format not in (torch.contiguous_format, torch.preserve_format):
         raise RefusedError(f"{memory_format}")
     if x.kind == "leaf" and x.shape and x.shape[-1] > 1 and x.stride[-1] != 1:
@@ -154,8 +160,8 @@ def _view(b: Builder, x: Operand, shape: tuple[int, ...]) -> Operand:
     return b.view(x, (seen, contiguous_strides(seen)), back)
 
 
-def _seen(b: Builder, x: Operand, shape: torch.Size, stride: tuple[int, ...], offset: float) -> Operand:
-    """All of a contiguous tensor through other strides: a shape, a transposition, or both."""
+def _strided_view(b: Builder, x: Operand, shape: torch.Size, stride: tuple[int, ...], offset: float) -> Operand:
+    """View all of a contiguous tensor through other strides: another shape, a transposition, or both."""
 
     def back(layout: Layout) -> Layout:
         if offset or any(n > 1 and s != t for n, s, t in zip(shape, stride, layout[1], strict=True)):
@@ -207,7 +213,7 @@ def _rms_norm(b: Builder, x: Operand, weight: Operand | None, shape: Any, eps: A
 
 
 def _by_rows(b: Builder, op: str, x: Operand, *others: Operand) -> Operand:
-    """A norm over the last dimensions: ATen gives it contiguous."""
+    """A norm over the last dimensions; ATen's result is contiguous."""
     slot = b.step(op, x.dtype, x, *others)
     return Operand("step", slot.number, slot.dtype, slot.shape, contiguous_strides(slot.shape))
 
@@ -229,7 +235,7 @@ def _batch_norm(*formulas: str) -> Lowering:
 
 
 def _along_channels(vector: Operand, x: Operand) -> Operand:
-    """A vector that belongs to dimension 1 of ``x``."""
+    """The operand for a vector that is broadcast along dimension 1 of ``x``."""
     if vector.kind != "leaf" or len(vector.shape) != 1 or len(x.shape) < 2:
         raise RefusedError("a vector of channels that is computed")
     others = len(x.shape) - 2
@@ -273,6 +279,6 @@ lower("CudnnBatchNormBackward0", _batch_norm(*VARIANTS), norm=Norm(whole_cudnn_b
 lower("ViewBackward0 UnsafeViewBackward0", _view, static=True, weight=0)
 lower("TransposeBackward0", _transposed, static=True, weight=0)
 lower("PermuteBackward0", _permuted, static=True, weight=0)
-LOWERINGS[see], WEIGHTS[see] = _seen, 0
-STATIC.add(see)
+LOWERINGS[view_of], WEIGHTS[view_of] = _strided_view, 0
+STATIC.add(view_of)
 VIEWS |= {function for function, weight in WEIGHTS.items() if weight == 0}

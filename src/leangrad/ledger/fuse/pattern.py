@@ -1,14 +1,15 @@
-"""What a chain looked like, so that its like is known again at a glance.
+"""Patterns of chains, by which the same chain is recognized in later steps.
 
 [Note: known again]
-A model runs the same ops at the same place in every step and in every block, on values that are new each time. To
-gather a chain, to name it and to look it up takes the host longer than many a kernel runs. So once the program of a
-chain has been proven and used, the chain leaves a pattern: a row for every value, from the root down, of what it must
-be. Matching only compares, and stops at the first difference; then the chain is gathered afresh.
+A model runs the same ops at the same place in every step and in every block, each time on new values. Gathering a
+chain, computing its key and looking that up takes the host longer than many kernels run. So once the program of a chain
+has been proven and used, ``fused.py`` stores a pattern of the chain: a row for every value, from the root down, which
+says what the value must be. Matching only compares, and stops at the first difference; then the chain is gathered
+again. A chain that is replayed op by op gets a pattern too, without a plan.
 
-All that the program depends on is compared: functions, constants, dtypes, layouts, which operands are one value, and
-of each leaf the dtype, shape, strides and device; numbers are collected. The rest (who still reads a value, whether it
-is held already) decides nothing but which tensors are worth making, and is compared for that.
+A match compares all that the program depends on: functions, constants, dtypes, layouts, which operands are the same
+value, and for each leaf the dtype, shape, strides and device. Numbers are collected, not compared. The rest (who still
+reads a value, whether it is held already) decides only which tensors are worth making, and is compared for that reason.
 """
 
 from __future__ import annotations
@@ -25,46 +26,52 @@ from leangrad.ledger.fuse.lowering import STATIC
 from leangrad.ledger.fuse.matcher import Leaf, PatternOp, kind_of
 from leangrad.ledger.values.value import Value
 
+# Types of the constants that a pattern can compare.
 PLAIN = (int, float, bool, str, type(None), tuple, torch.Size, torch.dtype, torch.memory_format, torch.layout)
-AGAIN = object()  # in the place of a plan: see ``Pattern``
+AGAIN = object()  # used in place of a plan: see ``Pattern``
 
 
 class UnlikeError(Exception):
-    """No pattern can be made: a constant of the chain cannot be compared."""
+    """No pattern can be made of a chain, because one of its constants cannot be compared."""
 
 
-# The values of a chain from the root down; its leaves and its numbers in the chain's own order.
+# The values of a chain from the root down; its leaves and its numbers, both in the chain's own order.
 Found = tuple[tuple[Value, ...], tuple[Value, ...], list[float]]
-# The tensors of its leaves, and whether each is owned (None: none is); its numbers; the values to leave tensors with.
+# The tensors of the leaves; whether each is owned (None: none is); the numbers; the values that hold other outputs.
 Fetched = tuple[list[Tensor], list[bool] | None, list[float], list[Value]]
 
 
 class Pattern:
-    """How to know the like of a chain, and the plan that serves them.
+    """Recognizes chains that are like one seen before, and has the plan for them.
 
-    plan      None: they are replayed op by op. AGAIN: to rebuild their leaves makes values of the chain too, so that it
-              is another one then.
+    plan      None: these chains are replayed op by op. AGAIN: rebuilding the leaves also rebuilds values of the chain,
+              so that the chain is a different one afterwards and has to be matched again.
     """
 
     __slots__ = ("_held", "_leaves", "_outputs", "_rows", "_scalars", "hits", "plan", "read_again")
 
     def __init__(self, chain: Chain, at_hand: list[bool], tensors: Sequence[Tensor | None], plan: Any) -> None:
-        """``at_hand``: of each leaf, whether it was made before the leaves were taken; ``tensors``: where known."""
+        """Make the pattern of ``chain``.
+
+        at_hand: for each leaf, whether it was made before the leaves were taken
+        tensors: for each leaf, its tensor, or None if that is not known
+        plan: see the class
+        """
         self._rows = rows = _rows(chain)
         self._leaves = [
             Leaf(v.tensor is not None, v.function in TABLE, made, None if tensor is None else kind_of(tensor))
             for v, made, tensor in zip(chain.leaves, at_hand, tensors, strict=True)
         ]
         self._scalars = len(chain.scalars)
-        self._outputs = [len(rows) - 1 - k for k in chain.outputs[:-1]]  # the rows whose tensors are left with them
-        # What nobody reads but the next value of the chain is never held.
-        self._held = [k for k, v in enumerate(chain.values[-2::-1], 1) if v.readers or v.parents > 1]
+        self._outputs = [len(rows) - 1 - k for k in chain.outputs[:-1]]  # rows of the outputs other than the root
+        # The rows whose values may be held. A value that only the next one of the chain reads is never held.
+        self._held = [k for k, v in enumerate(chain.values[-2::-1], 1) if v.readers or v.recipe_reads > 1]
         self.plan = plan
         self.read_again = chain.read_again()
         self.hits = 0
 
     def match(self, root: Value, made: dict[int, Tensor], task: int) -> Found | None:
-        """The values of the chain under ``root`` if it is like this one, else None."""
+        """The values, leaves and numbers of the chain below ``root`` if it matches this pattern, else None."""
         values = [root]
         leaves: list[Value | None] = [None] * len(self._leaves)
         scalars = [0.0] * self._scalars
@@ -84,7 +91,7 @@ class Pattern:
             if len(args) != row.length:
                 return None
             for i, constant in row.constants:
-                if type(args[i]) is not type(constant) or args[i] != constant:  # True, 1 and 1.0 are equal
+                if type(args[i]) is not type(constant) or args[i] != constant:  # True == 1 == 1.0
                     return None
             for i, n in row.numbers:
                 if not is_number(args[i]):
@@ -99,10 +106,10 @@ class Pattern:
         return (tuple(values), found, scalars) if len(set(found)) == len(leaves) else None
 
     def fetch(self, found: Found, made: dict[int, Tensor], task: int, taken: Taken) -> Fetched | None:
-        """What a launch needs; None if the chain is another one now.
+        """Take the leaves that are not in ``taken`` yet; returns what a launch needs, or None if the chain has changed.
 
-        To rebuild a leaf, values of this very chain may have been rebuilt, and are held: they are leaves from then on.
-        What is made already is therefore taken last, as in ``Chain.take``: a tensor that is held counts how often it
+        Rebuilding a leaf may also rebuild values of this chain. These are then held, and are leaves from then on.
+        Leaves that are already made are therefore taken last, as in ``Chain.take``: a held tensor counts how often it
         was taken.
         """
         values, leaves, scalars = found
@@ -128,7 +135,7 @@ class Pattern:
 
 
 def _rows(chain: Chain) -> list[PatternOp]:
-    """The values of ``chain`` from the root down, so that each comes after all who read it."""
+    """One row for each value of ``chain``, from the root down, so that a value comes after all of its readers."""
     values = chain.values[::-1]
     readers: dict[int, list[tuple[int, int]]] = {}
     for row, v in enumerate(values):
@@ -136,7 +143,7 @@ def _rows(chain: Chain) -> list[PatternOp]:
             readers.setdefault(id(a), []).append((row, place))
     leaves = {id(leaf): k for k, leaf in enumerate(chain.leaves)}
     rows = []
-    number = len(chain.scalars)  # they are counted from the other end
+    number = len(chain.scalars)  # counted down: the rows run from the root, against the chain's order
     for v in values:
         reader, *again = readers.get(id(v), [(-1, -1)])
         args = list(enumerate(v.args))
@@ -147,8 +154,8 @@ def _rows(chain: Chain) -> list[PatternOp]:
             PatternOp(
                 reader=reader,
                 again=tuple(again),
-                look=(v.function, v.dtype, v.layout, kwargs, v.readers, v.parents),
-                is_to_come=chain.is_to_come(v),
+                look=(v.function, v.dtype, v.layout, kwargs, v.readers, v.recipe_reads),
+                will_be_read=chain.will_be_read(v),
                 is_held=v._is_held(),
                 length=len(args),
                 numbers=tuple((i, number + n) for n, i in enumerate(numbers)),

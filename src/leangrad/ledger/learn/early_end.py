@@ -1,66 +1,80 @@
-"""Where the function override of a step is taken away before forward has ended.
+"""Removes the function mode of a step before its forward has ended, where nothing after that needs it.
 
-[Note: the override ends early]
-A plan for a budget or a bound on the time keeps much, and most of what a convolutional net has to rebuild lies in its
-first stages. After the last call that has to do with a recipe nothing is left to decide; only changes in place have to
-be seen, of memory that recipes read. An override that only watches for these costs a model that is bound by the host 5
-to 10%. So it is taken away, when the first module after that call has run.
+[Note: the function mode ends early]
+A plan for a memory budget or a slowdown bound keeps most tensors, and most of what a convolutional net has to rebuild
+lies in its first stages. After the last call that involves a recipe nothing is left to decide; the function mode is
+then needed only to detect in-place changes of memory that recipes read. This alone costs a host-bound model 5 to 10%.
+So a forward hook removes the function mode as soon as the first module after that call has returned.
 
-Not while a change may follow that has to be seen: in the recorded step, one of memory that was made before, or of
-memory that nobody knows. A later step may do otherwise. A change that moves a version is then found out when backward
-reads what was changed, as one after the region is: `ChangedError`. One that moves none, a write through ``.data``,
-would not be; a model whose code may make such is watched to the end (``observe/unseen_writes.py``).
+The mode stays as long as an in-place change may follow that it has to detect: in the recorded step, a change of memory
+that was made before that point, or of memory whose origin is not known. A later step may make a change that the
+recorded one did not make. If the change increments the version counter, backward detects it when it reads the tensor,
+as it detects changes made after the region, and raises `ChangedError`; from the next step on, the mode of this model
+stays to the end of forward. A write that does not increment the version counter, such as one through ``.data``, would
+go undetected. So the mode also stays if the model's code may contain such a write (``observe/unseen_writes.py``), if a
+parameter or buffer shares its memory with another tensor, which has a version counter of its own, or if the modules,
+hooks, training modes or callables of a step differ from those of the recorded step.
 
-The region itself stays open: no other begins inside it, and our own Functions tell it of their changes as ever. If
-others' function modes lie over the override at the border it stays. An override cannot take itself away inside of a
-call, because torch puts it back when the call has ended: hence a module's forward hook.
+The region stays open: no other region begins inside it, and leangrad's own autograd Functions still report their
+in-place changes to it. If function modes of other code lie above ours at the border, ours stays. A function mode cannot
+remove itself inside a call, because torch restores it when the call ends; hence the forward hook of a module.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from types import MethodType
 from typing import Any, NamedTuple, Protocol
+from weakref import ref
 
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
+from leangrad import _torch
 from leangrad.ledger.observe.active_region import open_region
+from leangrad.ledger.observe.unseen_writes import may_write_unseen
+from leangrad.ledger.values.saved import Changes
 
-WORTH = 16  # calls that must be left: to set a hook and take the override away costs as much as it does for a few
+# Minimum number of calls that must be left: setting a hook and removing the function mode costs as much as the mode
+# costs in a few calls.
+WORTH = 16
 
 
 class Exit(NamedTuple):
-    """A module has run."""
+    """A recorded event: a module has returned."""
 
-    module: str
-    calls: int  # that the step had made by then
+    module: str  # path of the module
+    calls: int  # calls that the step had recorded by then
 
 
 class Change(NamedTuple):
-    """A change in place of memory that recipes may read."""
+    """A recorded event: memory that recipes may read was changed in place."""
 
-    calls: int  # that the step had made before it
-    number: int  # of the node that had made the tensor; -1: not known
+    calls: int  # calls that the step had recorded before the change
+    number: int  # sequence number of the node that made the changed tensor; -1: not known
 
 
 class Border(NamedTuple):
-    """After which module the override ends."""
+    """The module after which the function mode of a step is removed."""
 
-    module: str
-    turn: int  # how often it has run before, in this step
+    module: str  # path of the module
+    turn: int  # which run of the module in this step: how often it has returned before
 
 
 class Ends(NamedTuple):
-    """What a recorded step tells of where its override may end."""
+    """The events of a recorded step that determine where the function mode of later steps may be removed."""
 
-    exits: Sequence[Exit]
-    changes: Sequence[Change]
-    numbers: Sequence[int]  # of each call: that of the first node since it began
+    exits: Sequence[Exit]  # in order
+    changes: Sequence[Change]  # in order
+    numbers: Sequence[int]  # for each call, the sequence number of the first node made since the call began
 
     def border(self, last: int) -> Border | None:
-        """The first border after call ``last`` with no change after it that has to be seen; None: there is none."""
-        first = last + 1  # call that need not be seen
-        for change in self.changes:  # in the order in which they came
+        """Return the first border after call ``last`` after which no in-place change has to be detected.
+
+        None if there is no such border, or if fewer than ``WORTH`` calls follow it.
+        """
+        first = last + 1  # the first call that may run without the function mode
+        for change in self.changes:
             if change.calls >= first and self._is_of_before(change, first):
                 first = change.calls + 1
         for at, found in enumerate(self.exits):
@@ -71,43 +85,161 @@ class Ends(NamedTuple):
         return None
 
     def _is_of_before(self, change: Change, first: int) -> bool:
-        """Whether it changes what was made before call ``first`` began."""
+        """Whether ``change`` is one of memory that was, or may have been, made before call ``first`` began."""
         return change.number < 0 or first >= len(self.numbers) or change.number < self.numbers[first]
 
 
+class ForwardCode:
+    """The code that a model's forward runs: its modules, their forward hooks, and callables stored as attributes."""
+
+    def __init__(self, model: nn.Module) -> None:
+        modules = list(model.modules())
+        self._modules = [ref(module) for module in modules]
+        self._hooks_and_children = _torch.hooks_and_children(modules)
+        attributes = [(ref(module), *item) for module in modules for item in vars(module).items()]
+        attributes = [found for found in attributes if found[1] not in OF_EVERY_MODULE]
+        self._callables = [(at, name, _reference(value)) for at, name, value in attributes if _may_be_code(value)]
+        self._sizes = [(at, name, len(value)) for at, name, value in attributes if type(value) in CONTAINERS]
+
+    def has_changed(self) -> bool:
+        """Whether the code has changed since this object was made.
+
+        True if a module or forward hook was added, removed or replaced, if a stored callable was added or replaced, or
+        one may have been added to a list or dict, if global module hooks are set, or if torch does not give access to
+        the hooks.
+        """
+        modules = [module for one in self._modules if (module := one()) is not None]
+        found = _torch.hooks_and_children(modules)
+        return (
+            len(modules) != len(self._modules)
+            or found is None
+            or found != self._hooks_and_children
+            or any(_function(vars(module()).get(name)) is not was() for module, name, was in self._callables)
+            or any(len(vars(module()).get(name, ())) != size for module, name, size in self._sizes)
+            or _torch.has_global_hooks()
+        )
+
+
+CONTAINERS = (list, dict)
+OF_EVERY_MODULE = frozenset(vars(nn.Module()))  # attributes of torch's own: see `_torch.hooks_and_children`
+
+
+def _may_be_code(value: Any) -> bool:
+    """Whether an attribute is a callable, or None, which a callable may replace; a child module is none."""
+    return value is None or (callable(value) and not isinstance(value, nn.Module))
+
+
+def _function(value: Any) -> Any:
+    """Return the function of a bound method, or ``value`` itself if it is none."""
+    return value.__func__ if isinstance(value, MethodType) else value
+
+
+def _reference(value: Any) -> Callable[[], Any]:
+    """Return a weak reference to the function of ``value``; for None, a function that returns None."""
+    try:
+        return (lambda: None) if value is None else ref(_function(value))
+    except TypeError:  # it takes no weak references: never found to be the same
+        return object
+
+
+class EarlyEnds:
+    """Decides whether the steps of one ledger may remove their function mode early.
+
+    - `has_ended`: whether the function mode of the last step was removed before its forward had ended.
+    """
+
+    def __init__(self) -> None:
+        self.has_ended = False
+        # True once backward found a tensor changed in place after an early end; then later modes stay to the end.
+        self._is_watched = False
+        self._changes = Changes.count  # ``Changes.count`` at the start of the last step
+        # The code of the recorded step's forward; None if the function mode of later steps may not end early.
+        self._code: ForwardCode | None = None
+
+    @property
+    def are_allowed(self) -> bool:
+        """Whether the recorded step permits early ends, and forward still runs the same code."""
+        return self._code is not None and not self._code.has_changed()
+
+    def begin_step(self) -> bool:
+        """Start a step; return False if the early end of the previous step may have missed an in-place change.
+
+        That is so if the function mode of the previous step was removed early, and backward has since found a tensor
+        that was changed in place.
+        """
+        has_changed, self._changes = Changes.count != self._changes, Changes.count
+        is_unseen, self.has_ended = self.has_ended and has_changed, False
+        self._is_watched = self._is_watched or is_unseen
+        return not is_unseen
+
+    def record(self, module: nn.Module) -> bool:
+        """Note that a step of ``module`` is being recorded; return whether later steps may end their mode early."""
+        self._code = None if self._is_watched or not may_end_early(module) else ForwardCode(module)
+        return self._code is not None
+
+
+def may_end_early(module: nn.Module) -> bool:
+    """Whether the code of a model permits that the function mode of a step ends early.
+
+    False if a part of ``module`` is compiled (a forward hook would make it compile again), if ``module`` is a replica
+    made by DataParallel, or if its code may write to memory without incrementing a version counter.
+    """
+    if any(_torch.is_compiled(part) for part in module.modules()) or _torch.is_replica(module):
+        return False
+    if any(_torch.has_aliases(tensor) for tensor in (*module.parameters(), *module.buffers())):
+        return False  # through the other tensor, with a version counter of its own
+    return not may_write_unseen(module)
+
+
+class InertHook:
+    """Replaces a temporary hook of leangrad in a copy of the model; does nothing."""
+
+    is_leangrads = True
+
+    def __call__(self, *args: Any) -> None:
+        """Do nothing when the module runs."""
+
+
 class EndingRegion(Protocol):
-    """What an early end asks of its region."""
+    """What an EarlyEnd needs from its region."""
 
     def end_early(self) -> None:
-        """Take the override away, if nothing is rebuilt from here on."""
+        """Remove the function mode of the region, if nothing is rebuilt from here on."""
 
 
 class EarlyEnd:
-    """The forward hook of the module at the border, while the region is open."""
+    """The forward hook that ends the function mode of a region early; set on the border's module by ``wait``."""
 
     is_leangrads = True
 
     def __init__(self, region: EndingRegion, border: Border, root: nn.Module) -> None:
         self._region, self._border, self._root = region, border, root
         self._handle: Any = None
-        self._ran = 0  # how often the module has
+        self._ran = 0  # how often the module has returned in this region
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy the hook as an InertHook: a copy of the model made during its own forward must not end the mode."""
+        return InertHook, ()
 
     def wait(self) -> None:
-        """The region begins."""
+        """Set the hook on the border's module; called when the region begins."""
         try:
             module = self._root.get_submodule(self._border.module)
-        except AttributeError:  # the model was changed: the override stays to the end
+        except AttributeError:  # the model was changed: the function mode stays to the end
             return
         self._handle = module.register_forward_hook(self)
 
     def remove(self) -> None:
-        """The region ends."""
+        """Remove the hook; called when the region ends."""
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        """The module has run, in this region or in that of another thread."""
+        """Count the runs of the module in this region, and end the function mode after the border's one.
+
+        Does nothing if the module ran in the region of another thread.
+        """
         if is_dynamo_compiling() or open_region() is not self._region:
             return
         self._ran += 1

@@ -1,17 +1,19 @@
-"""Which gradients are alive while backward runs a node: those that wait for another branch included.
+"""Computes which gradients are alive while backward runs each node, including gradients that wait for another branch.
 
-Autograd sums the gradient of a tensor over all that read it, and only then runs the node that made the tensor. So at a
-join a gradient waits: that of a U-Net's skip connection from the end of the decoder to the encoder, that of ``x`` in
-``x + f(x)`` until backward has passed through ``f``. The recorded step notes the nodes of each call as plain data;
-``alive`` runs them in the order of autograd's engine, which is the last made first among those whose gradient is
-complete, and counts the memory of their gradients.
+Autograd sums the gradient of a tensor over all readers of the tensor, and only then runs the node that made it. So at a
+join a gradient waits: the gradient of a U-Net's skip connection waits from the end of the decoder to the encoder, and
+the gradient of ``x`` in ``x + f(x)`` waits until backward has passed through ``f``. The recorder of a step adds the
+nodes of each call to a ``Graph`` as plain data. ``Graph.alive`` runs them in the order of autograd's engine (among the
+nodes whose gradients are complete, the one made last runs first) and counts the memory of their gradients.
 
-[Note: gradients that share memory] Some nodes hand on the very memory that they are given: both branches of an addition
-get one gradient, those of a concatenation get views that hold the whole of it. A sum over branches takes new memory
-unless what waits is no view and the only holder of its own.
+[Note: gradients that share memory] Some nodes pass on the memory of the gradient that they receive: both branches of an
+addition get the same gradient, and the branches of a concatenation get views that keep the whole of it alive. The sum
+over two branches allocates new memory, unless the gradient that waits is not a view and is the only holder of its
+memory.
 
-A parameter's gradient is counted while the node that wrote it runs: in most steps it is added to one that is there.
-Where none is there it stays, if it is asked for so.
+A parameter's gradient is counted only while the node that wrote it runs, because in most steps it is added to an
+existing ``.grad``. With ``leaves_stay`` no parameter has a ``.grad`` yet, and the first gradient of each one stays
+counted.
 """
 
 from __future__ import annotations
@@ -26,27 +28,31 @@ from leangrad.ledger.values.node_metadata import AccumulateGrad
 
 __all__ = ["Graph"]
 
-# These nodes write views of what they are given: see [Note: gradients that share memory].
+# Nodes whose gradients are views of the gradient that they receive: see [Note: gradients that share memory].
 _NAMES = "Alias Cat Permute ReshapeAlias Squeeze Stack Sum T Transpose UnsafeView Unsqueeze View"
 VIEWS = {f"{name}Backward{n}" for name in _NAMES.split() for n in range(3)}
-# These hand on the very thing, to operands of its size.
+# Nodes that pass on the gradient that they receive, unchanged, to operands of the same size.
 WHOLE = {"AddBackward0", "CloneBackward0", "ExpandBackward0", "SubBackward0"}
+# Nodes that write their gradient over the saved tensor that they read, if it was rebuilt for them alone: see
+# ``loss/in_parts.py``.
+OVERWRITING = {"InPartsBackward"}
 
 
 class Edge(NamedTuple):
     """An input of a node that needs a gradient."""
 
-    node: int  # the number of the node that made it; LEAF: it is a parameter
-    nr: int  # which of that node's outputs it is; of a parameter, what tells it from others
-    nbytes: int  # of its gradient
-    gives: str  # what the gradient is: NEW, or the SAME that the node is given, or a VIEW of that
+    node: int  # sequence number of the node that made the input; LEAF for a parameter
+    nr: int  # the output number of that node; for a parameter, its id
+    nbytes: int  # bytes of the gradient of the input
+    # NEW: the gradient has memory of its own; SAME: it is the gradient that the node receives; VIEW: a view of that.
+    gives: str
 
 
 class Node(NamedTuple):
-    """A node of autograd's graph."""
+    """A node of autograd's graph, as sizes only."""
 
-    given: int  # the bytes of the gradients of its outputs
-    edges: tuple[Edge, ...]
+    given: int  # bytes of the gradients that the node receives, one for each of its outputs
+    edges: tuple[Edge, ...]  # its inputs that need a gradient
 
 
 LEAF = -1
@@ -54,15 +60,16 @@ NEW, SAME, VIEW = "new", "same", "view"
 
 
 class Graph:
-    """The nodes of one region, by their number."""
+    """The autograd nodes of one region, by sequence number."""
 
     def __init__(self, first: int) -> None:
-        """``first``: the number of the first node that the region can make."""
+        """``first``: the sequence number of the first node that the region can make."""
         self._first = first
         self._nodes: dict[int, Node] = {}
+        self.overwriting: set[int] = set()  # numbers of the nodes that write over the saved tensor that they read
 
     def add(self, out: Any) -> None:
-        """A call has made ``out``: note the nodes that are new."""
+        """Add the new nodes behind ``out``, the result of a call; nodes made before the region are left out."""
         stack = [t.grad_fn for t in (out if isinstance(out, tuple | list) else (out,)) if isinstance(t, Tensor)]
         while stack:
             node: Any = stack.pop()
@@ -72,18 +79,21 @@ class Graph:
             if number >= self._first and number not in self._nodes:
                 given = _torch.outputs_nbytes(node)
                 self._nodes[number] = Node(given, _edges(node, given))
+                if node.name() in OVERWRITING:
+                    self.overwriting.add(number)
                 stack.extend(before for before, _ in node.next_functions)
 
     def outputs_nbytes(self) -> int:
-        """The bytes of what the region handed out and nothing in it has read."""
+        """Return the bytes of the region's results: the outputs of all nodes that are the input of no other node."""
         read = {edge.node for node in self._nodes.values() for edge in node.edges}
         return sum(node.given for number, node in self._nodes.items() if number not in read)
 
     def alive(self, without: Collection[int] = (), *, leaves_stay: bool = False) -> dict[int, int]:
-        """For each node, by its number: the bytes of the gradients that are alive at most while it runs.
+        """Return, for each node by its number, the peak bytes of gradients that are alive while the node runs.
 
-        without: nodes at which backward does not begin, although nothing has read what they made.
-        leaves_stay: the gradients of parameters are new ones, and stay.
+        without: nodes at which backward does not begin, although no node reads their outputs; they do not run unless
+            they receive a gradient.
+        leaves_stay: whether parameters have no ``.grad`` yet, so that their gradients are new memory and stay.
         """
         return dict(_Engine(self._nodes, leaves_stay).run(without))
 
@@ -103,37 +113,38 @@ def _edges(node: Any, given: int) -> tuple[Edge, ...]:
 
 
 def _is_scaled(node: Any, name: str) -> bool:
-    """Whether the gradient of the second operand of a sum is another than that of the sum."""
+    """Whether the gradient of a sum's second operand differs from that of the sum: negated, or scaled by ``alpha``."""
     return name == "SubBackward0" or getattr(node, "_saved_alpha", 1) != 1
 
 
 class _Memory:
-    """The memory of one or more gradients."""
+    """Memory that one or more gradients hold; it is freed with its last holder."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes, self.holders = nbytes, 0
 
 
 class _Gradient(NamedTuple):
-    """A gradient that waits, or that a node is given."""
+    """A gradient that waits for its node, or that a running node has received or written."""
 
     memory: _Memory
     is_view: bool = False
 
 
 class _Engine:
-    """Autograd's engine, with the sizes of gradients in their stead."""
+    """Simulates autograd's engine on the sizes of gradients."""
 
     def __init__(self, nodes: dict[int, Node], leaves_stay: bool) -> None:
         self._nodes, self._leaves_stay = nodes, leaves_stay
-        self._leaves: set[int] = set()  # the parameters that have a gradient
-        self._waiting: dict[int, dict[int, _Gradient]] = {}  # by node and output
-        self._alive = 0
+        self._leaves: set[int] = set()  # ids of the parameters that have a gradient already
+        self._waiting: dict[int, dict[int, _Gradient]] = {}  # gradients that wait, by node and output number
+        self._alive = 0  # bytes of all gradients that are alive now
 
     def run(self, without: Collection[int]) -> Iterator[tuple[int, int]]:
-        """Run all nodes but those ``without`` a part in backward; of each, what was alive at most meanwhile.
+        """Run the nodes, the one made last first; yield the number of each and the peak bytes alive while it ran.
 
-        The node that was made last is next: all that read what it made were made after it.
+        Nodes run in descending order of their numbers: all readers of a node's outputs were made after it. A node in
+        ``without`` is skipped unless it has received a gradient.
         """
         for number in sorted(self._nodes, reverse=True):
             given = list(self._waiting.pop(number, {}).values())
@@ -141,7 +152,7 @@ class _Engine:
                 yield number, self._run(self._nodes[number], given)
 
     def _run(self, node: Node, given: list[_Gradient]) -> int:
-        if not given:  # backward begins here
+        if not given:  # backward begins at this node
             given = [self._hold(_Gradient(_Memory(node.given)))]
         written = [self._hold(_written(edge, given[0])) for edge in node.edges]
         most = self._alive
@@ -152,7 +163,10 @@ class _Engine:
         return most
 
     def _hand_on(self, edge: Edge, gradient: _Gradient) -> int:
-        """Put a gradient where it waits; the bytes that are alive at most if it has to be added to another."""
+        """Pass ``gradient`` to the node of ``edge``, where it waits or is added to one that waits.
+
+        Returns the peak bytes alive during that addition; 0 if there was none.
+        """
         if edge.node == LEAF:
             if not self._leaves_stay or edge.nr in self._leaves:
                 self._let_go(gradient)

@@ -1,7 +1,8 @@
-"""The items of a recorded step: the tensors that the policy decides on, and what each is rebuilt from.
+"""The items of a recorded step: the tensors that the policy decides about, and what each is rebuilt from.
 
-An item is a value that was decided on, or a kept one that the recipe of an item starts from. What a recipe runs through
-and is no item is made again with the item. Parameters, and what is too small to look into, are none either.
+An item is a value about which a decision was made, or a kept value that the recipe of an item starts from. Other values
+on the way of a recipe are not items: they are recomputed together with the item. Parameters are not items either, nor
+are tensors that are kept without a decision because they are smaller than ``min_bytes``.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 from leangrad.ledger.learn.recorded_step import KEPT, REBUILT, SHAPE
 from leangrad.ledger.values.cast import Packed
-from leangrad.ledger.values.inplace_variants import WITH_OUT
+from leangrad.ledger.values.rebuild.inplace_variants import WITH_OUT
 from leangrad.ledger.values.saved_view import SavedPart, SavedView
 from leangrad.ledger.values.shape_only import ShapeOnly
 from leangrad.ledger.values.value import SUMS, Value
@@ -18,33 +19,35 @@ from leangrad.policy import graph as policy
 
 __all__ = ["Items", "value_of"]
 
-DEAR = 64  # bytes that may be made to rebuild one byte: the statistics of a norm are kept, not summed again
+# Maximum number of bytes that may be computed to rebuild one byte; a value that needs more is kept. So the statistics
+# of a norm are kept, not summed again.
+DEAR = 64
 
 
 class Items:
-    """The items of one step. A value that is one of them knows its number."""
+    """The items of one step. A value that is an item has its number in ``ordinal``, and this object in ``items``."""
 
     def __init__(self, min_bytes: int) -> None:
         self._min_bytes = min_bytes
-        self.found: list[policy.Value] = []  # as the policy sees them, by their number
-        self._dear: set[int] = set()  # the values that will be kept because rebuilding them is too much work
+        self.found: list[policy.Value] = []  # the items as the policy sees them, by item number
+        self._dear: set[int] = set()  # ids of the values that later steps keep because rebuilding them is too much work
 
     def choose_dear(self, decided: Iterable[Value]) -> None:
-        """Which of the values that were ``decided`` on later steps will keep, though they can be rebuilt."""
+        """Find the values in ``decided`` that later steps keep although they can be rebuilt: see ``_is_dear``."""
         self._dear = {id(value) for value in decided if _is_dear(value)}
 
     def close(self) -> None:
-        """The step is plain data now: values may die, and others be known by their ids."""
+        """Forget the ids of values: the step is plain data now, and once values die their ids may be used again."""
         self._dear = set()
 
     def is_kept(self, value: Value) -> bool:
-        """Whether it is kept, or will be because rebuilding it is too much work."""
+        """Whether ``value`` is kept, or later steps will keep it because rebuilding it is too much work."""
         return value.tensor is not None or id(value) in self._dear
 
     def add(self, value: Value) -> int:
-        """The number of ``value``, which is an item from now on."""
+        """Make ``value`` an item if it is not one yet; return its number."""
         if value.items is not self:
-            if value.narrow_bytes and value.inputs[0].items is not self:  # the plan may keep what it was cast from
+            if value.narrow_bytes and value.inputs[0].items is not self:  # the plan may keep the source of this cast
                 value.inputs[0].nbytes = value.narrow_bytes
                 self.add(value.inputs[0])
             is_kept = self.is_kept(value)
@@ -67,8 +70,11 @@ class Items:
         return value.ordinal
 
     def add_all(self, saved: Iterable[Value | None], decided: Iterable[Value]) -> None:
-        """Make items also of what is always made again otherwise: random numbers, and what a recipe runs through before
-        autograd asks for it. The plan may keep them. What a value is made from comes before it.
+        """Make an item of each rebuilt value in ``saved`` and each value in ``decided``, so that the plan may keep it.
+
+        Without this call, rebuilt values about which no decision was made would always be rebuilt: random numbers, and
+        values that were on the way of a recipe before autograd saved them. Values smaller than ``min_bytes`` are left
+        out. The values that an item is made from are added before it.
         """
         rebuilt = [v for v in saved if v is not None and v.function is not None and v.tensor is None]
         asked = {id(v): v for v in (*rebuilt, *decided) if v.nbytes >= self._min_bytes}
@@ -85,9 +91,10 @@ class Items:
                     stack.extend((one, False) for one in v.inputs if v.tensor is None)
 
     def _is_link(self, value: Value) -> bool:
-        """Whether a chain of rebuilt values may end with this one: a residual sum, or what was made of it since.
+        """Whether a chain of rebuilt values may end with ``value``: a residual sum, or a value made from one.
 
-        Where products are run again, all that follows a sum has its depth up to the next one: of that the first counts.
+        If recipes may run through products, all values after a residual sum have the sum's depth, up to the next sum.
+        Then only the first item after the sum counts.
         """
         if not value.max_products:
             return _joins(value) or (value.depth > 0 and id(value) not in self._dear)
@@ -101,7 +108,10 @@ class Items:
         return False
 
     def _sources(self, value: Value) -> tuple[set[int], int]:
-        """The items that ``value`` is rebuilt from, through all that is no item; how many products that runs."""
+        """Return the numbers of the items that ``value`` is rebuilt from, and how many products the rebuild runs.
+
+        Looks through values that are not items. A kept value on the way becomes an item.
+        """
         found, products = set[int](), int(value.is_product)
         stack, seen = [value], set[int]()
         while stack:
@@ -119,7 +129,10 @@ class Items:
         return found, products
 
     def sources(self, decided: Iterable[Value]) -> dict[int, tuple[int, bool]]:
-        """Of the items that were cast from others, which may be kept in their stead: those, and whether they were."""
+        """Return the sources of items that are casts: a plan may keep the source instead of the cast.
+
+        Maps the number of each cast item to the number of its source and whether the recorded step kept the source.
+        """
         found = {}
         for value in decided:
             if value.narrow_bytes and value.inputs and value.inputs[0].items is self:
@@ -127,7 +140,7 @@ class Items:
         return found
 
     def number_of(self, packed: Packed) -> int:
-        """The item that a saved tensor is, or a view of; KEPT, REBUILT or SHAPE where it is none."""
+        """Return the number of the item that a saved tensor is, or is a view of; else KEPT, REBUILT or SHAPE."""
         if type(packed) is ShapeOnly:
             return SHAPE
         value = value_of(packed)
@@ -136,7 +149,7 @@ class Items:
         return value.ordinal if value.items is self else KEPT if value.tensor is not None else REBUILT
 
     def needed(self, saved: Iterable[Value | None]) -> set[int]:
-        """The ids of the values that some recipe reads, if ``saved`` is what autograd has saved."""
+        """Return the ids of the values that recipes read, if ``saved`` are the values of all saved tensors."""
         stack = [v for v in saved if v is not None and not self.is_kept(v)]
         needed: set[int] = set()
         while stack:
@@ -148,16 +161,20 @@ class Items:
         return needed
 
     def is_bare(self, packed: Packed, needed: set[int]) -> bool:
-        """Whether a saved tensor is kept, and is none of the values ``needed`` by a recipe."""
+        """Whether a saved tensor is kept, and no recipe reads it; ``needed``: ids of the values that recipes read."""
         if type(packed) is ShapeOnly:
             return False
         value = value_of(packed)
         return value is None or (id(value) not in needed and self.is_kept(value))
 
     def read_by(self, saved: Iterable[Value | None], decided: Sequence[Value]) -> dict[int, frozenset[int]]:
-        """Of the values that are no items and that only recipes of items read: of which."""
+        """Return, by the id of a value that is not an item, the items whose recipes read the value.
+
+        Leaves out values that are also read by the recipe of a value that is not an item. A saved value that no recipe
+        reads has an empty set.
+        """
         found: dict[int, set[int]] = {}
-        others: set[int] = set()  # those that recipes of other values read
+        others: set[int] = set()  # ids of the values that recipes of non-items read
         stack = [v for v in saved if v is not None]
         for value in stack:
             if value.items is not self:
@@ -185,21 +202,22 @@ class Items:
 
 
 def value_of(packed: Packed | None) -> Value | None:
-    """The value of a saved tensor, or of what it is a view of; None: it is kept with no value around it."""
+    """Return the Value of a saved tensor, or of the tensor that it is a view or DTensor of; None if it has no Value."""
     if type(packed) is Value:
         return packed
     return packed.owner if type(packed) is SavedView or type(packed) is SavedPart else None
 
 
 def _joins(value: Value) -> bool:
-    """Whether it is made from several values that have nothing in common."""
+    """Whether ``value`` joins lineages: its inputs, apart from those that are ``free``, have more than one root."""
     return len({id(v.root or v) for v in value.inputs if not v.free}) > 1
 
 
 def _is_dear(value: Value) -> bool:
-    """Whether rebuilding ``value`` makes many times its bytes on the way.
+    """Whether rebuilding ``value`` computes more than ``DEAR`` times its bytes.
 
-    A link of a residual chain is the plan's to decide, however long the chain; a statistic of such a link is not.
+    For a value in a residual chain (``depth`` is not 0) only the largest tensor on the way counts, not the sum of all.
+    So the plan decides about a link of the chain however long the chain is, while a statistic of a link is kept.
     """
     if value.tensor is not None or value.function is None:
         return False

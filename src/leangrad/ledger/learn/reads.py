@@ -1,4 +1,4 @@
-"""What backward reads of a recorded step, in order: with the items, the graph that the policy plans with."""
+"""The order in which backward reads the saved tensors of a recorded step; with the items, the graph for the policy."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ __all__ = ["Reader", "Reads", "Segment"]
 class Reader(NamedTuple):
     """A node that reads a saved tensor in backward."""
 
-    node: int  # its number
-    guess: int  # the bytes of the gradients at that time, where the graph does not tell
-    scratch: int = 0  # the bytes that it takes beside them
-    convolution: Convolution | None = None  # whose scratch counts too
+    node: int  # sequence number of the node; -1: not known
+    guess: int  # bytes of the gradients alive at that time, used if ``gradients.Graph`` does not contain the node
+    scratch: int = 0  # bytes that the node allocates beside the gradients
+    convolution: Convolution | None = None  # the convolution of the node, whose measured scratch is added
 
 
 class Segment(Protocol):
-    """What a plan asks of the ledger of a checkpointed segment."""
+    """What a plan needs from the ledger of a checkpointed segment."""
 
     def peak_bytes(self) -> int:
-        """What backward holds at most of the tensors of the segment."""
+        """Return the peak bytes of the tensors of the segment in backward."""
 
 
 class Reads:
@@ -35,17 +35,17 @@ class Reads:
 
     def __init__(self, items: Sequence[policy.Value]) -> None:
         self._items = items
-        self._reads: list[tuple[int, ...]] = []  # of each op of backward that is noted: the items it reads
-        self._readers: list[Reader] = []  # of each read
-        self._to_come: dict[int, list[Reader]] = {}  # of each item: those that will read it, in order
-        self._scratch: dict[Convolution, int] = {}  # what they take, in bytes
-        self._segments: list[tuple[int, Segment]] = []  # which read is a segment that was run again
-        self._saved: dict[tuple[int, int], list[int]] = {}  # by item and node: the numbers of the saved tensors
+        self._reads: list[tuple[int, ...]] = []  # for each recorded op of backward, the items that it reads
+        self._readers: list[Reader] = []  # for each recorded op of backward, the node
+        self._to_come: dict[int, list[Reader]] = {}  # by item, the readers that have not run yet, in forward order
+        self._scratch: dict[Convolution, int] = {}  # measured scratch in bytes
+        self._segments: list[tuple[int, Segment]] = []  # recomputed segments, each with its position in ``_reads``
+        self._saved: dict[tuple[int, int], list[int]] = {}  # numbers of the saved tensors, by item and node
 
     def expect(self, step: RecordedStep, saved_by: Sequence[int]) -> None:
-        """Forward has ended. Of each item: who will read it, and whose scratch that will take.
+        """Note at the end of forward which node will read each item, and which convolution's scratch it will use.
 
-        saved_by: the number of the node that saved each tensor.
+        saved_by: for each saved tensor, the number of the node that saved it.
         """
         convolutions = {
             place: call.convolution for call in step.calls for place in range(call.first, call.first + len(call.names))
@@ -57,32 +57,34 @@ class Reads:
                 self._saved.setdefault((tensor.item, node), []).append(place)
 
     def add(self, item: int, node: int) -> None:
-        """Backward reads ``item``; ``node``: the number of the node that does, where no reader was expected."""
+        """Record that backward reads ``item``; ``node``: the number of its reader, used if no reader was expected."""
         self._reads.append((item,))
-        readers = self._to_come.get(item)  # backward comes to the last of them first
+        readers = self._to_come.get(item)  # backward runs the last reader first
         self._readers.append(readers.pop() if readers else Reader(node, 2 * self._items[item].nbytes))
 
     def add_other(self, reader: Reader) -> None:
-        """Backward is just now at a node that reads nothing which was kept or rebuilt."""
+        """Record that backward runs a node that reads no item."""
         self._reads.append(())
         self._readers.append(reader)
 
     def add_segment(self, segment: Segment) -> None:
-        """Backward has come to a checkpoint and runs its segment again: the plan takes it for a read with scratch."""
+        """Record that backward recomputes a checkpointed segment; the plan treats it as a read with scratch."""
         self._segments.append((len(self._reads), segment))
         self.add_other(Reader(-1, 0))
 
     def measure_scratch(self) -> None:
-        """Backward has ended: measure what its convolutions took beside saved tensors and gradients."""
-        if any(len(item.inputs) > 1 for item in self._items):  # else there is nothing to plan
+        """Measure, after backward, the memory that its convolutions used beside saved tensors and gradients."""
+        if any(len(item.inputs) > 1 for item in self._items):  # otherwise there is nothing to plan
             self._scratch = scratch.measure(r.convolution for r in self._readers if r.convolution is not None)
 
     def graph(self, step: RecordedStep, nodes: gradients.Graph, *, leaves_stay: bool) -> policy.Graph:
-        """The step as the policy sees it: its tensors, and the ops of backward that read them.
+        """Return the step as the policy sees it: its tensors, and the ops of backward that read them.
 
-        Which op reads which saved tensor is noted in ``step.read_at``.
+        Also sets ``step.read_at`` (which op of backward reads each saved tensor), ``step.plain_bytes`` and
+        ``step.shares_logits``.
 
-        nodes: those of the step; leaves_stay: the gradients of parameters are new ones, and stay.
+        nodes: the autograd nodes of the step.
+        leaves_stay: whether parameters have no ``.grad`` yet, so that their gradients are new memory and stay.
         """
         alive = self._alive(nodes, leaves_stay)
         segments = dict(self._segments)
@@ -98,17 +100,36 @@ class Reads:
             between = 0
             while others and others[-1] > reader.node >= 0:
                 between = max(between, alive[others.pop()])
-            if between > nbytes:  # nodes that read nothing, and so use none of the items
+            if between > nbytes:  # nodes before this one read no item but hold more: they become an op without inputs
                 ops.append(policy.Value(0, is_backward=True, scratch=between))
             for item in read:
                 for place in self._saved.get((item, reader.node), ()):
                     read_at.setdefault(place, len(ops))
-            ops.append(policy.Value(0, read, is_backward=True, scratch=nbytes))
+            overwrites = reader.node in nodes.overwriting
+            ops.append(policy.Value(0, read, is_backward=True, scratch=nbytes, overwrites=overwrites))
         step.read_at = read_at
-        return policy.Graph((*self._held_items(step), *ops))
+        overwritten = self._overwritten(nodes)
+        step.plain_bytes = sum(2 * self._items[n].nbytes for n in overwritten)  # log-probabilities and their gradient
+        items = self._held_items(step)
+        graph = policy.Graph((*(replace(v, can_be_kept=n not in overwritten) for n, v in enumerate(items)), *ops))
+        readers = (graph.values[r] for n in overwritten for r in graph.readers[n])
+        step.shares_logits = not all(reader.overwrites for reader in readers)
+        return graph
+
+    def _overwritten(self, nodes: gradients.Graph) -> set[int]:
+        """Return the rebuildable items over which the node that reads them writes its gradient.
+
+        A plan must not keep them: it would then hold both the kept tensor and the gradient.
+        """
+        read = zip(self._reads, self._readers, strict=True)
+        found = {item for items, reader in read if reader.node in nodes.overwriting for item in items}
+        return {n for n in found if not self._items[n].is_fixed}
 
     def _held_items(self, step: RecordedStep) -> list[policy.Value]:
-        """The items. What autograd has saved it holds, also if this backward did not come to its reader."""
+        """Return the items; those that are fixed, saved and not read in this backward pass are marked as asked for.
+
+        Autograd holds a saved tensor even if this backward pass did not reach its reader.
+        """
         unread = {tensor.item for tensor in step.saved}.difference(*self._reads)
         return [
             replace(item, is_asked_for=True) if n in unread and item.is_fixed else item
@@ -116,7 +137,10 @@ class Reads:
         ]
 
     def _alive(self, nodes: gradients.Graph, leaves_stay: bool) -> dict[int, int]:
-        """The bytes of gradients that are alive while each node runs."""
+        """Return, by node, the bytes of gradients that are alive while the node runs.
+
+        Backward does not begin at nodes that were expected to read an item and did not run.
+        """
         ran = {r.node for r in self._readers}
         idle = {r.node for readers in self._to_come.values() for r in readers} - ran
         return nodes.alive(without=idle, leaves_stay=leaves_stay)

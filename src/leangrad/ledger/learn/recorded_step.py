@@ -1,4 +1,7 @@
-"""A recorded step as plain data, and what later steps do if they keep what the plan says."""
+"""A recorded step as plain data, from which the decisions and the trace of later steps are derived for a given plan.
+
+A plan is the set ``kept`` of item numbers that later steps keep; None stands for what the recorded step itself kept.
+"""
 
 from __future__ import annotations
 
@@ -12,47 +15,62 @@ from leangrad.ledger.learn.entries import EXTRA, HAS_ROOM, LOWER_PEAK, SHAPE_ONL
 from leangrad.ledger.learn.trace import ANY_SIZE, Call, RecordedCall, Trace
 from leangrad.policy import graph as policy
 
-NARROW = "sum in fewer bits"  # what the summary calls one: see [Note: kept in fewer bits]
-KEPT, REBUILT, SHAPE = -1, -2, -3  # what became of a saved tensor that is no item
-# In a plan, beside the items that it keeps: after the last tensor that is rebuilt, those are kept too of which a shape
-# would serve. Then nothing is left to decide from there on, and the override ends: [Note: the override ends early].
+NARROW = "sum in fewer bits"  # the summary's op name for the kept source of a cast: see [Note: kept in fewer bits]
+KEPT, REBUILT, SHAPE = -1, -2, -3  # what became of a saved tensor that is not an item; SHAPE: shape only
+# May be in a plan beside item numbers. Then shape-only tensors that are saved after the last rebuilt tensor are kept.
+# So nothing is left to decide from there on, and the function mode ends: see [Note: the function mode ends early].
 LAST_SHAPES = -4
 
 
 class SavedTensor(NamedTuple):
     """What became of one tensor that autograd saved."""
 
-    item: int  # the item that it is, or a view of; else KEPT, REBUILT or SHAPE
-    made_by: tuple[str, int] | None  # its op and bytes; None: no value stands for it
+    item: int  # number of the item that it is, or is a view of; else KEPT, REBUILT or SHAPE
+    made_by: tuple[str, int] | None  # op and bytes of its Value; None if it has no Value
     is_bare: bool  # kept, and no recipe reads it
-    has_node: bool
-    small_bytes: int  # its bytes, if it was kept unseen for having so few; else -1
-    read_by: frozenset[int] | None = None  # if it is no item: those whose recipes read it; None: others may
-    shape_bytes: int = 0  # its bytes, if a shape serves in its stead
+    has_node: bool  # whether it has a Value and is the output of an autograd node, or a view of one
+    small_bytes: int  # its bytes, if it was kept without a decision because it is small; else -1
+    # For a tensor that is not an item: the items whose recipes read it. None: not known, any recipe may read it.
+    read_by: frozenset[int] | None = None
+    shape_bytes: int = 0  # bytes of the tensor, if backward reads only its shape; else 0
+
+
+class Learned(NamedTuple):
+    """What later steps use of a recorded step."""
+
+    kept: frozenset[int] | None  # the items that the plan keeps; None: what the recorded step kept
+    decisions: Sequence[Decision | None]  # for each saved tensor: see [Note: decisions by saved tensor]
+    saved_kinds: Sequence[SavedKind]  # for each saved tensor, what becomes of it
+    trace: Trace | None  # the calls of the step; None if tensors to decide about were saved outside of calls
+    caught: Collection[int]  # numbers of the calls whose product is kept although autograd does not save it
+    peak_bytes: int  # predicted peak of saved tensors and gradients in backward
 
 
 @dataclass
 class RecordedStep:
     """The tensors of one step, what became of each, and the calls that saved them."""
 
-    items: Sequence[policy.Value]  # the tensors that were decided on or that recipes start from
-    decided: Sequence[tuple[int, bool]]  # of every decision, in order: its item, and whether that was kept
+    items: Sequence[policy.Value]  # tensors about which a decision was made, or that recipes start from
+    decided: Sequence[tuple[int, bool]]  # for each decision, in order: its item, and whether the item is kept
     saved: Sequence[SavedTensor]  # every saved tensor, in order
-    entries: list[Entry]
-    first_decision: int  # the entry of the first decision; the others follow it
+    entries: list[Entry]  # the lines of the summary
+    first_decision: int  # index in ``entries`` of the first decision; the other decisions follow it
     calls: Sequence[RecordedCall]
-    caught: Collection[int]  # the calls of which a tensor was kept although autograd did not ask for it
+    caught: Collection[int]  # numbers of the calls whose product is kept although autograd did not save it
     min_bytes: int
-    # Of items that were cast from others in fewer bits: which, and whether those were kept in their stead.
+    # For each item that was cast from a tensor in fewer bits: the item of that source, and whether the recorded step
+    # kept the source instead.
     sources: Mapping[int, tuple[int, bool]] = field(default_factory=dict)
-    why_kept: str = LOWER_PEAK  # what the plan keeps beside the least
-    undecided: Mapping[int, int] = field(default_factory=dict)  # of entries that no decision made: their items
+    why_kept: str = LOWER_PEAK  # the reason that the summary gives for items that the plan keeps by choice
+    undecided: Mapping[int, int] = field(default_factory=dict)  # items without a decision, by the index of their entry
     spared: frozenset[int] = frozenset()  # the items that are kept to spare the host
-    ends: Ends | None = None  # where the override may end before the step does; None: nowhere
-    read_at: Mapping[int, int] = field(default_factory=dict)  # of saved tensors: the place of their reader in backward
+    ends: Ends | None = None  # events that tell where the function mode may end early; None: it may not
+    read_at: Mapping[int, int] = field(default_factory=dict)  # by saved tensor, the op of backward that reads it
+    shares_logits: bool = False  # the logits of a loss in parts are read by others too, or rebuilt for others
+    plain_bytes: int = 0  # bytes of logit-sized tensors that plain PyTorch makes in backward and no plan does
 
     def entries_under(self, kept: frozenset[int] | None) -> list[Entry]:
-        """The entries as later steps make them, in which the items ``kept`` are kept."""
+        """Return the summary's entries for later steps that keep the items ``kept``."""
         entries = list(self.entries)
         for n, (item, was_kept) in enumerate(self.decided, self.first_decision):
             entry, stays = entries[n], self._stays(item, was_kept, kept)
@@ -72,16 +90,16 @@ class RecordedStep:
             staying = self._staying(kept)
             narrow = [self.items[n].nbytes for n in {n for n, _ in self.sources.values()} if n in staying]
             return entries + [Entry("", NARROW, "kept", nbytes, EXTRA, "", is_extra=True) for nbytes in narrow]
-        return [entry for entry in entries if not entry.is_extra]  # no recipe starts from these any more
+        return [entry for entry in entries if not entry.is_extra]  # nothing is rebuilt, so nothing is kept for recipes
 
     def _why_kept(self, item: int) -> str:
         return SPARED if item in self.spared else self.why_kept
 
     def decisions(self, kept: frozenset[int] | None, held: frozenset[int]) -> list[Decision | None]:
-        """For every saved tensor in order: its op, whether it is simply kept, and its bytes; None: it has no value.
+        """Return a Decision for each saved tensor, in order; None for a tensor that has no Value.
 
-        kept: the items to keep. Without them, what was kept is kept again and what was rebuilt is rebuilt again.
-        held: of what may be let go and made again, what is held until its readers come.
+        kept: the items to keep; None: keep what the recorded step kept, and rebuild what it rebuilt.
+        held: of the items that may be freed and rebuilt once more, those that are held until their readers have run.
         """
         staying = self._staying(kept)
         fleeting: set[int] = set()
@@ -96,16 +114,16 @@ class RecordedStep:
         ]
 
     def saved_kinds(self, kept: frozenset[int] | None) -> list[SavedKind]:
-        """For every saved tensor in order: what becomes of it if the items ``kept`` are kept."""
+        """Return what becomes of each saved tensor, in order, if the items ``kept`` are kept."""
         return [
             SavedKind.BARE if is_bare else SavedKind.SHAPE_ONLY if saved.item == SHAPE else SavedKind.DECIDED
             for saved, is_bare in zip(self.saved, self._bare(kept), strict=True)
         ]
 
     def _bare(self, kept: frozenset[int] | None) -> list[bool]:
-        """For every saved tensor in order: whether it is kept, and no recipe reads it.
+        """Return for each saved tensor, in order, whether it is kept and no recipe reads it.
 
-        A plan that keeps more than the recorded step did has fewer recipes, and their anchors need no value.
+        A plan that keeps more than the recorded step has fewer recipes, so fewer kept tensors are anchors.
         """
         if kept is None:
             return [saved.is_bare for saved in self.saved]
@@ -128,56 +146,67 @@ class RecordedStep:
         ]
 
     def _last_rebuilt(self, kept: frozenset[int]) -> int:
-        """The number of the last saved tensor that is rebuilt; -1: none is."""
+        """Return the number of the last saved tensor that is rebuilt; -1 if none is."""
         staying = self._staying(kept) | {SHAPE}
         return max((n for n, saved in enumerate(self.saved) if saved.item not in staying), default=-1)
 
     def shape_bytes(self, kept: frozenset[int]) -> int:
-        """Of the tensors of which a shape serves, those that are ``kept`` all the same."""
+        """Return the bytes of the shape-only tensors that the plan ``kept`` keeps whole: see ``LAST_SHAPES``."""
         if LAST_SHAPES not in kept:
             return 0
         return sum(saved.shape_bytes for saved in self.saved[self._last_rebuilt(kept) + 1 :])
 
     @staticmethod
     def _is_read(saved: SavedTensor, read: set[int], replayed: set[int]) -> bool:
-        """Whether a recipe reads what is kept: one of ``replayed``, which read the items ``read``."""
+        """Whether a recipe reads the kept tensor ``saved``.
+
+        read: the items that recipes read.
+        replayed: the items that are rebuilt.
+        """
         if saved.item >= 0:
             return saved.item in read
         return saved.read_by is None or not saved.read_by.isdisjoint(replayed)
 
     @property
     def unkept_bytes(self) -> int:
-        """What plain keeps and no plan does: numbers that are drawn again, and tensors of which a shape serves."""
+        """Bytes that plain PyTorch uses and no plan does.
+
+        These are the bytes of random numbers, which are drawn again, of shape-only tensors, and ``plain_bytes``.
+        """
         drawn = (s.made_by[1] for s in self.saved if s.item == REBUILT and s.made_by is not None)
-        return sum(drawn) + sum(entry.nbytes for entry in self.entries if entry.outcome == SHAPE_ONLY)
+        return (
+            self.plain_bytes + sum(drawn) + sum(entry.nbytes for entry in self.entries if entry.outcome == SHAPE_ONLY)
+        )
 
     def kept_items(self) -> frozenset[int]:
-        """What the recorded step has kept."""
+        """Return the items that the recorded step kept."""
         fixed = {n for n, item in enumerate(self.items) if item.is_fixed}
         kept = [*self.decided, *self.sources.values()]
         return frozenset(fixed.union(n for n, was_kept in kept if was_kept))
 
     def _staying(self, kept: frozenset[int] | None) -> set[int]:
-        """The items that are simply kept, and KEPT."""
+        """Return the items that are kept, not rebuilt, together with KEPT."""
         may_stay = (*self.decided, *self.sources.values())
         staying = {KEPT} | {n for n, was_kept in may_stay if self._stays(n, was_kept, kept)}
-        if kept is not None:  # what no decision was made for may be kept too
+        if kept is not None:  # a plan may also keep items about which no decision was made
             staying.update(saved.item for saved in self.saved if saved.item in kept)
         return staying
 
     def _stays(self, item: int, was_kept: bool, kept: frozenset[int] | None) -> bool:
-        """Whether an item that was kept or rebuilt in the recorded step is simply kept."""
+        """Whether ``item`` is kept under the plan ``kept``; ``was_kept``: whether the recorded step kept it."""
         return was_kept if kept is None else self.items[item].is_fixed or item in kept
 
     def trace(self, kept: frozenset[int] | None, *, is_tuned: bool = False) -> Trace | None:
-        """The calls of the step; None if a tensor that is not simply kept was saved outside of all calls.
+        """Return the trace of the step's calls; None if a tensor that may need a hook was saved outside of all calls.
 
-        is_tuned: calls after the last that has to do with a recipe are left out.
+        Such a tensor is any that is not bare, i.e. that is rebuilt or that recipes read.
+
+        is_tuned: leave out the calls after the last one that involves a recipe.
         """
         staying, bare = self._staying(kept), self._bare(kept)
         saves: dict[Any, bool] = {}
         for call in self.calls:
-            saves[call.function] = bool(call.names) or call.begins or saves.get(call.function, False)
+            saves[call.function] = bool(call.names) or call.begins_checkpoint or saves.get(call.function, False)
         calls, numbers, seen = [], [], 0
         for number, call in enumerate(self.calls):
             if saves[call.function]:
@@ -186,7 +215,7 @@ class RecordedStep:
                 last = max((p for p, name in places if self.saved[p].item not in staying or name is None), default=-1)
                 anchors = tuple((p, n) for p, n in places if p > last and n is not None and self.saved[p].has_node)
                 catches, quiet = call.nbytes if number in self.caught else 0, call.graded is False
-                grows, begins = self._may_grow(call), call.begins
+                grows, begins = self._may_grow(call), call.begins_checkpoint
                 calls.append(Call(call.function, call.first, last, anchors, catches, grows, quiet, begins))
                 numbers.append(number)
         handled = {call.function for call in self.calls if call.handled}
@@ -197,20 +226,29 @@ class RecordedStep:
             return None
         if not is_tuned:
             return Trace(calls, saves, unseen, passes)
-        uses = [n for n, call in enumerate(calls) if call.last >= 0 or call.anchors or call.catches or call.begins]
+        uses = [
+            n
+            for n, call in enumerate(calls)
+            if call.last >= 0 or call.anchors or call.catches or call.begins_checkpoint
+        ]
         last_use = max(uses, default=-1)
         border = None if self.ends is None else self.ends.border(numbers[last_use] if uses else -1)
         return Trace(calls[: last_use + 1], saves, unseen, passes, is_whole=False, border=border)
 
     def calls_until(self, kept: frozenset[int]) -> int:
-        """How many calls a step makes until the last that has to do with a recipe."""
+        """Return how many calls of the trace lead up to the last one that involves a recipe.
+
+        If the step has no trace, return the number of all of its calls.
+        """
         trace = self.trace(kept, is_tuned=True)
         return len(self.calls) if trace is None else len(trace.calls)
 
     def _may_grow(self, call: RecordedCall) -> int:
-        """How many elements the output of ``call`` may have before something of it is large enough to be looked into.
+        """Return how many elements the output of ``call`` may have while all tensors that were small stay small.
 
-        What it saves is taken to grow as its output does. Of a small output itself nothing was noted either.
+        Small tensors are kept without a decision; from ``min_bytes`` on they would need one. The tensors that the call
+        saves are assumed to grow in proportion to its output. The output counts too if it is small and its function has
+        a handler, because the handler has recorded nothing about a small output.
         """
         saved = self.saved[call.first : call.first + len(call.names)]
         nbytes = max((s.small_bytes for s in saved), default=-1)

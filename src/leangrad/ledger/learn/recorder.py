@@ -1,4 +1,4 @@
-"""Listens to one step: what it saves, what becomes of each tensor and why, and in which order backward reads them."""
+"""Records one step: what becomes of each saved tensor and why, and the order in which backward reads them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from leangrad import _torch
-from leangrad.ledger.learn.early_end import Change, Ends, Exit
+from leangrad.ledger.learn.early_end import Change, Ends, Exit, InertHook
 from leangrad.ledger.learn.entries import EXTRA, HAS_ROOM, LOWER_PEAK, SHAPE_ONLY, SHARED, Entry
 from leangrad.ledger.learn.items import Items, value_of
 from leangrad.ledger.learn.reads import Reader, Reads, Segment
@@ -25,25 +25,31 @@ from leangrad.policy import graph as policy
 
 
 class _Entering:
-    """A forward pre-hook: the module called ``name`` runs."""
+    """A forward pre-hook that notifies the recorder that the module with path ``name`` begins to run."""
 
     is_leangrads = True
 
     def __init__(self, recorder: Recorder, name: str) -> None:
         self._recorder, self._name = recorder, name
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return InertHook, ()  # a model may be copied during its own forward
+
     def __call__(self, module: nn.Module, args: Any) -> None:
-        if not is_dynamo_compiling():  # a compiled function inside a lean model is compiled as it is
+        if not is_dynamo_compiling():  # keep the recorder out of a compiled function inside a lean model
             self._recorder.enter(self._name)
 
 
 class _Leaving:
-    """A forward hook: the module that ran last is done."""
+    """A forward hook that notifies the recorder that the running module has returned."""
 
     is_leangrads = True
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return InertHook, ()
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         if not is_dynamo_compiling():
@@ -51,40 +57,45 @@ class _Leaving:
 
 
 class Recorder:
-    """Listens to one region and to the backward passes that follow it."""
+    """Records one region and the backward passes that follow it.
+
+    - `step`: the recorded step as plain data; None until the region has ended.
+    - `was_read`: whether a backward pass over the step has ended; only then may later steps use what was recorded.
+    """
 
     def __init__(self, root: nn.Module | None, min_bytes: int) -> None:
         self.min_bytes = min_bytes
         self.entries: list[Entry] = []
         self._items = Items(min_bytes)
         self._reads = Reads(self._items.found)
-        self.caught: set[int] = set()  # the calls of which a tensor was kept although autograd did not ask for it
-        self._ops: list[str] = []  # of every decision, in order
-        self._decided: list[tuple[Value, str, str]] = []  # value, module, why it was kept
-        self._undecided: dict[int, int] = {}  # of entries of what no decision was made for: the item
-        self._made_by: dict[int, str] = {}  # of each value: the module whose forward made it
-        self._changes: list[tuple[int, str]] = []  # the number of the next node, whenever another module began to run
-        self.small_bytes = 0  # of what was kept unseen for having so few
-        self.saved: list[Packed] = []  # what every saved tensor in order became
-        self._saved_by: list[int] = []  # the number of the node that saved each
-        self._saved_in: list[str] = []  # the module that ran
+        self.caught: set[int] = set()  # numbers of the calls whose product is kept although autograd did not save it
+        self._ops: list[str] = []  # the op of each decision, in order
+        self._decided: list[tuple[Value, str, str]] = []  # of each decision: value, running module, why it was kept
+        self._undecided: dict[int, int] = {}  # items about which no decision was made, by the index of their entry
+        self._made_by: dict[int, str] = {}  # by the id of a value, the module whose forward made it
+        # Whenever another module began to run: the number of the next autograd node, and that module.
+        self._changes: list[tuple[int, str]] = []
+        self.small_bytes = 0  # bytes of tensors kept without a decision because they are smaller than ``min_bytes``
+        self.saved: list[Packed] = []  # what each saved tensor was packed as, in order
+        self._saved_by: list[int] = []  # for each saved tensor, the number of the node that saved it
+        self._saved_in: list[str] = []  # for each saved tensor, the module that was running
         self.recording: TraceRecorder | None = None
-        self.may_end_early = False  # whether the override of later steps may end before their forward does
-        self._leaves: list[Exit] = []
-        self._changes_seen: list[Change] = []
-        self.step: RecordedStep | None = None  # once the region has ended
-        self.leaves_stay = False  # whether the plan counts gradients of parameters as new ones
-        self.is_tuned = False  # whether the plan may keep what is always rebuilt otherwise: random numbers
+        self.may_end_early = False  # whether the function mode of later steps may end before their forward does
+        self._leaves: list[Exit] = []  # modules that have returned
+        self._changes_seen: list[Change] = []  # in-place changes of memory
+        self.step: RecordedStep | None = None
+        self.leaves_stay = False  # whether the plan counts gradients of parameters as new memory
+        self.is_tuned = False  # whether the plan may keep values that are otherwise always rebuilt: random numbers
         self.was_read = self._is_reading = False
         self._root = root
         self._root_name = "" if root is None else type(root).__name__
-        self._stack: list[str] = []
-        self._handles: list[Any] = []
+        self._stack: list[str] = []  # paths of the modules that are running, the innermost last
+        self._handles: list[Any] = []  # of the forward hooks that track them
 
     # ---------------------------------------------------------------- in forward
 
     def start(self) -> None:
-        """Follow which module runs. Hooks of compiled modules are left alone: a change of them compiles anew."""
+        """Set forward hooks that track which module runs; not on compiled modules, which would compile again."""
         for name, module in self._modules():
             self._handles.append(module.register_forward_pre_hook(_Entering(self, name)))
             self._handles.append(module.register_forward_hook(_Leaving(self), always_call=True))
@@ -103,12 +114,12 @@ class Recorder:
         ]
 
     def enter(self, name: str) -> None:
-        """The module called ``name`` begins to run."""
+        """Note that the module with path ``name`` begins to run."""
         self._stack.append(name)
         self._changes.append((_torch.next_sequence_nr(), self.module()))
 
     def leave(self) -> None:
-        """The module that began last has run."""
+        """Note that the innermost running module has returned."""
         if self._stack:
             name = self._stack.pop()
             if self.recording is not None:
@@ -116,50 +127,50 @@ class Recorder:
         self._changes.append((_torch.next_sequence_nr(), self.module()))
 
     def _maker(self, number: int) -> str:
-        """The module that ran when the node of this number was made."""
+        """Return the path of the module that was running when the node with this ``number`` was made."""
         at = bisect.bisect_right(self._changes, number, key=lambda change: change[0])
         return self._changes[at - 1][1] if at else self._root_name
 
     def module(self) -> str:
-        """The path of the module that runs now."""
+        """Return the path of the innermost module that is running; outside of all, the class name of the root."""
         return self._stack[-1] if self._stack else self._root_name
 
     def changes(self, number: int) -> None:
-        """Memory changes in place that the node of this ``number`` has made; -1: one that is not known."""
+        """Note an in-place change of memory; ``number``: of the node that made the changed tensor, -1 if unknown."""
         if self.recording is not None:
             self._changes_seen.append(Change(len(self.recording.calls), number))
 
     def saving(self) -> None:
-        """A tensor is about to be saved, by the node that was made last."""
+        """Note that a tensor is about to be saved; the node that saves it is the one made last."""
         self._saved_by.append(_torch.next_sequence_nr() - 1)
 
     def packed(self, packed: Packed) -> None:
-        """A tensor was saved."""
+        """Note what the next saved tensor was packed as."""
         self.saved.append(packed)
         self._saved_in.append(self.module())
 
     def decided(self, value: Value, op: str, why: str, number: int) -> None:
-        """The ledger chose: ``value``, made by the node of this ``number``, is kept because of ``why``, or rebuilt."""
+        """Note the decision on ``value``: it is kept because of ``why``, or rebuilt; ``number``: of its node."""
         self._made_by[id(value)] = self._maker(number)
         self._ops.append(op)
         self._decided.append((value, self.module(), why))
 
     def kept_after_all(self, value: Value, why: str) -> None:
-        """A value that was to be rebuilt is kept, because of ``why``."""
+        """Note that ``value``, for which a recipe was chosen before, is kept because of ``why``."""
         self._decided = [(v, module, why if v is value else reason) for v, module, reason in self._decided]
 
     def shared(self, value: Value, nbytes: int) -> None:
-        """A tensor was asked for again."""
+        """Note that a saved tensor is ``value``, which exists already and is kept or rebuilt once for all readers."""
         if nbytes >= self.min_bytes:
             made_by = self._made_by.get(id(value), "")
             self.entries.append(Entry(self.module(), value.op, "shared", nbytes, SHARED, made_by))
 
     def shape_only(self, op: str, nbytes: int, number: int) -> None:
-        """Backward reads only the shape of a tensor, made by the node of this ``number``, so it is not kept."""
+        """Note a saved tensor that is not kept because backward reads only its shape; ``number``: of its node."""
         self.entries.append(Entry(self.module(), op, SHAPE_ONLY, nbytes, "", self._maker(number)))
 
     def stop(self) -> None:
-        """The region ends: number the values, and turn what was decided into plain data."""
+        """Turn what was recorded into plain data and let go of the values; called when the region ends."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -222,12 +233,15 @@ class Recorder:
         )
 
     def _bytes_if_small(self, packed: Packed) -> int:
-        """The bytes of a saved tensor that was kept unseen for having so few; else -1."""
+        """Return the bytes of a saved tensor that was kept without a decision because it is small; else -1."""
         return packed.nbytes if type(packed) is Value and packed.free and packed.nbytes < self.min_bytes else -1
 
     def _note_undecided(self) -> None:
-        """Enter what no decision was made for: the noise of a dropout, which is drawn again, and what recipes start
-        from although autograd has not asked for it."""
+        """Add entries for values about which no decision was made.
+
+        These are saved values that are rebuilt, such as the noise of a dropout, which is drawn again, and anchors of
+        recipes that autograd did not save.
+        """
         known = {id(v) for v, _, _ in self._decided}
         known |= {id(v.inputs[0]) for v, _, _ in self._decided if v.narrow_bytes and v.inputs}  # the plan decides
         for packed, module in zip(self.saved, self._saved_in, strict=True):
@@ -252,12 +266,16 @@ class Recorder:
     # ---------------------------------------------------------------- in backward
 
     def unpack(self, packed: Packed | PendingSave) -> Tensor:
-        """Backward asks for what was saved: note it, and hand it out."""
+        """Unpack a saved tensor for backward, and record the read: the unpack hook of a recorded step."""
         self.read(packed)
         return unpack(packed)
 
     def read(self, packed: Packed | PendingSave | None) -> None:
-        """Backward asked for what was saved. A step is learned from only if its backward came to its end."""
+        """Record that backward reads a saved tensor.
+
+        The first read schedules the end of the recording: later steps use a recorded step only if its backward pass ran
+        to its end.
+        """
         node = -1
         if type(packed) is PendingSave:
             node, packed = self._saved_by[packed.number], packed.packed
@@ -268,7 +286,8 @@ class Recorder:
             self._reads.add_other(Reader(node, packed.nbytes, packed.stand_in_bytes))
             return
         value = value_of(packed)
-        if value is not None and value.items is self._items:  # autocast hands one thread the cast that another made
+        # The value may belong to another recorder: autocast's cache may return a cast that another thread made.
+        if value is not None and value.items is self._items:
             self._reads.add(value.ordinal, node)
 
     def _end(self) -> None:
@@ -276,15 +295,15 @@ class Recorder:
         self._reads.measure_scratch()
 
     def runs_again(self, segment: Segment) -> None:
-        """Backward has come to a checkpoint and runs its segment again."""
+        """Record that backward recomputes a checkpointed segment."""
         self._reads.add_segment(segment)
 
     def outputs_nbytes(self) -> int:
-        """The bytes of what the region handed out: what comes after it, a loss, keeps about as many."""
+        """Return the bytes of the region's outputs; what follows the region, such as a loss, keeps about as many."""
         return 0 if self.recording is None else self.recording.graph.outputs_nbytes()
 
     def graph(self) -> policy.Graph:
-        """The step as the policy sees it: its tensors, and the ops of backward that read them."""
+        """Return the step as the policy sees it: its tensors, and the ops of backward that read them."""
         assert self.step is not None
         assert self.recording is not None
         return self._reads.graph(self.step, self.recording.graph, leaves_stay=self.leaves_stay)

@@ -1,4 +1,4 @@
-"""The region that is open in a thread: one at a time."""
+"""The region that is open in a thread; at most one is open at a time."""
 
 from __future__ import annotations
 
@@ -9,43 +9,43 @@ from typing import Any
 
 from leangrad import _torch
 
-opened = threading.local()
+current = threading.local()
 _entered = [0]
 
 
 def regions_entered() -> int:
-    """How many regions have been entered in this process, in any thread."""
+    """Return how many regions have been entered in this process, in any thread."""
     return _entered[0]
 
 
 def enter(region: object) -> None:
-    """``region`` is now the one that is open in this thread."""
-    opened.region = region
+    """Make ``region`` the open region of this thread."""
+    current.region = region
     _entered[0] += 1
 
 
 def region_is_open() -> bool:
-    """Whether a region is open in this thread, or none may be opened."""
-    return getattr(opened, "region", None) is not None
+    """Whether a region is open in this thread, or ``no_regions`` forbids to open one."""
+    return getattr(current, "region", None) is not None
 
 
 def regions_are_forbidden() -> bool:
-    """Whether no region may be opened in this thread."""
-    return getattr(opened, "region", None) is no_regions
+    """Whether ``no_regions`` forbids to open a region in this thread."""
+    return getattr(current, "region", None) is no_regions
 
 
 def open_region() -> Any:
-    """The ``Region`` that is open in this thread, or None."""
-    region = getattr(opened, "region", None)
+    """Return the ``Region`` that is open in this thread, or None."""
+    region = getattr(current, "region", None)
     return None if region is no_regions else region
 
 
 def ledger_saves() -> bool:
-    """Whether a tensor that is saved now is the open region's to decide on, and no other hooks'.
+    """Whether the open region alone decides about a tensor that is saved now, and no other saved-tensor hooks.
 
-    Its hooks are the innermost ones; or there are none, because it follows the trace of an earlier step. Whoever saves
-    tensors then need not hand over what is their own: the region would only keep it. Not so inside a checkpoint, which
-    counts what is saved and compares it with what was saved the first time.
+    True if the region's hooks are the innermost ones, or if no hooks are set because the region follows the trace of an
+    earlier step. An autograd Function then need not pass its private tensors to the hooks: the region would only keep
+    them. False inside a checkpoint, which counts the saved tensors and compares them with those of the first run.
     """
     region = open_region()
     if region is None or getattr(region, "outer", None) is not None:
@@ -55,10 +55,10 @@ def ledger_saves() -> bool:
 
 @contextmanager
 def no_regions() -> Iterator[None]:
-    """Open no region in this thread: lean models run plain."""
-    before = getattr(opened, "region", None)
-    opened.region = before or no_regions
+    """Forbid to open a region in this thread: lean models run as in plain PyTorch."""
+    before = getattr(current, "region", None)
+    current.region = before or no_regions
     try:
         yield
     finally:
-        opened.region = before
+        current.region = before

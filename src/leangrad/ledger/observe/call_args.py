@@ -1,7 +1,7 @@
-"""One call of a torch function, as a handler sees it: its arguments by name, and the constants its node forgets.
+"""The arguments of one torch function call by name, and the constants that its autograd node does not store.
 
-A handler runs the function in the stead of the caller and writes down what it must. ``handlers.py``, ``random_ops.py``
-and ``mutation.py`` hold the handlers; ``graph_walk.py`` reads what they wrote.
+A handler is called in place of a torch function. It calls the function and records what a recipe will need. The
+handlers are in ``handlers.py``, ``random_ops.py`` and ``mutation.py``; ``origins/graph_walk.py`` reads their records.
 """
 
 from __future__ import annotations
@@ -24,16 +24,22 @@ Handler = Callable[[FunctionMode, Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
 def leave_note(out: Any, names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Write the constants of a call into the metadata of the node that it made."""
+    """Store the constants of a call in the metadata of the node that it made, unless gradients are off.
+
+    out: result of the call. names: names of its positional arguments.
+    """
     node: Any = out.grad_fn if isinstance(out, Tensor) else None
     if node is not None and torch.is_grad_enabled():
         node.metadata[NOTE] = constants_of(names, args, kwargs)
 
 
 def constants_of(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The constants of a call by name; tensors among them only if they need no gradient: others have a node.
+    """Return the constants of a call by name.
 
-    A tensor by the name of ``_`` is one that the node keeps itself.
+    A tensor is included only if it needs no gradient: any other can be reached through an edge of the node. A tensor
+    with the name ``_`` is left out, because the node saves it itself.
+
+    names: names of the positional arguments ``args``.
     """
     note: dict[str, Any] = {}
     for name, a in zip(names, args, strict=False):
@@ -46,11 +52,11 @@ def constants_of(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str
     return note
 
 
-PLAIN = frozenset((float, int, bool, str, type(None), torch.memory_format))  # never a tensor, nor holding one
+PLAIN = frozenset((float, int, bool, str, type(None), torch.memory_format))  # not tensors, and cannot contain one
 
 
 def note_one(note: dict[str, Any], name: str, a: Any) -> None:
-    """Enter one constant."""
+    """Add constant ``a`` to ``note``; a tensor only if it needs no gradient, as an ``UnsavedInput``."""
     if isinstance(a, Tensor):
         if name != "_" and not a.requires_grad:
             note[name] = UnsavedInput(a)
@@ -64,7 +70,7 @@ _PARAMETERS: dict[tuple[Any, str], tuple[int, Any]] = {}
 
 
 def argument(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
-    """An argument of a Python function by its name, given or default."""
+    """Return the argument ``name`` of a call of a Python function, or the default value of that parameter."""
     found = kwargs.get(name, _PARAMETERS)
     if found is not _PARAMETERS:
         return found
@@ -76,21 +82,23 @@ def argument(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str
 
 
 def deferring(handler: Handler | None = None, *, inplace: bool = False) -> Handler:
-    """A handler of a function that may make a node of ``SHAPE_ONLY``.
+    """Return a handler for a function that may make a node listed in ``SHAPE_ONLY``.
 
-    See [Note: decided when the call has ended] in ``slot.py``.
+    It defers the decisions about the tensors that the call saves until the call has returned.
+    See [Note: decided when the call has ended] in ``values/pending_save.py``.
 
-    handler: what else has to be done around the call.
-    inplace: the function changes its first argument. One that is a view is left alone: its node is that of its base.
+    handler: another handler of the same function, which runs around the call; None if there is none.
+    inplace: the function changes its first argument in place. If that argument is a view nothing is deferred, because
+        the node of the change belongs to the base of the view.
     """
 
-    def run(notes: FunctionMode, func: Any, *args: Any, **kwargs: Any) -> Any:
-        book = notes.book
-        if book.slots is not None or (inplace and args and args[0]._is_view()):
+    def run(mode: FunctionMode, func: Any, /, *args: Any, **kwargs: Any) -> Any:
+        region = mode.region
+        if region.slots is not None or (inplace and args and args[0]._is_view()):
             return func(*args, **kwargs)
         first = _torch.next_sequence_nr()
         slots: list[PendingSave] = []
-        book.slots = slots
+        region.slots = slots
         try:
             out = func(*args, **kwargs)
         except BaseException:
@@ -98,14 +106,14 @@ def deferring(handler: Handler | None = None, *, inplace: bool = False) -> Handl
                 slot.keep()
             raise
         finally:
-            book.slots = None
+            region.slots = None
         if slots:
-            book.resolve(slots, claims(out, first))
+            region.resolve(slots, claims(out, first))
         return out
 
-    def handle(notes: FunctionMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def handle(mode: FunctionMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if handler is None:
-            return run(notes, func, *args, **kwargs)
-        return handler(notes, partial(run, notes, func), args, kwargs)
+            return run(mode, func, *args, **kwargs)
+        return handler(mode, partial(run, mode, func), args, kwargs)
 
     return handle

@@ -1,20 +1,22 @@
-"""A ledger beside ``torch.utils.checkpoint``: the segment that backward runs again is lean too.
+"""Support for ``torch.utils.checkpoint``: leangrad also saves memory in the segment that backward runs again.
 
-A checkpoint's forward runs under saved-tensor hooks that drop every tensor. In backward, the first that is asked for
-makes it run its function again, under hooks that store each tensor for the one that was dropped; these go to autograd.
-The peak of such a step most often lies there, in the segment that has just been run again.
+A checkpoint runs its function in forward under saved-tensor hooks that drop every tensor. In backward, the first unpack
+of a dropped tensor makes the checkpoint run its function again, under hooks that store a tensor for each dropped one;
+autograd reads the stored tensors. The peak of such a step is most often in the segment that has just been run again.
 
 [Note: a region in a segment that is run again]
-The function runs inside a region of its own. Around each call the region sets hooks of its own, inside the
-checkpoint's. What they are handed they decide on as always, and hand on to the checkpoint's hook, so that all counting,
-stopping and comparing stays torch's: the tensor itself where it is kept, a ``Placeholder`` where it is rebuilt.
+When backward runs the checkpoint's function again, the function runs inside a region of its own. Around each call the
+region sets its own hooks, inside the checkpoint's hooks. They decide about each saved tensor as always, and pass one
+tensor on to the checkpoint's hook: the saved tensor itself if it is kept, a ``Placeholder`` if it is rebuilt. Counting
+the saved tensors, stopping early and comparing with the first run is therefore still done by torch.
 
-Who opens that region? Where a checkpoint runs inside an open region, the region sees the checkpoint's hooks in force
-and puts a ``Recomputation`` around the checkpoint's function. Where a lean module runs inside a checkpoint, the module
-opens one itself, each time it runs: in forward one that decides nothing, because all that is saved is dropped.
+That region is opened in one of two ways. If a checkpoint runs inside an open region, the region finds the checkpoint's
+hooks in force and wraps the checkpoint's function in a ``Recomputation``, which opens the region. If a lean module runs
+inside a checkpoint, the module opens a region itself each time it runs; the one in forward decides nothing, because the
+checkpoint drops every saved tensor.
 
-A reentrant checkpoint has no hooks. It is known by the node of what it made, and runs its function again as a piece of
-forward like any other, followed by a backward of its own: the region there is an ordinary one.
+A reentrant checkpoint sets no hooks. The region recognizes it by the autograd node of its output. It runs its function
+again like any other part of forward, followed by a backward pass of its own, so the region there is an ordinary one.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from torch import Tensor, nn
 from torch.overrides import enable_reentrant_dispatch
 
 from leangrad import _torch
-from leangrad.ledger.observe.active_region import opened, regions_are_forbidden
+from leangrad.ledger.observe.active_region import current, regions_are_forbidden
 from leangrad.ledger.values.cast import Packed
 from leangrad.ledger.values.node_metadata import MADE, OPAQUE
 from leangrad.ledger.values.pending_save import PendingSave
@@ -40,10 +42,10 @@ Read = Callable[[Packed | PendingSave], Any]
 
 
 class Placeholder(Tensor):
-    """Stands for a tensor that is rebuilt, in the place where a checkpoint stores what it computed again.
+    """A tensor without memory that a checkpoint stores for a saved tensor that is rebuilt when it is read.
 
-    It has the tensor's shape, dtype and device and no memory. Whoever computes with it, or detaches it as autograd does
-    with all that a hook hands it, gets the tensor.
+    It has the shape, dtype and device of that tensor. Any op on it rebuilds the tensor and computes with that. So does
+    the detach by which autograd reads the result of an unpack hook.
     """
 
     _packed: Packed | PendingSave
@@ -51,22 +53,29 @@ class Placeholder(Tensor):
 
     @staticmethod
     def __new__(cls, tensor: Tensor, packed: Packed | PendingSave, read: Read | None) -> Placeholder:
-        """``tensor``: the one that is rebuilt from ``packed``; ``read``: who wants to know when it is asked for."""
+        """Make the placeholder of ``tensor``.
+
+        packed: rebuilds the tensor. read: called with ``packed`` before the tensor is rebuilt; None: nothing is called.
+        """
         self: Placeholder = _torch.tensor_without_memory(cls, tensor)
         self._packed, self._read = packed, read
         return self
 
-    __torch_function__ = _torch.no_override
+    __torch_function__ = _torch.no_torch_function
 
     def detach(self) -> Placeholder:
-        """Itself: it needs no gradient. This is what a checkpoint does before it stores a tensor."""
+        """Return the placeholder itself, which needs no gradient.
+
+        A checkpoint may call this before it stores a tensor.
+        """
         return self
 
     def rebuilt(self) -> Tensor:
-        """The tensor that it stands for."""
+        """Rebuild and return the tensor that this placeholder stands for."""
         if self._read is not None:
             self._read(self._packed)
-        # Inside of a dispatch autograd has stepped aside; a replay needs to know which of its tensors are views.
+        # Inside ``__torch_dispatch__`` autograd's dispatch keys are off, and ops do not mark their outputs as views. A
+        # replay has to know which of its tensors are views.
         with enable_reentrant_dispatch():
             return self._packed.unpack()
 
@@ -74,7 +83,7 @@ class Placeholder(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run ``func`` on the tensors that tokens stand for."""
+        """Run ``func`` with each placeholder among its arguments replaced by the rebuilt tensor."""
         return func(*_read_all(args), **{name: _read_all(a) for name, a in (kwargs or {}).items()})
 
 
@@ -85,7 +94,11 @@ def _read_all(args: Any) -> Any:
 
 
 def is_settled(packed: Packed | PendingSave) -> bool:
-    """Whether a saved tensor is kept for good; a kept value may yet get a recipe, if it waits or is an op's noise."""
+    """Whether it is final that a saved tensor is kept.
+
+    Not so for a value whose recipe waits for other values, nor for one that needs no gradient (``op`` is "input"): it
+    may turn out to be the noise or the second output of an op, and then gets a recipe.
+    """
     if type(packed) is Bare:
         return True
     value = packed.owner if type(packed) is SavedView else packed
@@ -93,10 +106,14 @@ def is_settled(packed: Packed | PendingSave) -> bool:
 
 
 def mark_outside(mark: object, args: Any) -> None:
-    """Let no recipe reach back beyond what a call was given that no call of this region has made.
+    """Mark the nodes of tensors that were made outside this region as opaque, so that no recipe reaches beyond them.
 
-    A region tells what is its own by the numbers of the nodes. Backward may run in another thread than forward, whose
-    nodes have numbers of their own, and the arguments of a segment that is run again have their nodes of forward.
+    Elsewhere a region recognizes the nodes made since it began by their sequence numbers. In a segment that is run
+    again that fails: backward may run in another thread than forward, each thread numbers its nodes separately, and the
+    arguments of the segment have nodes of forward.
+
+    mark: object that identifies the region; ``mark_made`` has stored it in the nodes of the region's calls.
+    args: arguments of a call that is about to run.
     """
     if isinstance(args, Tensor):
         node = _node_of(args)
@@ -108,7 +125,7 @@ def mark_outside(mark: object, args: Any) -> None:
 
 
 def mark_made(mark: object, out: Any) -> None:
-    """A call of this region has made ``out``."""
+    """Store ``mark`` in the nodes of ``out``, the result of a call of this region, except in opaque nodes."""
     if isinstance(out, Tensor):
         node = _node_of(out)
         if node is not None and OPAQUE not in node.metadata:
@@ -124,21 +141,21 @@ def _node_of(tensor: Tensor) -> Any:
 
 
 class SegmentLedger(Protocol):
-    """What opens the region of a segment: the segment's ledger."""
+    """What a ``Recomputation`` needs from the ledger of its segment."""
 
     def region_inside(self, module: nn.Module | None) -> Any:
-        """A region under the hooks of the checkpoint that runs its function again; None where there can be none."""
+        """Return a region for a checkpoint that runs its function again, or None if none can be opened."""
 
 
 class OuterLedger(Protocol):
-    """The ledger of the region in which a checkpoint began."""
+    """What a ``Recomputation`` needs from the ledger of the region in which the checkpoint began."""
 
     def runs_again(self, segment: Any) -> None:
-        """Backward runs a segment again: the plans that are to be made have to know."""
+        """Note that backward runs ``segment`` again, because plans that are made later must count its memory."""
 
 
 class Recomputation:
-    """The function of a checkpoint, which runs inside a region when backward runs it again."""
+    """Wraps the function of a checkpoint, and opens a region around it when backward runs it again."""
 
     def __init__(
         self,
@@ -147,15 +164,19 @@ class Recomputation:
         ledger: SegmentLedger,
         module: weakref.ref[nn.Module] | None,
     ) -> None:
-        """``ledger``: that of the segment; ``module``: whose region it began in."""
+        """Wrap ``function``, which a checkpoint runs again in backward.
+
+        around: ledger of the region in which the checkpoint began. ledger: ledger of the segment.
+        module: reference to the module of that region; None if the region has no module.
+        """
         self._function, self._around, self._ledger, self._module = function, around, ledger, module
 
     def __call__(self, *args: Any) -> Any:
-        """Run the function again."""
+        """Run the function again, inside a region of the segment where one can be opened."""
         if regions_are_forbidden():
             return self._function(*args)
         self._around.runs_again(self._ledger)
-        with aside():
+        with region_suspended():
             region = self._ledger.region_inside(None if self._module is None else self._module())
             if region is None:
                 return self._function(*args)
@@ -164,15 +185,15 @@ class Recomputation:
 
 
 @contextmanager
-def aside() -> Iterator[None]:
-    """Let the region that is open in this thread, in which backward runs, see nothing for a while."""
-    before = getattr(opened, "region", None)
+def region_suspended() -> Iterator[None]:
+    """Suspend the region that is open in this thread, if any, while backward runs a segment again inside it."""
+    before = getattr(current, "region", None)
     if before is not None:
         before.suspend()
-    opened.region = None
+    current.region = None
     try:
         yield
     finally:
-        opened.region = before
+        current.region = before
         if before is not None:
             before.resume()

@@ -1,4 +1,4 @@
-"""The hooks that autograd calls, and where they are set; ``saved.py`` has what hands a tensor back."""
+"""The saved-tensor hooks of a region: when they are set and popped. ``values/saved.py`` has the unpack hook."""
 
 from __future__ import annotations
 
@@ -12,19 +12,23 @@ from leangrad._torch import graph_task, saved_tensor_hooks_active
 from leangrad.ledger.values.cast import Packed
 from leangrad.ledger.values.pending_save import PendingSave
 
-TAKEN_BACK = -1
+NOT_SET = -1  # ``Hooks.last`` while the hooks are not set up to a known saved tensor
 
 
 class Hooks:
     """The saved-tensor hooks of one region: set for all of it, or call by call up to a known saved tensor."""
 
     def __init__(self, pack: Callable[[Tensor], Packed | PendingSave], unpack: Callable[[Any], Tensor]) -> None:
-        # Set them until they are taken back; whatever was set inside has been taken back by then by whoever set it.
-        self.set_all, self.take_back_all = _torch.saved_tensor_hooks(pack, unpack)
-        self.last = TAKEN_BACK  # the saved tensor after which they are taken back
+        # ``set_all`` sets the hooks, ``unset_all`` pops the innermost pair: hooks that other code has set
+        # in between must have been popped by that code.
+        self.set_all, self.unset_all = _torch.saved_tensor_hooks(pack, unpack)
+        self.last = NOT_SET  # number of the saved tensor at which the hooks are popped
 
     def set(self, last: int) -> bool:
-        """Set them, up to saved tensor ``last``; False where others have set theirs or no hooks may be set."""
+        """Set the hooks up to saved tensor ``last``; returns whether they were set.
+
+        They are not set if other hooks are in force or torch allows none.
+        """
         if saved_tensor_hooks_active():
             return False
         try:
@@ -35,15 +39,16 @@ class Hooks:
         return True
 
     def reach_last(self) -> None:
-        """Autograd has called for the last tensor: the next one is saved as plain PyTorch does.
+        """Pop the hooks when autograd saves tensor ``last``: it saves the next tensors as in plain PyTorch.
 
-        A backward that runs inside a call has its own copy of what is set; there they stay until the call ends.
+        A backward pass that runs inside the call has its own copy of the hooks that are set; there this does nothing,
+        and the hooks stay until the call ends.
         """
         if graph_task() < 0:
-            self.last = TAKEN_BACK
-            self.take_back_all()
+            self.last = NOT_SET
+            self.unset_all()
 
-    def take_back(self) -> None:
-        """The call has ended before autograd came to the last tensor."""
-        self.last = TAKEN_BACK
-        self.take_back_all()
+    def unset(self) -> None:
+        """Pop the hooks after a call that has ended before autograd saved tensor ``last``."""
+        self.last = NOT_SET
+        self.unset_all()

@@ -1,8 +1,9 @@
-"""Changes in place: what autograd does not record, and what would change under a recipe.
+"""In-place changes: those that autograd does not record, and those of memory that recipes read.
 
-A change that autograd did not record would make every recipe through that tensor wrong. The node is marked opaque, and
-everything made so far is fenced off, because the change may have come through an alias. Before any change, recorded or
-not, anchors that plain PyTorch would not have kept move to memory of their own.
+A change that autograd did not record would make every recipe through that tensor wrong. So the tensor's node is marked
+opaque, and ``trusted_from`` moves past all nodes made so far, because the change may have come through an alias. Before
+any change, recorded or not, anchors in that memory that plain PyTorch would not have kept are copied to memory of their
+own.
 """
 
 from __future__ import annotations
@@ -25,34 +26,38 @@ from leangrad.ledger.values.node_metadata import NOTE, OPAQUE, VALUES
 from leangrad.ledger.values.value import Value
 
 
-def before_change(book: ObservedRegion, target: Any) -> None:
-    """Anchors that plain PyTorch would not have kept move to memory of their own before it changes.
+def before_change(region: ObservedRegion, target: Any) -> None:
+    """Copy the anchors in the memory of ``target`` that plain PyTorch would not have kept, before that memory changes.
 
-    So do all others where autograd will not record the change, if the memory has other names than ``target``.
+    All other anchors in that memory are copied too if autograd will not record the change and other tensors may share
+    the memory.
+
+    target: tensor that is about to change in place, or a list or tuple of such tensors; anything else is ignored.
     """
     if isinstance(target, Tensor):
+        target = _torch.unwrapped(target)
         for inner in _torch.wrapped_tensors(target):
-            before_change(book, inner)
+            before_change(region, inner)
         unrecorded = not (target.requires_grad and is_grad_enabled())
         if unrecorded and is_private(target):
             return
         node = None if unrecorded else _node_of(target)
-        book.changes(-1 if node is None else node._sequence_nr())
-        if book.watched_parameters:
+        region.changes(-1 if node is None else node._sequence_nr())
+        if region.watched_parameters:
             base = target._base
-            _move(book.watched_parameters.pop(id(target if base is None else base), ()))
+            _move(region.watched_parameters.pop(id(target if base is None else base), ()))
         if unrecorded:
-            _watch_all(book)
-            book.rewritten[_memory_of(target)] = _torch.next_sequence_nr()
-        if book.watched_memory:
-            _move(book.watched_memory.pop(_memory_of(target), ()))
+            _watch_all(region)
+            region.rewritten[_memory_of(target)] = _torch.next_sequence_nr()
+        if region.watched_memory:
+            _move(region.watched_memory.pop(_memory_of(target), ()))
     elif isinstance(target, list | tuple):
         for t in target:
-            before_change(book, t)
+            before_change(region, t)
 
 
-def tell(tensor: Tensor | None) -> None:
-    """A Function of ours is about to change ``tensor`` in place, where the function override does not see it."""
+def report_change(tensor: Tensor | None) -> None:
+    """Report that an autograd Function of leangrad will change ``tensor`` in place, unseen by the function mode."""
     region = open_region()
     if region is not None and tensor is not None:
         before_change(region, tensor)
@@ -62,21 +67,24 @@ def _move(anchors: Iterable[weakref.ref[Anchor]]) -> None:
     for ref in anchors:
         value = ref()
         if value is not None and value.tensor is not None:
-            if value.tensor._version != value.version:  # too late: a recorded change came first, and reading it raises
+            if value.tensor._version != value.version:  # a recorded change came first: reading raises an error
                 continue
             tensor = _copy(value.tensor.detach())
             if type(value) is Value:
-                if value.before is not None:
+                if value.recipe_tensor is not None:
                     continue
-                value.before = tensor
-                if value.readers:  # plain hands out what has become of it
+                value.recipe_tensor = tensor
+                if value.readers and value.plain_keeps_it:  # backward reads the changed tensor, as in plain PyTorch
                     continue
             value.tensor, value.version = tensor, tensor._version
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    """A copy with the same strides: over others a sum may have other bits, and a fused kernel reads other places."""
-    with _torch.unseen():
+    """Return a copy with the same strides.
+
+    With other strides a sum may have other bits, and a fused kernel would read other addresses.
+    """
+    with _torch.unseen(), torch.inference_mode(False):  # an inference tensor has no version counter
         return _copy_strided(tensor)
 
 
@@ -88,57 +96,61 @@ def _copy_strided(tensor: Tensor) -> Tensor:
     return tensor.as_strided((span,), (1,)).clone().as_strided(tensor.shape, tensor.stride()) if copy.numel() else copy
 
 
-def _watch_all(book: ObservedRegion) -> None:
-    """Watch the memory of whatever recipes read: no version tells of a change through an alias."""
-    watched = book.watched_memory
-    refs: list[Any] = [*book.anchors]
-    for some in book.watched_parameters.values():
+def _watch_all(region: ObservedRegion) -> None:
+    """Watch all anchors by the address of their memory: a change through an alias may move no version counter."""
+    watched = region.watched_memory
+    refs: list[Any] = [*region.anchors]
+    for some in region.watched_parameters.values():
         refs += some
-    book.anchors.clear()
-    book.watched_parameters.clear()
+    region.anchors.clear()
+    region.watched_parameters.clear()
     for ref in refs:
         value = ref()
         if value is not None and value.tensor is not None:
             watched.setdefault(_memory_of(value.tensor), []).append(ref)
 
 
-def after_change(book: ObservedRegion, target: Any) -> None:
-    """``target`` was changed in place and autograd did not record it: what was made so far may not be what it was."""
+def after_change(region: ObservedRegion, target: Any) -> None:
+    """Let no recipe rely on what was made before an in-place change of ``target`` that autograd did not record.
+
+    target: tensor that was changed, or a list or tuple of such tensors; anything else is ignored.
+    """
     if isinstance(target, list | tuple):
         for t in target:
-            after_change(book, t)
-    elif isinstance(target, Tensor) and not is_private(target):
+            after_change(region, t)
+    elif isinstance(target, Tensor) and not is_private(target := _torch.unwrapped(target)):
         node = _node_of(target)
         if node is not None:
             node.metadata[OPAQUE] = True
-        book.fence = _torch.next_sequence_nr()
+        region.distrust()
 
 
 def is_private(tensor: Tensor) -> bool:
-    """Whether no parameter and no tensor of the graph can lie in this memory."""
+    """Whether no parameter and no tensor of the autograd graph can share the memory of ``tensor``."""
     if tensor.requires_grad:
         return False
     base = tensor._base
     return (base is None or not base.requires_grad) and not _torch.storage_is_shared(tensor)
 
 
-def _is_nobodys(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a change of ``target`` concerns no recipe: a counter of batches, which half of all changes are.
+def _concerns_no_recipe(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an in-place change of ``target`` concerns no recipe, as that of a counter of batches.
 
-    No gradient flows into it, and nobody else sees its memory; what a recipe reads is seen by the recipe.
+    Half of all in-place changes are of such counters. True if no gradient flows into ``target`` and no other tensor
+    shares its memory; a tensor that a recipe reads is shared with the recipe.
     """
     if not isinstance(target, Tensor) or target.requires_grad:
         return False
     if _needs_gradient(args) or (kwargs and _needs_gradient(kwargs.values())):
         return False
-    return is_private(target)
+    return is_private(_torch.unwrapped(target))
 
 
 def _node_of(tensor: Any) -> Any:
-    """The node of a tensor, or of the base of a view.
+    """Return the autograd node of a tensor, or of the base of a view; None if there is none.
 
-    A view is never asked: autograd renews its node when somebody does, a younger node runs earlier in backward, and
-    gradients are then summed in another order.
+    ``grad_fn`` of a view is never read: reading it may make autograd renew the view's node. A younger node runs earlier
+    in backward, and gradients are then summed in another order.
     """
     if not isinstance(tensor, Tensor):
         return None
@@ -147,85 +159,90 @@ def _node_of(tensor: Any) -> Any:
 
 
 def _memory_of(tensor: Any) -> int:
+    if isinstance(tensor, Tensor):
+        tensor = _torch.unwrapped(tensor)
     strided = isinstance(tensor, Tensor) and tensor.layout is torch.strided
     return tensor.untyped_storage().data_ptr() if strided and not _torch.wrapped_tensors(tensor) else 0
 
 
-def swapped(notes: FunctionMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``x.data = y``: other memory, and no new version."""
-    before_change(notes.book, args[0])
+def handle_data_set(mode: FunctionMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Handle ``x.data = y``: ``x`` gets other memory, and its version counter does not move."""
+    before_change(mode.region, args[0])
     node = _node_of(args[0])
     if node is not None and not args[0]._is_view():
         node.metadata.pop(VALUES[args[0].output_nr], None)
     result = func(*args, **kwargs)
-    after_change(notes.book, args[0])
+    after_change(mode.region, args[0])
     return result
 
 
-def aliased(notes: FunctionMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``w.data`` and ``w.detach()``: from now on a change may come from elsewhere, so the memory is watched itself."""
-    anchors = notes.book.watched_parameters.pop(id(args[0]), None) if args else None
+def handle_alias(mode: FunctionMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Handle ``w.data`` and ``w.detach()``: a change may now come through an alias, so ``w`` is watched by memory."""
+    anchors = mode.region.watched_parameters.pop(id(args[0]), None) if args else None
     if anchors is not None:
-        notes.book.watched_memory.setdefault(_memory_of(args[0]), []).extend(anchors)
+        mode.region.watched_memory.setdefault(_memory_of(args[0]), []).extend(anchors)
     return func(*args, **kwargs)
 
 
-def leaked(notes: FunctionMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The bare memory of a tensor leaves torch: it may be written at any time, and nobody will tell."""
+def handle_exposed_memory(mode: FunctionMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Handle calls that expose the memory of a tensor outside torch: it may then be written at any time, unseen."""
     if args and isinstance(args[0], Tensor) and not is_private(args[0]):
-        before_change(notes.book, args[0])
-        notes.book.fence = sys.maxsize
+        before_change(mode.region, args[0])
+        # FSDP of the first kind asks for the storage of parameters in each forward; no recipe reads these.
+        is_made = _node_of(args[0]) is not None or not mode.region.sharded
+        mode.region.distrust(sys.maxsize if is_made else None)
     return func(*args, **kwargs)
 
 
 def _overlaps(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether an operand lies in the memory of the tensor that is about to change: it is not what it was afterwards."""
+    """Whether an operand lies in the memory of ``target``, and so will be changed with it."""
     others = [a for a in (*args[1:], *kwargs.values()) if isinstance(a, Tensor)]
     return bool(others) and _memory_of(target) in map(_memory_of, others)
 
 
-# The nodes of functions whose results are contiguous, but for the form that writes into its input.
+# The nodes of functions whose results are contiguous, except for the in-place form.
 _CONTIGUOUS = "Cumprod Cumsum IndexAdd IndexCopy MaskedFill MaskedScatter Scatter ScatterAdd Tril Triu"
 CONTIGUOUS = frozenset(f"{name}Backward{n}" for name in _CONTIGUOUS.split() for n in (0, 1))
 
 
 def _has_own_strides(target: Any, node: Any) -> bool:
-    """Whether ``target``, changed by ``node``, has other strides than a recipe would give it: a sum may differ."""
+    """Whether a recipe would give ``target``, changed in place by ``node``, other strides; sums over it may differ."""
     return type(node).__name__ in CONTIGUOUS and isinstance(target, Tensor) and not target.is_contiguous()
 
 
 def mutating(names: str = "", choose: str | None = None) -> Handler:
-    """A function that changes its first argument; always, or where its argument ``choose`` says so.
+    """Return a handler for a function that changes its first argument in place.
 
-    ``names``: its arguments, if its node forgets their constants.
+    names: names of its arguments, if its node does not store constants; else empty.
+    choose: name of the argument that says whether it changes its first argument; None if it always does.
     """
     names_ = tuple(names.split())
 
-    def handler(notes: FunctionMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def handler(mode: FunctionMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if choose is not None and not argument(func, args, kwargs, choose):
             out = func(*args, **kwargs)
             if names_:
                 leave_note(out, names_, args, kwargs)
             return out
         target = args[0] if args else next((kwargs[k] for k in ("input", "tensor", "self") if k in kwargs), None)
-        if _is_nobodys(target, args, kwargs):
+        if _concerns_no_recipe(target, args, kwargs):
             return func(*args, **kwargs)
-        before_change(notes.book, target)
+        before_change(mode.region, target)
         overlaps = _overlaps(target, args, kwargs)
         note = constants_of(names_, args, kwargs) if names_ and not overlaps and _needs_gradient(args) else None
         before = _node_of(target)
-        notes.book.changing = target
+        mode.region.changing = target
         try:
             out = func(*args, **kwargs)
         finally:
-            notes.book.changing = None
+            mode.region.changing = None
         node = _node_of(target)
         if node is before:  # autograd did not record it
-            after_change(notes.book, target)
+            after_change(mode.region, target)
         elif (
-            overlaps or _has_own_strides(target, node) or (notes.book.max_products and type(node).__name__ in PRODUCTS)
+            overlaps or _has_own_strides(target, node) or (mode.region.max_products and type(node).__name__ in PRODUCTS)
         ):
-            # A product that was written into a tensor may have gone by a kernel for the strides of that one.
+            # The strides of the tensor that a product is written into may have chosen its kernel.
             node.metadata[OPAQUE] = True
         elif note is not None and isinstance(target, Tensor) and not target._is_view():
             node.metadata[NOTE] = note
@@ -242,9 +259,9 @@ def _needs_gradient(args: Iterable[Any]) -> bool:
     return False
 
 
-def write_out(notes: FunctionMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A function with ``out=``: autograd records none of these."""
-    before_change(notes.book, kwargs["out"])
+def write_out(mode: FunctionMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Handle a call with ``out=``: autograd does not record it."""
+    before_change(mode.region, kwargs["out"])
     result = func(*args, **kwargs)
-    after_change(notes.book, kwargs["out"])
+    after_change(mode.region, kwargs["out"])
     return result

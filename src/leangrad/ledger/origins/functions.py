@@ -1,8 +1,8 @@
-"""Autograd Functions that are written in Python and that the ledger can replay, each by a recipe of its own.
+"""Rules for autograd Functions written in Python, so that the ledger can replay them.
 
-A rule of the table reads a node of ATen by the names of its saved tensors. A Function written in Python has other
-attributes, so whoever wrote it says how its output is made again (``know``). Functions that nobody has made known are
-never computed twice.
+A rule of the table in ``rules`` reads a node of ATen by the names of its saved tensors. The node of a Function written
+in Python has other attributes, so the module that defines the Function registers how its output is rebuilt, by
+`register_rule`. Functions that are not registered are never computed twice.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from leangrad._torch import HOOK_NODE, node_class, output_nbytes
 from leangrad.ledger.values.node_metadata import OPAQUE, Node
 from leangrad.ledger.values.value import Value
 
-Replay = tuple[Callable[..., Any], tuple[Any, ...]]  # a function and its arguments, values among them
+Replay = tuple[Callable[..., Any], tuple[Any, ...]]  # a function and its arguments, which may be values
 
 
-class Walk(Protocol):
-    """What is asked here of the walk along the graph, which ``graph_walk.py`` has."""
+class RuleWalk(Protocol):
+    """What the rules in this file need of the walk along the graph: see ``graph_walk.Walk``."""
 
-    sizes: bool  # whether the bytes of outputs are asked for
+    sizes: bool  # True: ``nbytes`` of new values is set
 
     def count_step(self) -> None:
-        """One node more."""
+        """Count one more node that was visited."""
 
     def input(self, node: Any, nr: int) -> Value:
-        """The value of output ``nr`` of ``node``."""
+        """Returns the value of output ``nr`` of ``node``."""
 
 
 class NoRecipeError(Exception):
-    """This tensor cannot be rebuilt; the argument says why."""
+    """Raised in a walk when a tensor cannot be rebuilt; the argument says why."""
 
 
 class FunctionRule:
-    """How the first output of one Function is made again."""
+    """How the first output of one Function is rebuilt."""
 
     __slots__ = ("_applies", "_name", "_replay")
 
@@ -44,11 +44,14 @@ class FunctionRule:
         self._name, self._replay, self._applies = name, replay, applies
 
     def applies(self, node: Node, nr: int) -> bool:
-        """Whether output ``nr`` of ``node`` can be made again."""
+        """Whether output ``nr`` of ``node`` can be rebuilt."""
         return nr == 0 and self._applies(node)
 
-    def __call__(self, walk: Walk, node: Node, nr: int, metadata: dict[Any, Any], made: Any = None) -> Value:
-        """The value of that output."""
+    def __call__(self, walk: RuleWalk, node: Node, nr: int, metadata: dict[Any, Any], made: Any = None) -> Value:
+        """Returns the value of output ``nr`` of ``node``, with its recipe.
+
+        metadata: that of ``node``. made: not used; rules for nodes of ATen need it.
+        """
         if metadata and OPAQUE in metadata:
             raise NoRecipeError(f"the output of {self._name} was changed behind autograd's back")
         walk.count_step()
@@ -59,40 +62,45 @@ class FunctionRule:
         return value
 
 
-class _HandedOn:
-    """A node that hands on what it is given, output ``nr`` being input ``nr``: both are one value."""
+class _IdentityRule:
+    """The rule of a node that returns its inputs: output ``nr`` is input ``nr``, so both have one value."""
 
     def applies(self, node: Node, nr: int) -> bool:
         return node.next_functions[nr][0] is not None
 
-    def __call__(self, walk: Walk, node: Node, nr: int, metadata: dict[Any, Any], made: Any = None) -> Value:
+    def __call__(self, walk: RuleWalk, node: Node, nr: int, metadata: dict[Any, Any], made: Any = None) -> Value:
         if metadata and OPAQUE in metadata:
             raise NoRecipeError("what a backward hook handed on was changed behind autograd's back")
         walk.count_step()
         return walk.input(*node.next_functions[nr])
 
 
-FUNCTIONS: dict[type, FunctionRule | _HandedOn] = {}  # by the class of the node
+FUNCTIONS: dict[type, FunctionRule | _IdentityRule] = {}  # by the class of the node
 
 
-def hands_on(kind: type | None) -> None:
-    """Nodes of this class hand on what they are given: full backward hooks, and FSDP2 before a module."""
+def register_identity(kind: type | None) -> None:
+    """Register a class of nodes that return their inputs: those of full backward hooks, and of FSDP2.
+
+    kind: the class; None: there is no such class, and nothing is registered.
+    """
     if kind is not None:
-        FUNCTIONS[kind] = _HandedOn()
+        FUNCTIONS[kind] = _IdentityRule()
 
 
-hands_on(HOOK_NODE)
+register_identity(HOOK_NODE)
 
 
-def know(
+def register_rule(
     function: type[torch.autograd.Function],
     replay: Callable[[Any, Node], Replay],
     applies: Callable[[Node], bool] = lambda node: True,
 ) -> None:
-    """Let the ledger rebuild the output of ``function``, the only one, where ``applies(node)``.
+    """Register how the ledger rebuilds the output of ``function``, which must have only one.
 
-    replay: reads off a node which function to call with which arguments; inputs along its edges are
-        ``walk.operand(node, i, place)``. The function must give the very bits of the forward, and touch no state.
+    replay: called as ``replay(walk, node)``; returns the function to call and its arguments. It gets the inputs along
+        the edges of the node by ``walk.operand(node, i, place)``. The function must give the same bits as forward did,
+        and change no state.
+    applies: whether the output of a given node can be rebuilt.
     """
     kind = node_class(function)
     if kind is not None:

@@ -1,15 +1,17 @@
-"""Where tensors come from: recipes read off the nodes of autograd.
+"""`Walk`: builds the recipe of a tensor from the nodes of autograd's graph.
 
-Nodes give the structure, below autocast and below every composite function; ``handlers.py`` leaves on the nodes the few
-constants that they forget. A walk starts at the node of a tensor, follows edges through ops that have a rule, and ends
-in parameters, in values that are known already, or in the outputs of ops that are never computed twice.
+Nodes give the structure, below autocast and below every composite function. The few constants that nodes do not record
+are stored in their metadata by ``handlers.py``. A walk starts at the node of a tensor and follows edges through ops
+that have a rule. It ends in parameters, in values that are known already, or in outputs of ops that are never computed
+twice.
 """
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 from weakref import ref
 
 import torch
@@ -33,24 +35,37 @@ CONVOLUTION = "ConvolutionBackward0"
 MAX_WALK = 64  # nodes between a tensor and its anchors; beyond that the tensor is kept
 
 
-class UnsavedInput:
-    """A tensor that an op read and its node forgot, because it needs no gradient.
+class Noted(threading.local):
+    """The unsaved inputs that the region of this thread has recorded so far, by their ids."""
 
-    A small one is copied at once: buffers change below every version counter, by batch norm and by collectives.
+    def __init__(self) -> None:
+        self.ids: set[int] = set()
+
+    def are_any(self, *tensors: Tensor | None) -> bool:
+        """Whether one of ``tensors`` is an unsaved input of the region."""
+        return not self.ids.isdisjoint(map(id, tensors))
+
+
+noted = Noted()
+
+
+class UnsavedInput:
+    """An input of an op that the op's node does not save, because it needs no gradient.
+
+    A small one is copied at once: batch norm and collectives change buffers without changing their version counters.
     """
 
     __slots__ = ("copy", "ref", "version")
-    noted: ClassVar[set[int]] = set()  # the ids of all operands since a region began
 
     def __init__(self, tensor: Tensor) -> None:
-        self.noted.add(id(tensor))
+        noted.ids.add(id(tensor))
         self.ref = ref(tensor)
         self.version = -1 if tensor.is_inference() else tensor._version
         small = self.version >= 0 and tensor.layout is torch.strided and tensor.nbytes <= COPIED_BYTES
         self.copy = _torch.copy_unseen(tensor.detach()) if small else None
 
     def value(self) -> Value:
-        """The operand as an anchor, if it is alive and unchanged."""
+        """Returns an anchor that holds the tensor or its copy; raises NoRecipeError if it is gone or was changed."""
         tensor = self.ref() if self.copy is None else self.copy
         if tensor is None or self.version < 0 or (self.copy is None and tensor._version != self.version):
             raise NoRecipeError("an input of it that needs no gradient is gone by then")
@@ -61,53 +76,57 @@ class UnsavedInput:
 
 
 class WalkRegion(Protocol):
-    """What a walk asks of its region."""
+    """What a `Walk` needs of its region."""
 
-    sizes: bool  # whether new values are told their bytes, for the plan
-    fence: int  # outputs of nodes made before this sequence number may have been changed unseen, and are not rebuilt
-    anchors: list[weakref.ref[Value]]  # what recipes may read and autograd keeps as well
-    watched_parameters: dict[int, list[weakref.ref[Anchor]]]  # what recipes read of the caller's and must not change
-    rewritten: dict[int, int]  # memory that was changed unseen, and the number of the first node after that
-    sharded: bool  # FSDP of the first kind: no recipe reads parameters
-    shards: Shards | None  # what FSDP2 gathers: see [Note: recipes that read sharded parameters]
-    max_products: int  # products that a recipe may run through in a row
-    product_settings: tuple[Any, ...]  # under which they run, as the region began
-    failed_allocations: int  # by then
+    sizes: bool  # True: ``nbytes`` of new values is set, for the plan
+    trusted_from: (
+        int  # outputs of nodes made before this sequence number may have been changed unseen, and are not rebuilt
+    )
+    anchors: list[weakref.ref[Value]]  # anchors whose tensors autograd keeps as well
+    watched_parameters: dict[int, list[weakref.ref[Anchor]]]  # by the id of a parameter: anchors that read it
+    # By address of memory that was changed unseen: the sequence number of the first node made after that.
+    rewritten: dict[int, int]
+    sharded: bool  # True: the model uses FSDP of the first kind, and no recipe reads parameters
+    shards: Shards | None  # the parameters that FSDP2 gathers: see [Note: recipes that read sharded parameters]
+    max_products: int  # products that a recipe may run one inside the other
+    product_settings: tuple[Any, ...]  # settings of torch for products when the region began
+    failed_allocations: int  # failed allocations on GPUs by the time the region began
 
     def watch(self, value: Value) -> None:
-        """A recipe reads this tensor of the caller's: it must not change under the recipe."""
+        """Let ``value`` get a copy of its tensor before the caller changes that tensor in place."""
 
 
 class Walk:
     """The walks of one region through the graph, from saved tensors to their anchors.
 
-    steps           nodes that were visited since the last start
-    operand_bytes   of the operands that were found since then
-    early           outputs of products that were found since then, and that are kept although none has asked for them
-    sizes           whether new values are told their bytes, for the plan
-    max_products    products that a recipe may run through in a row
+    steps           how many nodes were visited since the last `start`
+    operand_bytes   bytes of the unsaved inputs that were found since then
+    early           products found since then that are kept although no saved tensor or recipe has read them yet
+    sizes           True: ``nbytes`` of new values is set, for the plan
+    max_products    how many products a recipe may run one inside the other
     """
 
-    __slots__ = ("_book", "_leaves", "_made", "early", "max_products", "operand_bytes", "sizes", "steps")
+    __slots__ = ("_leaves", "_made", "_region", "early", "max_products", "operand_bytes", "sizes", "steps")
 
-    def __init__(self, book: WalkRegion) -> None:
-        self._book = book
-        self._leaves: dict[int, Value] = {}  # by id; a value holds its parameter, so the id stays that one's
+    def __init__(self, region: WalkRegion) -> None:
+        self._region = region
+        self._leaves: dict[int, Value] = {}  # by id of the parameter, which its value holds, so the id is not reused
         self.steps = self.operand_bytes = 0
         self.early: list[Value] = []
-        self.sizes = book.sizes
-        self.max_products = book.max_products
-        self._made: list[Value] = []  # the values that this walk has made, where recipes run through products
+        self.sizes = region.sizes
+        self.max_products = region.max_products
+        self._made: list[Value] = []  # values made since the last `start`, if ``max_products`` is not 0
 
     def origin(self, node: Node, nr: int) -> Origin | None:
-        """What makes the value of output ``nr`` of ``node``; None: it is not computed twice."""
+        """Returns the function that makes the value of output ``nr`` of ``node``; None: it is not computed twice."""
         origin = origin_of(node, nr)
         return product_of(node, nr) if origin is None and self.max_products else origin
 
     def start(self, node: Node, nr: int, metadata: dict[Any, Any], made: Tensor | None = None) -> Value:
-        """A new walk: the origin of output ``nr`` of a node behind the fence; NoRecipeError where there is none.
+        """Begin a walk: returns a new value with the recipe of output ``nr`` of ``node``, or raises NoRecipeError.
 
-        made: that output itself, where it is at hand.
+        node: one that was made since ``trusted_from``.
+        made: that output itself, if the caller has it.
         """
         self.steps = self.operand_bytes = 0
         self.early.clear()
@@ -125,7 +144,10 @@ class Walk:
             self._made.clear()
 
     def input(self, node: Node, nr: int) -> Value:
-        """The value that flows in along an edge from output ``nr`` of ``node``: known, a parameter, rebuilt, absent."""
+        """Returns the value of output ``nr`` of ``node``, the source of an edge.
+
+        It may be known already, be a parameter, get a recipe now, or be absent.
+        """
         kind = type(node)
         if kind is AccumulateGrad:
             return self.leaf(node.variable)
@@ -134,15 +156,15 @@ class Walk:
             known = metadata.get(VALUES[nr])
             if known is not None and (value := known()) is not None:
                 if type(value) is SavedView:
-                    found = self._seen(value, node, nr)
+                    found = self._value_of_view(value, node, nr)
                     if found is not None:
                         return found
                 elif value.tensor is None:
-                    if node._sequence_nr() >= self._book.fence:
+                    if node._sequence_nr() >= self._region.trusted_from:
                         if value.gathers:
                             self._check_gathered(value)
                         return value  # type: ignore[no-any-return]
-                elif value.before is not None and node._sequence_nr() < self._book.fence:
+                elif value.recipe_tensor is not None and node._sequence_nr() < self._region.trusted_from:
                     raise NoRecipeError(f"the output of {value.op} was changed under no_grad or through .data")
                 elif value.tensor._version == value.version:
                     if value.growth and not value.readers:
@@ -150,7 +172,7 @@ class Walk:
                     return value  # type: ignore[no-any-return]
                 else:
                     raise NoRecipeError(f"the output of {value.op} was changed in place")
-        if node._sequence_nr() < self._book.fence:
+        if node._sequence_nr() < self._region.trusted_from:
             raise NoRecipeError(
                 f"the output of {kind.__name__} was made before the lean region, or left torch by numpy() or data_ptr()"
             )
@@ -171,16 +193,19 @@ class Walk:
         return value
 
     def settings(self, node: Node) -> tuple[Any, ...]:
-        """The settings under which the product of ``node`` has run: those of the region."""
-        book = self._book
-        if _torch.product_settings() != book.product_settings:
+        """Returns the settings of torch under which the product of ``node`` ran: those when the region began.
+
+        Raises NoRecipeError if they have changed since.
+        """
+        region = self._region
+        if _torch.product_settings() != region.product_settings:
             raise NoRecipeError("settings of torch by which products are computed have changed")
-        if type(node).__name__ == CONVOLUTION and _torch.failed_allocations() != book.failed_allocations:
+        if type(node).__name__ == CONVOLUTION and _torch.failed_allocations() != region.failed_allocations:
             raise NoRecipeError("there may have been too little memory for the workspace of a convolution")
-        return book.product_settings
+        return region.product_settings
 
     def _product(self, node: Node, nr: int, metadata: dict[Any, Any]) -> Value:
-        """The output of a product, with a recipe; absent where there is none."""
+        """Returns the value of an op that only a rule of a product may replay; absent if there is no recipe."""
         origin, made = product_of(node, nr), len(self._made)
         if origin is not None:
             try:
@@ -194,60 +219,60 @@ class Walk:
         return Value(type(node).__name__)
 
     def _give_up(self, first: int) -> None:
-        """No recipe comes of the values from number ``first`` of those that this walk has made."""
+        """Undo the values of this walk from index ``first`` on: no recipe reads their inputs any more."""
         for value in self._made[first:]:
             for v in value.inputs:
-                v.parents -= 1
+                v.recipe_reads -= 1
         del self._made[first:]
 
     def count_step(self) -> None:
-        """One node more was visited."""
+        """Count one more node that was visited; raises NoRecipeError after ``MAX_WALK``."""
         self.steps += 1
         if self.steps > MAX_WALK:
             raise NoRecipeError(f"more than {MAX_WALK} ops lie between it and the nearest kept tensors")
 
-    def _seen(self, seen: SavedView, node: Node, nr: int) -> Value | None:
-        """A view that was saved, as a value: recipes read it."""
-        if node._sequence_nr() < self._book.fence:
+    def _value_of_view(self, view: SavedView, node: Node, nr: int) -> Value | None:
+        """Returns a `Value` for a saved view, for recipes to read; None: its node was made before ``trusted_from``."""
+        if node._sequence_nr() < self._region.trusted_from:
             return None
-        value = seen.value()
+        value = view.value()
         if self.max_products:
             self._made.append(value)
         node.metadata[VALUES[nr]] = ref(value)
         return value
 
     def leaf(self, variable: Tensor) -> Value:
-        """A parameter."""
+        """Returns the value of a parameter, one for each version of it."""
         version = variable._version
         value = self._leaves.get(id(variable))
         if value is not None and value.tensor is variable and value.version == version:
             return value
         if type(variable) is not torch.nn.Parameter and type(variable) is not Tensor:
             raise NoRecipeError(f"a parameter of class {type(variable).__name__}")
-        book = self._book
-        value = None if book.shards is None else book.shards.leaf(variable)
+        region = self._region
+        value = None if region.shards is None else region.shards.leaf(variable)
         if value is None:
-            if book.sharded or not is_there(variable):
+            if region.sharded or not is_there(variable):
                 raise NoRecipeError("a sharded parameter, which is gone by the time a recipe runs")
             value = self._leaves[id(variable)] = leaf_value(variable, version)
-        watched = book.watched_parameters.setdefault(id(variable), [])
+        watched = region.watched_parameters.setdefault(id(variable), [])
         if not watched or watched[-1]() is not value:
             watched.append(ref(value))
         return value
 
     def _check_gathered(self, value: Value) -> None:
-        """A recipe reads ``value``, whose own recipe reads sharded parameters in place."""
-        if self._book.shards is None or not self._book.shards.are_at_work(value.gathers):
+        """Raise NoRecipeError unless the sharded parameters in the recipe of ``value`` are gathered in backward."""
+        if self._region.shards is None or not self._region.shards.are_at_work(value.gathers):
             raise NoRecipeError("a sharded parameter that is not gathered when it is read")
 
     def _sharded(self, tensor: Tensor) -> Value | None:
-        """What recipes read of ``tensor``, if that lies in the memory of a sharded parameter."""
-        if self._book.sharded:
+        """Returns the value by which recipes read ``tensor`` if it is a detached sharded parameter; else None."""
+        if self._region.sharded:
             raise NoRecipeError("a tensor that may be a sharded parameter")
-        return None if self._book.shards is None else self._book.shards.anchor(tensor)
+        return None if self._region.shards is None else self._region.shards.anchor(tensor)
 
     def listed(self, edges: Sequence[tuple[Node, int]], metadata: dict[Any, Any]) -> tuple[Any, ...]:
-        """The operands of an op that takes a list of tensors."""
+        """Returns the operands of an op that takes a list of tensors."""
         noted = metadata.get(NOTE, NOTHING).get("tensors", NOTHING)
         return tuple(
             [
@@ -257,7 +282,7 @@ class Walk:
         )
 
     def noted(self, node: Node, name: str, metadata: dict[Any, Any]) -> Any:
-        """A constant that ``node`` forgot, from the note that was left on it."""
+        """Returns a constant that ``node`` does not record, from the note in its metadata."""
         note = metadata.get(NOTE)
         if note is None or name not in note:
             if name in DEFAULTS:
@@ -274,11 +299,14 @@ class Walk:
         if constant.copy is None and value.tensor is not None and (found := self._sharded(value.tensor)) is not None:
             return found
         self.operand_bytes += value.nbytes
-        self._book.watch(value)
+        self._region.watch(value)
         return value
 
     def saved(self, node: Node, raw: Any, name: str, parameter: bool) -> Any:
-        """A tensor that ``node`` saved, as an anchor; ``parameter``: it may be one."""
+        """Returns a value for the tensor ``raw`` that ``node`` saved as ``name``.
+
+        parameter: whether the tensor may be a parameter. Tuples of tensors give tuples of values.
+        """
         if type(raw) is tuple:
             return tuple([None if r is None else self.saved(node, r, name, parameter) for r in raw])
         if passed_no_hook(raw):
@@ -298,9 +326,10 @@ class Walk:
         return self._anchor(node, found.tensor, found.version)
 
     def operand(self, node: Node, edge: int, place: int | None = None) -> Any:
-        """An input of ``node``, a Function written in Python: along its edge, or else as the tensor that it saved.
+        """Returns an input of ``node``, a Function written in Python: along its edge, or else from its saved tensors.
 
-        edge: the number of the input among those that are tensors. place: where among its saved tensors it is.
+        edge: index of the input among those that are tensors.
+        place: index of the input among the saved tensors of the node; None: it is not saved.
         """
         source, nr = node.next_functions[edge]
         if source is not None:
@@ -310,9 +339,9 @@ class Walk:
         return self.saved_in(node, place)
 
     def saved_in(self, node: Node, place: int, *, private: bool = False) -> Any:
-        """A tensor that ``node``, a Function written in Python, saved in ``place``, as an anchor.
+        """Returns a value for the tensor that ``node``, a Function written in Python, saved at index ``place``.
 
-        private: the Function made it and nobody else sees it, so it cannot have changed.
+        private: the Function made the tensor and nothing else refers to it, so it cannot have changed.
         """
         raw = node._raw_saved_tensors[place]
         if not passed_no_hook(raw):
@@ -325,19 +354,22 @@ class Walk:
         return self._anchor(node, tensor, tensor._version)
 
     def statistics(self, node: Node, raw: Any, names: Sequence[str]) -> tuple[Any, ...]:
-        """The same for the statistics of a norm, by a shorter way: none is a parameter or a number.
+        """Returns what `saved` does for the statistics of a norm, in less time: none is a parameter or a number.
 
-        raw: the first of them. If that passed no hook, those that were saved after it passed none.
+        raw: the first of the statistics. If it passed no hook, those that were saved after it passed none.
         """
-        if self._book.rewritten or not passed_no_hook(raw):
+        if self._region.rewritten or not passed_no_hook(raw):
             return tuple([self.saved(node, getattr(node, "_raw_saved_" + name), name, False) for name in names])
         tensors = [_unchanged(node, name) for name in names]
         return tuple([None if t is None else self._enter(t, t._version) for t in tensors])
 
     def _unhooked(self, node: Node, raw: Any, name: str, parameter: bool) -> Any:
-        """A tensor that autograd saved itself: see [Note: hooks only where they are needed]."""
+        """Returns a value for a tensor that autograd saved with no hook: see [Note: hooks only where they are needed].
+
+        A number that autograd wrapped in a tensor is returned itself.
+        """
         tensor = _unchanged(node, name)
-        if type(tensor) is tuple:  # of several tensors, and the one at hand
+        if type(tensor) is tuple:  # the node saved several tensors as ``name``; ``raw`` is the one that is meant
             tensor = packed_in(raw)
         if tensor is None or (not tensor.dim() and _torch.is_number(tensor)):
             return tensor
@@ -346,8 +378,12 @@ class Walk:
         return self._anchor(node, tensor, tensor._version)
 
     def _anchor(self, node: Node, tensor: Tensor, version: int) -> Value:
-        """What autograd saved as well. Plain PyTorch minds a change of it too, but for one that no version tells of."""
-        rewritten = self._book.rewritten
+        """Returns an anchor for a tensor that autograd saved as well.
+
+        Plain PyTorch raises an error too if the tensor is changed in place. Only a change without a new version has to
+        be looked for here: it raises NoRecipeError.
+        """
+        rewritten = self._region.rewritten
         memory = tensor.untyped_storage().data_ptr() if rewritten and tensor.layout is torch.strided else 0
         if memory in rewritten and node._sequence_nr() < rewritten[memory]:
             raise NoRecipeError("an input of it was changed under no_grad or through .data")
@@ -355,17 +391,17 @@ class Walk:
 
     def _enter(self, tensor: Tensor, version: int) -> Value:
         value = leaf_value(tensor if tensor.is_leaf else tensor.detach(), version)
-        self._book.anchors.append(ref(value))
+        self._region.anchors.append(ref(value))
         return value
 
 
 def _unchanged(node: Node, name: str) -> Any:
-    """What ``node`` itself has saved as ``name``."""
+    """Returns what ``node`` saved as ``name``; raises NoRecipeError if that was changed in place."""
     try:
         return getattr(node, "_saved_" + name)
     except RuntimeError as error:
         raise NoRecipeError(f"{name} was changed in place") from error
 
 
-# Constants that a composite op passes below every function override, where nobody can note them.
+# Constants that a composite op passes in C++, below every function mode, so that no handler can record them.
 DEFAULTS: dict[str, Any] = {"memory_format": torch.contiguous_format}

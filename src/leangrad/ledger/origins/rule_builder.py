@@ -1,8 +1,9 @@
-"""A rule for the nodes of one type: a function that makes the value of a node's output.
+"""Compiles a rule for the nodes of one type into a function that makes the value of a node's output.
 
-``origin_of`` builds it when the first node of a type is met, because what a rule asks of a node (which attributes it
-has, how many edges) is the same for all nodes of a type. It is called as ``origin(walk, node, nr, metadata, made)``;
-``made`` is the output itself, where it is at hand: torch takes its time to tell what the output of a node was.
+``origin_of`` compiles it when a walk meets the first node of a type, because what a rule reads of a node (which
+attributes it has, how many edges) is the same for all nodes of a type. The function is called as
+``origin(walk, node, nr, metadata, made)``. ``made`` is the output itself if the caller has it, else None: torch takes
+some microseconds to say which shape and dtype the output of a node had.
 """
 
 from __future__ import annotations
@@ -16,33 +17,35 @@ from leangrad.ledger.origins.functions import FUNCTIONS, NoRecipeError
 from leangrad.ledger.origins.rules import PRODUCTS, RULES, Rule
 from leangrad.ledger.origins.rules.products import FOLLOWS, with_exact_strides
 from leangrad.ledger.values.node_metadata import OPAQUE, Node, join
-from leangrad.ledger.values.value import Value, fuses
+from leangrad.ledger.values.rebuild.replays import fuses
+from leangrad.ledger.values.value import Value
 
-Origin = Callable[..., Value]  # of a walk, a node, the number of its output, its metadata, and the output itself
-Getter = Callable[[Any, Node, dict[Any, Any], Any], Any]  # an argument: of a walk, a node, its metadata, its output
+Origin = Callable[..., Value]  # called with a walk, a node, the number of its output, its metadata, and that output
+# Finds an argument of a rule's function. It is called with a walk, a node, the node's metadata and the node's output.
+Getter = Callable[[Any, Node, dict[Any, Any], Any], Any]
 
-LISTED = ("*",)
-HALF = 1 << 63
+LISTED = ("*",)  # the operands of a rule whose op takes a list of tensors
+HALF = 1 << 63  # from here on a number of 64 bits is negative
 
 
 class NodeRule:
-    """A rule for the nodes of one type: when it serves, and the function that it is."""
+    """A compiled rule for the nodes of one type: when it applies, and the function ``origin``."""
 
     __slots__ = ("origin", "output", "when")
 
     def __init__(self, rule: Rule, node: Node) -> None:
-        self.output = None if rule.numbered else rule.output  # None: all of them
-        self.when = rule.when
+        self.output = None if rule.numbered else rule.output  # the output that it rebuilds; None: any
+        self.when = rule.when  # which nodes of the type it applies to; None: all
         self.origin = _build(rule, node)
 
 
-_NODE_RULES: dict[type, tuple[NodeRule, ...]] = {}
-ONLY: dict[type, Origin] = {}  # of output 0, for the types that have one rule for that, always
-_PRODUCT_RULES: dict[type, tuple[NodeRule, ...]] = {}
+_NODE_RULES: dict[type, tuple[NodeRule, ...]] = {}  # by type of node
+ONLY: dict[type, Origin] = {}  # the function for output 0, by types of nodes that have one rule, which always applies
+_PRODUCT_RULES: dict[type, tuple[NodeRule, ...]] = {}  # by type of node, the rules of products
 
 
 def origin_of(node: Node, nr: int) -> Origin | None:
-    """What makes the value of output ``nr`` of ``node``; None: the op is never computed twice."""
+    """Returns the function that makes the value of output ``nr`` of ``node``; None: the op is never computed twice."""
     kind = type(node)
     if nr == 0 and kind in ONLY:
         return ONLY[kind]
@@ -58,7 +61,10 @@ def origin_of(node: Node, nr: int) -> Origin | None:
 
 
 def product_of(node: Node, nr: int) -> Origin | None:
-    """What makes the value of output ``nr`` of ``node``, if that is a product which may be computed twice."""
+    """Returns the function that makes the value of output ``nr`` of ``node`` if a rule of a product applies, else None.
+
+    The ledger uses it only where it may compute products twice.
+    """
     kind = type(node)
     rules = _PRODUCT_RULES.get(kind)
     if rules is None:
@@ -74,7 +80,7 @@ def _serving(rules: tuple[NodeRule, ...], node: Node, nr: int) -> Origin | None:
 
 
 def forget() -> None:
-    """A rule has changed: build all anew."""
+    """Drop all compiled rules, so that they are compiled again. To be called when a rule has changed."""
     _NODE_RULES.clear()
     _PRODUCT_RULES.clear()
     ONLY.clear()
@@ -84,18 +90,19 @@ def forget() -> None:
 
 
 def _build(rule: Rule, node: Node) -> Origin:
-    """What makes the value of the output of a node of the type of ``node``, as ``rule`` says."""
+    """Compile ``rule`` for the nodes of the type of ``node``."""
     kind, is_listed = type(node), rule.operands == LISTED
     statistics = tuple([name[1:] for name in rule.constants if name[0] in "=~"])
     others = rule.constants[: len(rule.constants) - len(statistics)]
     assert not any(name[0] in "=~" for name in others), f"the statistics of {rule.node} come last"
-    # A norm is never computed in place: its function tells the dtype.
+    # An op with several operands may run in place, in the dtype of the first. A norm does not: its function always
+    # gives the dtype that forward gave.
     has_dtype = len(rule.operands) > 1 and not statistics
     asks_output = has_dtype or any(name[0] == "@" for name in (*others, *dict(rule.keywords).values()))
     operands = () if is_listed else tuple([_getter(name, kind) for name in rule.operands])
     constants = tuple([_getter(name, kind) for name in others])
     keywords = tuple([(key, _getter(name, kind)) for key, name in rule.keywords])
-    if statistics and rule.constants[-1][0] == "~" and not fuses():  # only fused kernels read those
+    if statistics and rule.constants[-1][0] == "~" and not fuses():  # only fused kernels read "~" statistics
         statistics = ()
     op, function, twins, numbered = rule.node, rule.function, rule.twins, rule.numbered
     is_product, names = rule.product, rule.operands
@@ -129,7 +136,7 @@ def _build(rule: Rule, node: Node) -> Origin:
             value.kwargs = {key: get(walk, node, metadata, made) for key, get in keywords}
         if walk.max_products:
             value.max_products = walk.max_products
-            value.free = function in FOLLOWS and args[0].free  # a weight's cast or view: no lineage begins with it
+            value.free = function in FOLLOWS and args[0].free  # the cast or view of a weight begins no lineage
         value.read_arguments()
         if numbered:
             value.part = nr
@@ -142,10 +149,13 @@ def _build(rule: Rule, node: Node) -> Origin:
 
 
 def _getter(name: str, kind: type) -> Getter:
-    """What finds an argument of a rule, named as rules name it, at the nodes of type ``kind``."""
+    """Returns the function that finds an argument of a rule at nodes of type ``kind``.
+
+    name: as it is written in a rule, see ``rules/rule.py``.
+    """
     if name == "@dtype":
         return lambda walk, node, metadata, made: made.dtype
-    if name[0] == "@":  # ``shape``, or the end of it: ``shape[-2:]``
+    if name[0] == "@":  # ``@shape``, or the end of it: ``@shape[-2:]``
         first = int(name.partition("[")[2].rstrip(":]") or 0)
         return lambda walk, node, metadata, made: tuple(made.shape)[first:]
     raw, saved, noted = "_raw_saved_" + name, "_saved_" + name, name.lstrip("?")
@@ -157,7 +167,7 @@ def _getter(name: str, kind: type) -> Getter:
 
 
 def signed(constant: Any) -> Any:
-    """Nodes hand out negative dimensions as unsigned numbers."""
+    """Returns ``constant`` with its sign: nodes return negative dimensions as unsigned numbers of 64 bits."""
     kind = type(constant)
     if kind is int:
         return constant if constant < HALF else constant - 2 * HALF
@@ -167,10 +177,10 @@ def signed(constant: Any) -> Any:
 
 
 def is_from_elsewhere(value: Value, node: Node, nr: int, made: Any) -> bool:
-    """Whether ``value``, output ``nr`` of ``node``, lies on another device than ``made``.
+    """Whether ``value``, which is output ``nr`` of ``node``, lies on another device than ``made``.
 
-    All ops but copies compute where their operands are, so an anchor of its recipe tells; but for numbers, which lie on
-    the CPU.
+    All ops but copies compute where their operands are, so it is enough to look at one anchor of the recipe. Only a
+    tensor without dimensions may lie on the CPU while the op runs elsewhere; then the node is looked up.
     """
     anchor = value
     while anchor.tensor is None and anchor.inputs:
@@ -182,11 +192,14 @@ def is_from_elsewhere(value: Value, node: Node, nr: int, made: Any) -> bool:
 
 
 def twin_of(parent: Value, args: tuple[Any, ...], value: Value) -> Value | None:
-    """The value that the same function already made of the same input; else ``value`` is entered as that one."""
-    if parent.children is None:
-        parent.children = {}
-    ref = parent.children.get(args[1:])
+    """Returns the value that the same function already made of ``parent`` with the same arguments.
+
+    If there is none, returns None and registers ``value`` for later calls.
+    """
+    if parent.casts is None:
+        parent.casts = {}
+    ref = parent.casts.get(args[1:])
     twin = ref() if ref is not None else None
     if twin is None:
-        parent.children[args[1:]] = weakref.ref(value)
+        parent.casts[args[1:]] = weakref.ref(value)
     return twin

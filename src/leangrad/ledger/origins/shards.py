@@ -1,19 +1,20 @@
-"""Parameters that FSDP2 shards: what recipes read of them.
+"""How recipes read parameters that FSDP2 shards: in place, or from a copy.
 
 [Note: recipes that read sharded parameters]
-FSDP2 gathers the parameters of a module before its forward and frees them after it, and again in backward: when the
-gradient of the module's output comes, and when that of its input is there. The gathered parameter is one tensor in all
-steps, whose memory comes and goes below its version counter. So a recipe reads it in one of two ways.
+FSDP2 gathers the parameters of a module before its forward and frees them after it. In backward it gathers them when
+the gradient of the module's output arrives, and frees them when the gradient of its input is computed. The gathered
+parameter is the same tensor in all steps; its memory is allocated and freed without a change of its version counter. So
+a recipe reads it in one of two ways.
 
-A copy       Of a vector up to ``COPIED_BYTES``, made while the module's forward runs: the weights of norms, scales,
-             biases. Backward of a linear layer asks for the output of the norm before it, which may be another
-             module's, or the block's before: its parameters are not there yet. A copy is what forward has read,
-             whatever happens to the shards.
-In place     All others, if what is rebuilt is saved while the forward of the parameter's own module runs: the node
-             that saves it runs in the backward of that module, with the parameter at hand. The value says which
-             modules have to be gathered for it (``Value.gathers``). When it is read, it has to be there, and the
-             optimizer must not have changed it since. What is saved elsewhere is rebuilt from a copy if the parameter
-             is small, and else kept.
+A copy       Used for a vector of up to ``COPIED_BYTES`` (the weight of a norm, a scale, a bias), and made while the
+             module's forward runs. Backward of a linear layer reads the output of the norm before it. That norm may
+             belong to another module, such as the block before, whose parameters are not gathered at that time. The
+             copy stays what forward has read, whatever happens to the shards.
+In place     Used for all others, if the rebuilt tensor is saved while the forward of the parameter's own module runs:
+             the node that saves it then runs in the backward of that module, while the parameter is gathered. The value
+             lists the parameter groups that have to be gathered for it (``Value.gathers``). When it is read, the
+             parameter has to be gathered, and the optimizer must not have changed it since forward. A tensor that is
+             saved elsewhere is rebuilt from a copy of the parameter if that is small, and kept otherwise.
 """
 
 from __future__ import annotations
@@ -32,26 +33,29 @@ from leangrad.errors import ChangedError
 from leangrad.ledger.origins.functions import NoRecipeError
 from leangrad.ledger.values.value import Value, is_there, leaf_value
 
-COPIED_BYTES = 64 * 1024  # operands up to this size are copied
+COPIED_BYTES = 64 * 1024  # parameters and unsaved inputs up to this size are copied
 
 
 class Shards:
     """The sharded parameters of one region that were gathered so far."""
 
     def __init__(self, wanted: set[int] | None) -> None:
-        """``wanted``: the ids of those that recipes have read in earlier steps, if any were run."""
-        self.read: set[int] = set()  # the ids of those of which recipes read a copy
+        """``wanted``: ids of the parameters of which recipes of earlier steps read a copy; None: not known yet."""
+        self.read: set[int] = set()  # ids of the parameters of which recipes of this region read a copy
         self._wanted = wanted
-        self._whole: dict[int, Shard] = {}  # by the id of the gathered parameter, which FSDP2 holds
-        self._memory: dict[int, Shard] = {}  # by the address of its storage
-        self._copies: dict[int, Value] = {}  # by the same id
+        # By the id of the gathered parameter, which FSDP2 holds: the shard; by the address of its storage: the same.
+        self._whole: dict[int, Shard] = {}
+        self._memory: dict[int, Shard] = {}
+        # By the id of the gathered parameter: the value of its copy, its value in place, and the check for changes.
+        self._copies: dict[int, Value] = {}
         self._in_place: dict[int, Value] = {}
         self._checks: dict[int, _Unchanged] = {}
 
     def gathered(self, shards: Iterable[Shard]) -> bool:
-        """These parameters are there now: copy the small ones, before they are gone.
+        """Note the parameters that FSDP2 has gathered now, and copy the small ones before it frees them.
 
-        Gives back whether one of them has changed since it was there before: no recipe may reach back beyond this.
+        Returns whether one of them has changed since it was gathered before in this region: then no recipe may read
+        outputs of nodes that were made before this.
         """
         has_changed = False
         for shard in shards:
@@ -73,18 +77,21 @@ class Shards:
         return has_changed
 
     def __contains__(self, variable: Tensor) -> bool:
-        """Whether it is one of them."""
+        """Whether ``variable`` is a sharded parameter that was gathered in this region."""
         return id(variable) in self._whole
 
     def leaf(self, variable: Tensor) -> Value | None:
-        """What a recipe reads of ``variable``; None: it is not sharded. NoRecipeError: it is gone by then."""
+        """Returns the value by which a recipe reads the parameter ``variable``; None: it is not sharded.
+
+        Raises NoRecipeError if the parameter will not be gathered when the recipe runs.
+        """
         shard = self._whole.get(id(variable))
         if shard is None:
             return None
         is_small = variable.nbytes <= COPIED_BYTES
         if _torch.is_at_work(shard.group) and (variable.dim() > 1 or not is_small) and is_there(variable):
             value = self._in_place.get(id(variable))
-            if value is None or value.before is not None or value.version != variable._version:
+            if value is None or value.recipe_tensor is not None or value.version != variable._version:
                 value = self._in_place[id(variable)] = leaf_value(variable, variable._version)
                 value.gathers, value.check = (shard.group,), self._checks[id(variable)]
             return value
@@ -94,14 +101,17 @@ class Shards:
         return self._copy(variable)
 
     def of(self, tensor: Tensor) -> Tensor | None:
-        """The sharded parameter in whose memory ``tensor`` lies; None: it lies in other memory."""
+        """Returns the gathered parameter in whose memory ``tensor`` lies; None: it lies in other memory."""
         if tensor.layout is not torch.strided or not self._memory:
             return None
         shard = self._memory.get(_torch.storage_address(tensor))
         return None if shard is None else shard.whole
 
     def anchor(self, tensor: Tensor) -> Value | None:
-        """The same as `leaf`, for a tensor that may be such a parameter without its gradient, or a view of one."""
+        """Returns what `leaf` does, for a ``tensor`` that may be a detached sharded parameter; None: it is none.
+
+        Raises NoRecipeError if it is a view of one, with another shape, strides or dtype.
+        """
         whole = self.of(tensor)
         if whole is None:
             return None
@@ -110,17 +120,17 @@ class Shards:
         return self.leaf(whole)
 
     def are_at_work(self, groups: Iterable[Any]) -> bool:
-        """Whether what is saved now is read while the parameters of ``groups`` are there."""
+        """Whether a tensor that is saved now is read in backward while the parameters of ``groups`` are gathered."""
         return all(map(_torch.is_at_work, groups))
 
     def _copy(self, whole: Tensor) -> Value:
         value = self._copies.get(id(whole))
-        if value is None or value.before is not None or value.source != whole._version:
+        if value is None or value.recipe_tensor is not None or value.copied_version != whole._version:
             if not is_there(whole):
                 raise NoRecipeError("a sharded parameter that is gone by now")
             value = self._copies[id(whole)] = Value("operand")
             value.keep(_torch.copy_unseen(whole.detach()))
-            value.free, value.source = True, whole._version
+            value.free, value.copied_version = True, whole._version
         return value
 
 
@@ -128,9 +138,10 @@ class Shards:
 
 
 class _Unchanged:
-    """Raises an error if a shard was changed after forward: what is gathered then is not what forward has read.
+    """Called in backward: raises an error if a shard was changed since it was gathered in forward.
 
-    Some steps of optimizers move no version counter of a DTensor, so these are counted too.
+    The parameter that backward gathers is then not the one that forward has read. The step of some optimizers changes
+    no version counter of a DTensor, so the steps of optimizers are counted too.
     """
 
     __slots__ = ("part", "step", "versions")
@@ -139,7 +150,7 @@ class _Unchanged:
         self.part, self.versions, self.step = part, _torch.shard_versions(part), _steps.count
 
     def has_changed(self) -> bool:
-        """Whether it was."""
+        """Whether the shard was changed since this object was made."""
         if _torch.shard_versions(self.part) != self.versions:
             return True
         return self.step != _steps.count and _steps.hit(self.part, self.step)
@@ -154,7 +165,7 @@ class _Unchanged:
 
 
 class _Steps:
-    """The steps that optimizers of this process have made, since the first sharded model ran lean."""
+    """Counts the steps of all optimizers of this process, from the first sharded model that ran lean."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -162,7 +173,7 @@ class _Steps:
         self._is_listening = False
 
     def listen(self) -> None:
-        """Count from now on."""
+        """Begin to count, if this is the first call."""
         if not self._is_listening:
             self._is_listening = True
             register_optimizer_step_post_hook(self._count)
@@ -172,7 +183,7 @@ class _Steps:
         self._last[optimizer] = self.count
 
     def hit(self, part: Tensor, since: int) -> bool:
-        """Whether an optimizer that has ``part`` has made a step after ``since``."""
+        """Whether an optimizer with the parameter ``part`` has made a step after the count was ``since``."""
         return any(
             parameter is part
             for optimizer, last in list(self._last.items())

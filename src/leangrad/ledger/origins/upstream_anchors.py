@@ -1,12 +1,13 @@
-"""What is kept in the stead of a larger tensor downstream.
+"""Smaller tensors upstream that are kept instead of a saved one: recent products, and tensors in fewer bits.
 
-Autograd saves what an op's backward reads. The least that must be kept may lie upstream of it, in a tensor that nobody
-saves: the keys before they are repeated for grouped queries, the input of an activation that is written out. It must be
-caught while it is alive: so the last products are held for a while.
+Autograd saves what an op's backward reads. The fewest bytes to keep may lie upstream, in a tensor that is not saved:
+the keys before they are repeated for grouped queries, the input of an activation that is written out. Such a tensor can
+be kept only while it is alive, so the last products are held for a while.
 
-[Note: kept in fewer bits] Under autocast a norm reads, and saves, its input in float32, though it be a sum in bfloat16
-whose terms nobody keeps: a residual stream, a skip connection. A cast to more bits loses nothing. So the sum is made of
-it again, in its own dtype, and kept; it is an anchor for all that is made of it. In backward the cast runs once more.
+[Note: kept in fewer bits] Under autocast a norm reads and saves its input in float32, even where that was cast from a
+sum in bfloat16 whose terms are not kept: a residual stream, a skip connection. A cast to more bits loses nothing. So
+the ledger casts the saved tensor back to bfloat16 and keeps that copy of the sum; it is an anchor for all that is made
+from the sum. In backward the cast to float32 runs once more.
 """
 
 from __future__ import annotations
@@ -27,25 +28,35 @@ from leangrad.ledger.values.node_metadata import LIVE, OPAQUE, VALUES, Node
 from leangrad.ledger.values.pending_inputs import released
 from leangrad.ledger.values.value import Value
 
-RECENT = 4  # how many are held: query, key, value and one more
+RECENT = 4  # how many products are held: query, key, value and one more
 _HALVES = (torch.bfloat16, torch.float16)
-# Of each dtype, those in half its bits or fewer that come back from it as they were.
+# For each dtype: those with at most half its bits that can be cast to it and back without loss.
 NARROWER = {torch.float32: _HALVES, torch.float64: (*_HALVES, torch.float32)}
 
 
-def narrow_bytes(value: Value, tensor: Tensor) -> int:
-    """The bytes of what ``tensor`` was cast from, if the plan may keep that in its stead; else 0."""
+def narrow_bytes(value: Value, tensor: Tensor, *, is_alone: bool = False) -> int:
+    """Returns the bytes of the tensor that ``tensor`` was cast from, if the plan may keep that one instead; else 0.
+
+    value: that of ``tensor``.
+    is_alone: nothing else reads the tensor that it was cast from, so that one may be a view or have no recipe.
+    """
     narrow = _narrow_dtype(tensor)
-    if value.op != NODE or len(value.inputs) != 1 or narrow is None or not _is_known(value.inputs[0]):
+    if value.op != NODE or len(value.inputs) != 1 or narrow is None:
+        return 0
+    if not is_alone and not _is_known(value.inputs[0]):
         return 0
     return tensor.numel() * narrow.itemsize
 
 
 def keep_narrow(value: Value, tensor: Tensor, cap: int) -> Value | None:
-    """Keep what ``tensor`` was cast from in its stead: see [Note: kept in fewer bits]. None: it is no such cast.
+    """Keep the tensor that ``tensor`` was cast from, instead of ``tensor``: see [Note: kept in fewer bits].
 
-    A view that was cast may have had other strides than ours, and an op without a rule may have given anything. So what
-    was cast there is an anchor for ``value`` alone.
+    Returns the value that is kept; None: ``tensor`` is no such cast.
+
+    Where the tensor that was cast is a view, or the output of an op without a rule, its strides are not known, and our
+    copy may have others. So the copy is then an anchor for ``value`` alone, in a value of its own.
+
+    cap: the ``cap`` of the value that is kept.
     """
     if value.op != NODE or len(value.inputs) != 1 or value.inputs[0].tensor is not None or value.tensor is not None:
         return None
@@ -60,23 +71,25 @@ def keep_narrow(value: Value, tensor: Tensor, cap: int) -> Value | None:
         return source
     own = Value(source.op)
     own.max_products = source.max_products
-    if source.function is not None:  # for the plan, which need not keep it
+    if source.function is not None:  # a recipe for the plan, which may decide not to keep it
         own.set_recipe(source.function, source.args, source.kwargs)
     _keep(own, tensor, narrow)
-    source.parents -= 1
-    source.unread()
+    source.recipe_reads -= 1
+    source.release_inputs()
     assert value.function is not None
     value.set_recipe(value.function, tuple(own if a is source else a for a in value.args), value.kwargs)
     value.narrow_bytes = own.nbytes
     return own
 
 
-def keep_source(tensor: Tensor, node: Node, fence: int) -> Value | None:
-    """The plan keeps what ``tensor``, the output of ``node``, was cast from: its value, if it is not kept already.
+def keep_source(tensor: Tensor, node: Node, trusted_from: int) -> Value | None:
+    """Keep the tensor that ``tensor``, the output of ``node``, was cast from, as the plan says.
 
-    This step may differ from the recorded one. What was changed unseen since it was made is not what other recipes read
-    (``fence``), and of a view or an op without a rule nobody knows the strides: there ``keep_narrow`` serves, when the
-    recipe is known.
+    Returns the value that is kept now; None: it cannot be kept in this way, or it is kept already.
+
+    This step may differ from the recorded one, so two cases are refused. A tensor made by a node before
+    ``trusted_from`` may have been changed unseen, and other recipes read it as it was. The strides of a view, or of the
+    output of an op without a rule, are not known; `keep_narrow` keeps these when the recipe of ``tensor`` is known.
     """
     narrow = _narrow_dtype(tensor)
     if narrow is None or OPAQUE in node.metadata:
@@ -84,7 +97,7 @@ def keep_source(tensor: Tensor, node: Node, fence: int) -> Value | None:
     below, nr = node.next_functions[0]
     kind = type(below).__name__
     is_known = kind not in FOLLOWING and (kind in RULES or kind in PRODUCTS or type(below) in FUNCTIONS)
-    if not is_known or below._sequence_nr() < fence or OPAQUE in below.metadata:
+    if not is_known or below._sequence_nr() < trusted_from or OPAQUE in below.metadata:
         return None
     known = below.metadata.get(VALUES[nr])
     value = known() if known is not None else None
@@ -100,7 +113,7 @@ def keep_source(tensor: Tensor, node: Node, fence: int) -> Value | None:
 
 def _keep(value: Value, tensor: Tensor, narrow: torch.dtype) -> None:
     value.keep(_torch.copy_unseen(tensor.detach(), narrow))
-    value.before = value.tensor  # what becomes of the user's own tensor is not seen here
+    value.recipe_tensor = value.tensor  # recipes read this copy, whatever happens to the user's own tensor
 
 
 def _is_known(source: Value) -> bool:
@@ -108,7 +121,7 @@ def _is_known(source: Value) -> bool:
 
 
 def _narrow_dtype(tensor: Tensor) -> torch.dtype | None:
-    """What ``tensor`` was cast from, if it has at least twice the bits of that and lost none."""
+    """Returns the dtype that ``tensor`` was cast from if it is in ``NARROWER``, else None."""
     node: Any = tensor.grad_fn
     if tensor.dtype not in NARROWER or type(node).__name__ != NODE or node.next_functions[0][0] is None:
         return None
@@ -117,12 +130,12 @@ def _narrow_dtype(tensor: Tensor) -> torch.dtype | None:
 
 
 class ProductsRegion(Protocol):
-    """What products ask of their region."""
+    """What `RecentProducts` needs of its region."""
 
     call: int  # the number of the call that runs, while a step is recorded
-    catches: int  # along a trace, the bytes that the product had in the recorded step
+    catches: int  # along a trace: the bytes that the product of this call had in the recorded step
     changing: Any  # the tensor that a function is changing in place right now
-    max_products: int  # products that a recipe may run through in a row: then none need be held for it
+    max_products: int  # products that a recipe may run one inside the other; if any, none need be held
 
     @property
     def is_on_trace(self) -> bool:
@@ -130,49 +143,51 @@ class ProductsRegion(Protocol):
 
     @property
     def is_dropped(self) -> bool:
-        """Whether a checkpoint drops what the call that runs saves: to hold its product would keep what it frees."""
+        """Whether a checkpoint drops what the running call saves: to hold its product would keep what it frees."""
 
     def watch(self, value: Value) -> None:
-        """A recipe reads this tensor of the caller's: it must not change under the recipe."""
+        """Let ``value`` get a copy of its tensor before the caller changes that tensor in place."""
 
 
 class RecentProducts:
-    """The last products of a region."""
+    """The latest products of a region, held so that they may be kept instead of a larger tensor."""
 
-    def __init__(self, book: ProductsRegion, caught: set[int] | None) -> None:
-        """``caught``: where a step that is recorded notes the calls of which a product was kept."""
-        self._book, self._caught = book, caught
+    def __init__(self, region: ProductsRegion, caught: set[int] | None) -> None:
+        """``caught``: a set for the numbers of the calls whose product was kept; None: no step is recorded."""
+        self._region, self._caught = region, caught
         self._recent: deque[Tensor | Value] = deque(maxlen=RECENT)
 
     def hold(self, made: Tensor) -> None:
-        """Hold ``made``, which a product has just given.
+        """Hold ``made``, which a product has just returned.
 
-        Along a trace it is known that a recipe will want it, so it is kept at once, and none has to wait for it. If
-        none does after all, it is let go with the next few products.
+        Along a trace it is known that a recipe will read it, so it is kept at once and the recipe need not wait for it.
+        If no recipe does, it is dropped when a few more products have been held.
         """
-        book = self._book
-        if book.is_dropped or book.max_products:
+        region = self._region
+        if region.is_dropped or region.max_products:
             return
         node: Any = made.grad_fn
         held: Tensor | Value
-        if book.is_on_trace:
+        if region.is_on_trace:
             held = Value(type(node).__name__)
             held.keep(made)
-            held.growth = held.nbytes / book.catches
-            book.watch(held)
+            held.growth = held.nbytes / region.catches
+            region.watch(held)
             node.metadata[VALUES[made.output_nr]] = ref(held)
             tensor: Any = held.tensor
         else:
             held = tensor = made.detach()
-        node.metadata[LIVE] = (ref(tensor), made._version, book.call)
+        node.metadata[LIVE] = (ref(tensor), made._version, region.call)
         self._recent.append(held)
 
     def serve(self, early: list[Value], nbytes: int, recorded: int) -> bool:
-        """Whether what was kept at once serves a recipe for a tensor of ``nbytes``, and so is kept for good.
+        """Whether it pays to keep the products ``early`` for good, instead of a tensor of ``nbytes``.
 
-        In the recorded step the tensor had ``recorded`` bytes, and to keep the products in its stead paid. It still
-        does if the tensor has grown as much as they have, or outweighs them. Otherwise they are only held for a while,
-        as in that step, and caught if that pays.
+        In the recorded step the tensor had ``recorded`` bytes, and it paid to keep the products instead. It still does
+        if the tensor has grown as much as they have, or if it is at least as large as they are together. Otherwise the
+        products are only held, as in the recorded step, and `catch` keeps them if that pays.
+
+        early: products that were kept by `hold` and that a recipe has read first now.
         """
         if nbytes < recorded * max(v.growth for v in early) and nbytes < sum(v.nbytes for v in set(early)):
             for i, held in enumerate(self._recent):
@@ -184,7 +199,11 @@ class RecentProducts:
         return True
 
     def catch(self, value: Value) -> bool:
-        """Keep the absent values under ``value`` in its stead, if they are still there and smaller."""
+        """Keep the absent values in the recipe of ``value``, instead of ``value``, if that pays; whether it does.
+
+        It pays if their tensors are still alive and unchanged, and together smaller than ``value`` and the kept tensors
+        that can be dropped for them.
+        """
         tensors = [b.catchable() for b in value.blocked]
         if any(t is None or self._is_changing(t) for t in tensors):
             return False
@@ -198,7 +217,7 @@ class RecentProducts:
             assert t is not None
             assert b.live is not None
             b.keep(t)
-            self._book.watch(b)
+            self._region.watch(b)
             if self._caught is not None:
                 self._caught.add(b.live[2])
         value.blocked = ()
@@ -206,11 +225,11 @@ class RecentProducts:
         return True
 
     def let_go(self) -> None:
-        """Nothing will be caught any more."""
+        """Drop all held products."""
         self._recent.clear()
 
     def _is_changing(self, tensor: Tensor) -> bool:
-        changing = self._book.changing
+        changing = self._region.changing
         if not isinstance(changing, Tensor) or changing.layout is not torch.strided:
             return False
         return tensor.untyped_storage().data_ptr() == changing.untyped_storage().data_ptr()

@@ -1,26 +1,26 @@
-"""What the user asked for, and how one step on the way there runs."""
+"""What the user asked for (`Goal`), and how one step of the search runs (`StepMode`)."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from leangrad.ledger.learn.timing import Unpacks
+from leangrad.ledger.learn.timing import UnpackHook
 
-__all__ = ["PRODUCTS", "Goal", "Way"]
+__all__ = ["PRODUCTS", "Goal", "StepMode"]
 
-PRODUCTS = 8  # that one recipe may run through in a row, where there is a budget
+PRODUCTS = 3  # most products in a row in one recipe before there is a plan: a residual branch seldom has more
 
 
 class Goal(NamedTuple):
-    """What the user asked for, one of the two."""
+    """What the user asked for: a memory budget or a bound on the time. One of the two is set."""
 
     budget: int | float | None = None  # bytes; a float is a share of the device's memory
-    slowdown: float | None = None  # of plain's time
+    slowdown: float | None = None  # longest time of a step, as a multiple of plain PyTorch's
 
 
-class Way(NamedTuple):
+class StepMode(NamedTuple):
     """How one step runs."""
 
-    kept: frozenset[int] | None = None  # the items that are kept; None: all that plain keeps, with no region at all
-    timing: Unpacks | None = None  # times every rebuild, or marks it
-    products: int | None = None  # the step is recorded anew, with recipes that run through so many products in a row
+    kept: frozenset[int] | None = None  # the items to keep; None: run plain PyTorch, without a region
+    timing: UnpackHook | None = None  # replaces the unpack hook: times every rebuild, or marks every save and read
+    products: int | None = None  # record this step, with recipes of at most so many products in a row; None: do not

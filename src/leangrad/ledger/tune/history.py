@@ -1,12 +1,12 @@
-"""The peaks of one step, be it below the allocator's own: from the history of what is allocated in it.
+"""The peaks of one step from torch's allocation history, even where they lie below the allocator's peak so far.
 
-[Note: below the allocator's peak] The peak that the allocator counts belongs to the user, and is never reset. A step
-that stays below an earlier one, of a validation say, or of the step that was recorded, leaves no trace in it. So the
-allocator is asked to note every allocation of one step, and the peaks of forward, of what lies between it and backward,
-and of backward are added up from that, and those from one saved tensor to the next. A block of a size that nobody else
-asks for marks each of these moments. Who records a history of his own is not disturbed, nor one who begins it in such a
-step: then the counters have to do. Whatever becomes of the step, or of its model, the history ends with it: there is
-one for the whole process.
+[Note: below the allocator's peak] The allocator's peak counter belongs to the user, so leangrad never resets it. A step
+that stays below an earlier peak, such as that of a validation or of the recorded step, does not change the counter. So
+the allocator records the history of all allocations of one step, and `add_up` computes from it the peaks of forward, of
+the time between forward and backward, and of backward, and the peaks from one saved tensor to the next. Each of these
+moments is marked in the history by a short-lived block of a size that no other code requests. If the user records a
+history already, or begins one during such a step, leangrad leaves it alone and uses the counters only. The history ends
+when the step ends or its `History` is collected with the model, because there is only one history per process.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from leangrad import _torch
 
 __all__ = ["History", "Parts"]
 
-# Bytes: primes, and more than small tensors have.
-START, END, TURN, AFTER, SAVE, READ = MARKS = 4099, 4111, 4127, 4129, 4133, 4139
+# Sizes of the marking blocks in bytes: primes, and larger than small tensors.
+STEP_START, FORWARD_END, BACKWARD_START, BACKWARD_END, SAVE, READ = MARKS = 4099, 4111, 4127, 4129, 4133, 4139
 
 
 class Parts(NamedTuple):
-    """The most that was allocated beside what stood before a step, in bytes."""
+    """The peak of each part of a step, in bytes above the memory that was allocated before the step."""
 
     forward: int
-    start: int  # from the end of forward until backward came to the model
+    start: int  # from the end of forward until backward reached the model
     later: int  # from then on until backward ended
-    saves: tuple[int, ...] = ()  # of forward: until the first tensor was saved, from that to the next, and so on
-    reads: tuple[int, ...] = ()  # of backward: the same of those that it asked for
+    saves: tuple[int, ...] = ()  # within forward: until the first tensor was saved, from that to the next, and so on
+    reads: tuple[int, ...] = ()  # within backward: the same for its reads of saved tensors
 
     @property
     def highest(self) -> int:
-        """Of the whole step."""
+        """The peak of the whole step, in bytes above the memory that was allocated before it."""
         return max(self.forward, self.start, self.later)
 
 
 class History:
-    """One step that is listened to: `mark` its moments in order, and `stop` when it has ended."""
+    """Records the allocation history of one step: call `mark` at its moments in order, and `stop` when it has ended."""
 
-    last_end: ClassVar[finalize[[], History] | None] = None  # what ends the one that began last
+    last_end: ClassVar[finalize[[], History] | None] = None  # ends the history that began last; not alive: it has ended
 
     def __init__(self, standing: int) -> None:
         self._standing = standing
@@ -52,27 +52,32 @@ class History:
 
     @classmethod
     def begin(cls, standing: int) -> History | None:
-        """Listen from now on; None where that cannot be, or where somebody else does so already."""
+        """Begin to record the history; returns None if torch cannot, or if a history is being recorded already.
+
+        standing: the bytes that are allocated before the step.
+        """
         if not _torch.start_history():
             return None
         history = cls(standing)
-        _torch.mark_history(START)
+        _torch.mark_history(STEP_START)
         return history
 
     @classmethod
     def is_one_open(cls) -> bool:
-        """Whether a step is listened to now, be it another model's: until that has ended, no other can be."""
+        """Whether a step's history is being recorded, of any model: no other can begin until that has ended."""
         return cls.last_end is not None and cls.last_end.alive
 
     @staticmethod
     def mark(moment: int) -> None:
-        """This moment of a step is now: END, TURN or AFTER."""
+        """Mark the present place in the history as ``moment``: END, TURN, AFTER, SAVE or READ."""
         _torch.mark_history(moment)
 
     def stop(self, at_end: _torch.Counters | None, at_turn: _torch.Counters | None) -> Parts | None:
-        """Listen no more; the peaks, if all moments have come. What is known of two of them corrects what was asked.
+        """End the history and return the peaks; None if a mark is missing or one of the counters is None.
 
-        A block may be larger than what was asked for, by up to a megabyte.
+        at_end, at_turn: the allocator's counters at END and at TURN. The history has the requested sizes, and a block
+            may be larger than requested, by up to a megabyte. So the larger of the two differences between counters and
+            history is added to all peaks.
         """
         found = add_up(self._end() or [])
         if found is None or at_end is None or at_turn is None:
@@ -86,17 +91,17 @@ class History:
 
 
 def add_up(events: Iterable[tuple[bool, int]]) -> tuple[Parts, tuple[int, int]] | None:
-    """The peaks between the marks, and what stood at END and at TURN; None if a mark is missing.
+    """Compute the peaks between the marks, and the bytes allocated at END and at TURN; None if a mark is missing.
 
-    events: whether something was allocated, or given back, and its bytes. Of several ends of forward and of backward
-    the last counts, of what begins backward the first.
+    events: True for an allocation or False for a release, and its bytes. If forward or backward ends several times
+        (END, AFTER), the last time counts; if backward begins several times (TURN), the first time counts.
     """
     level = highest = 0
     peaks: dict[int, int] = {}
     levels: dict[int, int] = {}
     saves, reads = [0], list[int]()
-    between: list[int] = saves  # those of the phase that runs
-    for is_allocated, size in dropwhile(lambda event: event != (True, START), events):
+    between: list[int] = saves  # the peaks from tensor to tensor of the present phase; empty: none are taken
+    for is_allocated, size in dropwhile(lambda event: event != (True, STEP_START), events):
         if size not in MARKS:
             level += size if is_allocated else -size
             highest = max(highest, level)
@@ -105,17 +110,17 @@ def add_up(events: Iterable[tuple[bool, int]]) -> tuple[Parts, tuple[int, int]] 
         elif size in (SAVE, READ):
             if is_allocated and between is (saves if size == SAVE else reads):
                 between.append(level)
-        elif is_allocated and size != START and not (size == TURN and TURN in peaks):
-            if size != AFTER and AFTER in peaks:  # another pass over the model
+        elif is_allocated and size != STEP_START and not (size == BACKWARD_START and BACKWARD_START in peaks):
+            if size != BACKWARD_END and BACKWARD_END in peaks:  # another pass over the model
                 continue
             peaks[size] = max(highest, peaks.get(size, 0))
             levels[size] = level
             highest = level
             between = []
-            if size == TURN:
+            if size == BACKWARD_START:
                 between = reads
                 reads.append(level)
-    if not {END, TURN, AFTER} <= peaks.keys():
+    if not {FORWARD_END, BACKWARD_START, BACKWARD_END} <= peaks.keys():
         return None
-    parts = Parts(peaks[END], peaks[TURN], peaks[AFTER], tuple(saves), tuple(reads))
-    return parts, (levels[END], levels[TURN])
+    parts = Parts(peaks[FORWARD_END], peaks[BACKWARD_START], peaks[BACKWARD_END], tuple(saves), tuple(reads))
+    return parts, (levels[FORWARD_END], levels[BACKWARD_START])

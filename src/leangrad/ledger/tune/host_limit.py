@@ -1,22 +1,24 @@
-"""Where the GPU waits for the host: what costs the host much to rebuild and saves little memory is kept.
+"""Keeps tensors that cost the host much to rebuild and save little memory, if the GPU waits for the host.
 
 [Note: the host is the limit]
-A rebuild costs the host 40 to 150 microseconds, however many bytes it saves. Where the GPU has enough to do nobody
-notices; a model of many small kernels becomes slower. And some of what is rebuilt matters little to the peak: it is
-small, or it is read, and gone, before backward comes to the layers whose tensors are large.
+A rebuild costs the host 40 to 150 microseconds, however many bytes it saves. That goes unnoticed if the GPU has enough
+to do; a model of many small kernels becomes slower. And some of the rebuilt tensors matter little to the peak: they are
+small, or backward reads and frees them before it reaches the layers whose tensors are large.
 
-So a model without a budget or a bound on the time is measured, once its plan stands: in a few steps the host waits for
-the GPU when forward has been issued, in a few others when backward has, and notes how long. If that is next to nothing
-at either time, the GPU waits for the host. (The last kernels of backward are those of the first layers, the largest of
-a convolutional net: they keep the GPU busy at the end of a step for most of which it had nothing to do.)
+So a model without a budget or a bound on the time is measured once its plan is made: in a few steps the host waits for
+the GPU when forward has been issued, in a few others when backward has been issued, and the time of the wait is noted.
+If it is next to nothing after forward or after backward, the GPU waits for the host. (One of the two suffices: the last
+kernels of backward are those of the first layers, the largest of a convolutional net, and keep the GPU busy at the end
+of a step for most of which it had nothing to do.)
 
-Then every rebuild of one step is timed, and what is dearest to the host for each of its bytes is kept, as long as the
-peak that is foreseen is no more than a small share above the least. That step, and the next one, are listened to: if
-the peak of the second is higher by more than that share (a chain that runs as one kernel takes less than is foreseen
-for rebuilding it), then no more bytes are kept than that share, wherever the peak may be. If even that is too much, all
-is as it was before. Where nobody can listen, what is foreseen has to do.
+Then every rebuild of one step is timed, and later steps keep the tensors that cost the host the most per byte, as long
+as the predicted peak is no more than a small share above the lowest. The memory of the timed step, and of the next one,
+is measured by torch's allocation history. If the peak of the second step is higher by more than that share (a chain
+that runs as one kernel uses less than is predicted for rebuilding it), then the bytes that are kept in addition are
+limited to that share, wherever the peak may be. If even that is too much, the plan from before is restored. Where
+memory cannot be measured, the prediction alone counts.
 
-Everything else is as ever: the whole step is followed, and one that differs is learned from anew.
+All else stays the same: steps follow the trace of the whole recorded step, and a step that differs is recorded anew.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from torch import Tensor
 from leangrad import _torch
 from leangrad.ledger.learn.recorded_step import RecordedStep
 from leangrad.ledger.learn.timing import Timing
-from leangrad.ledger.tune.history import AFTER, END, TURN, History
+from leangrad.ledger.tune.history import BACKWARD_END, BACKWARD_START, FORWARD_END, History
 from leangrad.policy.peak import Outcome
 from leangrad.policy.relax import Relaxation
 from leangrad.policy.replay import Replay
@@ -39,46 +41,49 @@ from leangrad.sizes import size_text
 
 __all__ = ["HostLimit"]
 
-STEADY = 8  # steps along the plan before any is measured: kernels are proven and caches filled in the first ones
-RUNS = 5  # steps that are measured of each kind; the first of them only waits for what was issued before it
-IDLE = 0.03  # of the time up to then: if the host waits no longer than that, the GPU has waited for the host
-COURSES = 3  # a model whose steps differ again and again is not measured for ever
-SHARE = 0.5  # of the memory that the device has left: where more than that would be taken, nothing is
+STEADY = 8  # steps along the plan before the first measured one: they prove kernels and fill caches
+RUNS = 5  # measured waits of each kind; the first does not count: it includes work that was issued before
+IDLE = 0.03  # share of the time since the step began: if the host's wait is no longer, the GPU has waited for the host
+MAX_ATTEMPTS = 3  # most measurements of one ledger: a model whose steps differ again and again is not measured for ever
+SHARE = 0.5  # of the device's free memory: if more would be allowed on top of the lowest peak, the plan stays
 
 
 class HostLimit:
-    """Finds out, from step to step of one ledger, whether the host is the limit, and what to keep if it is."""
+    """Finds out over the steps of one ledger whether the GPU waits for the host, and what to keep if it does."""
 
     def __init__(self, spare: float) -> None:
-        """``spare``: the share of the least peak that may be taken beside it."""
+        """``spare``: the memory that may be used above the lowest peak, as a share of that peak; 0: nothing is done."""
         self.spare = spare
         self.status = ""
-        self._courses = 0
+        self._attempts = 0
         self.restart()
 
     def restart(self) -> None:
-        """A step differs from the recorded one."""
-        self._courses += 1
-        self.is_over = not self.spare or self._courses > COURSES
+        """Start over, because a step differs from the recorded one."""
+        self._attempts += 1
+        self.is_over = not self.spare or self._attempts > MAX_ATTEMPTS
         self.status = ""
         self._steps = 0
-        self._began: float | None = None  # the step that is being measured
-        self._forward_waits: list[float] = []  # for the GPU, as shares of the time from the beginning of the step
-        self._waits: list[float] = []  # the same of a whole step
+        self._began: float | None = None  # time at which the step whose wait is measured began; None: there is none
+        self._forward_waits: list[float] = []  # waits for the GPU after forward, as shares of the time since `_began`
+        self._waits: list[float] = []  # the same after backward
         self._timing: Timing | None = None
         self._thread: int | None = None
-        self._history: History | None = None  # of a step that is listened to
-        self._at_output: _torch.Counters | None = None  # when forward ended
-        self._at_turn: _torch.Counters | None = None  # when backward came to the model
-        self._took = 0  # the last step that was listened to, beside what stood before it; 0: nobody knows
-        self._before: tuple[frozenset[int], int] | None = None  # what was kept before more was, and what that took
-        self._is_careful = False  # no more bytes are kept than may be taken
+        self._history: History | None = None  # of the running step; None: its memory is not measured
+        self._at_output: _torch.Counters | None = None  # the allocator's counters when forward ended
+        self._at_backward_start: _torch.Counters | None = None  # the counters when backward reached the model
+        self._took = 0  # peak of the last measured step minus the memory allocated before it; bytes; 0: not known
+        self._before: tuple[frozenset[int], int] | None = None  # the plan before more was kept, and its `_took`
+        self._is_careful = False  # whether the kept bytes are limited as well as the peak
 
     def next_kept(
         self, step: RecordedStep, replay: Replay, kept: frozenset[int], *, on_gpu: bool
     ) -> tuple[frozenset[int], Timing | None]:
-        """A step begins, and the last one has kept ``kept``: what it is to keep, and what times its rebuilds."""
-        self._began = self._history = None  # of a step whose backward never came
+        """Return what the step that begins is to keep, and what times its rebuilds; None: they are not timed.
+
+        kept: the items that the last step kept.
+        """
+        self._began = self._history = None  # drops those of a step whose backward never ran
         if self.is_over:
             return kept, None
         thread = self._thread = self._thread or threading.get_ident()
@@ -90,12 +95,12 @@ class HostLimit:
             self.is_over = True
         elif self._before is not None:
             found = self._look_back(step, replay, kept)
-            self._listen()
+            self._measure_step()
             return found, None
         elif self._timing is not None:
             self._before = kept, self._took
             found = self._more(step, replay, kept)
-            self._listen()
+            self._measure_step()
             return found, None
         else:
             self._steps += 1
@@ -103,21 +108,22 @@ class HostLimit:
                 self.is_over = all(statistics.median(some[1:]) > IDLE for some in (self._waits, self._forward_waits))
                 if not self.is_over:
                     self._timing = Timing(on_gpu=True)
-                    self._listen()
-            elif self._steps > STEADY + 4 * RUNS:  # of some of these nobody ran the backward
+                    self._measure_step()
+            elif self._steps > STEADY + 4 * RUNS:  # too many of these steps had no backward
                 self.is_over = True
             else:
                 self._began = time.perf_counter()
         return kept, self._timing
 
     def added(self, kept: frozenset[int]) -> frozenset[int]:
-        """What of ``kept`` is kept for the host's sake."""
+        """The items of ``kept`` that are kept only to spare the host."""
         return frozenset() if self._before is None else kept - self._before[0]
 
-    def sees_output(self, made: Tensor | None) -> None:
-        """Forward handed this out: measure the step, if it is to be measured, when its backward has ended.
+    def note_output(self, made: Tensor | None) -> None:
+        """Note that forward has ended: measure the wait now, or have the step measured when its backward has ended.
 
-        None: nothing that a backward may begin at. If it is no evaluation in between, forward has failed.
+        made: an output from which backward may begin. None: there is none; if gradients are enabled, forward has
+            failed, else it was an evaluation in between.
         """
         if made is None:
             if torch.is_grad_enabled():
@@ -129,34 +135,34 @@ class HostLimit:
         elif self._began is not None or self._history is not None:
             if self._history is not None:
                 self._at_output = _torch.cuda_counters()
-                History.mark(END)
+                History.mark(FORWARD_END)
             made.register_hook(self._at_backward)
 
     def _at_backward(self, _: Tensor) -> None:
         if self._history is not None:
-            self._at_turn = _torch.cuda_counters()
-            History.mark(TURN)
+            self._at_backward_start = _torch.cuda_counters()
+            History.mark(BACKWARD_START)
         _torch.after_backward(self._at_end)
 
     def _at_end(self) -> None:
-        """All of backward has been issued."""
+        """Note the wait, or the peak, of the step whose backward has just been issued."""
         began, self._began = self._began, None
         history, self._history = self._history, None
         if history is not None:
-            History.mark(AFTER)
-            parts = history.stop(self._at_output, self._at_turn)
+            History.mark(BACKWARD_END)
+            parts = history.stop(self._at_output, self._at_backward_start)
             self._took = 0 if parts is None else parts.highest
         elif began is not None and not _torch.is_capturing():
             self._waits.append(_waited(began))
 
-    def _listen(self) -> None:
-        """Find out what the step that begins takes: see [Note: below the allocator's peak]."""
+    def _measure_step(self) -> None:
+        """Measure the memory of the step that begins: see [Note: below the allocator's peak]."""
         self._took = 0
         if not self.is_over and (counters := _torch.cuda_counters()) is not None:
             self._history = History.begin(counters.allocated)
 
     def _more(self, step: RecordedStep, replay: Replay, kept: frozenset[int]) -> frozenset[int]:
-        """What to keep beside ``kept``: the dearest to the host, within what may be taken."""
+        """Return ``kept`` and the tensors that cost the host the most per byte, within the memory that may be used."""
         assert self._timing is not None
         costs = self._timing.costs(step.items, [saved.item for saved in step.saved], kept)
         seconds = [0.0] * len(replay.graph.values)
@@ -188,7 +194,7 @@ class HostLimit:
         return worth
 
     def _look_back(self, step: RecordedStep, replay: Replay, kept: frozenset[int]) -> frozenset[int]:
-        """A step that kept more has run: if it took more than was foreseen, less is kept, and at last what was."""
+        """Check the peak of the step that kept more: if it was too high, keep less, or at last what was kept before."""
         assert self._before is not None
         before, took = self._before
         if kept == before or not took or self._took <= (1 + self.spare) * took:
@@ -203,7 +209,7 @@ class HostLimit:
 
 
 def _waited(began: float) -> float:
-    """How long the GPU has still to do, as a share of the time since ``began``."""
+    """Wait until the GPU has done all its work; returns the time of the wait as a share of that since ``began``."""
     issued = time.perf_counter()
     _wait_for_gpu()
     now = time.perf_counter()
@@ -215,7 +221,7 @@ def _wait_for_gpu() -> None:
 
 
 def _room() -> float:
-    """What the device has left above the allocator's peak."""
+    """The bytes that the device has left above the allocator's peak."""
     counters = _torch.cuda_counters()
     free = torch.cuda.mem_get_info()[0]
     return float(free if counters is None else max(0, free + counters.reserved - counters.highest))

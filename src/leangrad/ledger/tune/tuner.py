@@ -1,4 +1,4 @@
-"""The course of one ledger, through all that happens to its model."""
+"""Runs the search of one ledger, and starts it over when the model's steps change."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ from torch import nn
 
 from leangrad.errors import BudgetError
 from leangrad.ledger.learn.recorded_step import RecordedStep
-from leangrad.ledger.tune.course import Course
-from leangrad.ledger.tune.goal import Goal, Way
+from leangrad.ledger.tune.budget_search import BudgetSearch, Recordings
+from leangrad.ledger.tune.goal import Goal, StepMode
 from leangrad.ledger.tune.peaks import Peaks
-from leangrad.ledger.tune.to_budget import Recordings, TowardsBudget
-from leangrad.ledger.tune.to_slowdown import TowardsSlowdown
+from leangrad.ledger.tune.plan_search import PlanSearch
+from leangrad.ledger.tune.slowdown_search import SlowdownSearch
 from leangrad.policy.replay import Replay
 
 __all__ = ["Tuner"]
 
 
 class Tuner:
-    """From step to step towards a goal: `start` with what was recorded, then `next_way` for each step."""
+    """Runs the search of one ledger: call `start` with a recorded step, then `next_step_mode` for each step."""
 
     def __init__(self, goal: Goal) -> None:
         self.goal = goal
         self.peaks = Peaks()
-        self.course: Course | None = None
-        self._ways: Iterator[Way] | None = None
+        self.search: PlanSearch | None = None
+        self._step_modes: Iterator[StepMode] | None = None
         self._recordings = Recordings()
-        self._error: BudgetError | None = None
+        self._error: tuple[str, int] | None = None  # message and ``smallest``: the error itself would hold its frames
 
     @property
     def status(self) -> str:
-        """What the summary says."""
-        return "" if self.course is None else self.course.status
+        """The text about the search in the ledger's summary."""
+        return "" if self.search is None else self.search.status
 
     @property
     def has_failed(self) -> bool:
@@ -40,46 +40,48 @@ class Tuner:
         return self._error is not None
 
     def begin(self, module: nn.Module | None, *, on_gpu: bool) -> None:
-        """A step of ``module`` begins."""
+        """Take the readings at the beginning of a step of ``module``; raises again a `BudgetError` of before."""
         if self._error is not None:
-            raise self._error
+            raise BudgetError(*self._error)
         self.peaks.begin(module, on_gpu=on_gpu)
 
-    def sees_output(self, output: object) -> None:
-        """Forward handed this out."""
-        self.peaks.sees_output(output)
+    def note_output(self, output: object) -> None:
+        """Note that forward has ended and returned ``output``."""
+        self.peaks.note_output(output)
 
     def end_step(self) -> None:
-        """Another step begins, which is not of this course."""
+        """Take the readings at the end of a step: the next step belongs to another ledger."""
         self.peaks.end_step()
 
     def start(self, step: RecordedStep, replay: Replay, kept: frozenset[int] | None, outputs_nbytes: int) -> None:
-        """A step was recorded; ``kept``: the plan that takes the least memory; without one, what the step kept.
+        """Start a search from the recorded ``step``.
 
-        outputs_nbytes: of what its region handed out. A loss that is computed outside keeps about as many.
+        replay: predicts the peak and the work of the step under a plan.
+        kept: the plan with the lowest predicted peak; None: the plan is what the step kept.
+        outputs_nbytes: the bytes of the region's outputs. A loss that is computed outside of it keeps about as many.
         """
         self.peaks.outside = outputs_nbytes
         of, status = (self.goal, self.peaks, step, replay, kept), self.status
-        self.course = TowardsSlowdown(*of) if self.goal.budget is None else TowardsBudget(self._recordings, *of)
-        self.course.status = status  # of the course before, until there is more to say
-        self._ways = self.course.ways()
+        self.search = SlowdownSearch(*of) if self.goal.budget is None else BudgetSearch(self._recordings, *of)
+        self.search.status = status  # that of the search before, until this one has its own
+        self._step_modes = self.search.step_modes()
         self.peaks.is_recorded = True
 
     def restart(self) -> None:
-        """A step differs from the recorded one."""
+        """Drop the search and all readings, because a step differs from the recorded one."""
         self.peaks.restart()
-        self._ways = None
+        self._step_modes = None
         self._recordings = Recordings()
 
-    def next_way(self) -> Way:
-        """How the step that has just begun is to run."""
-        assert self._ways is not None
+    def next_step_mode(self) -> StepMode:
+        """Return how the step that has just begun is to run."""
+        assert self._step_modes is not None
         try:
-            way = next(self._ways)
+            mode = next(self._step_modes)
         except BudgetError as error:
-            self._error = error
+            self._error = str(error), error.smallest
             raise
-        if way.products is not None:  # another step, of which nothing is known yet
-            self.peaks.extra_before, self.peaks.extra = self.peaks.extra, None
-            self.peaks.is_settled = False  # nor what it takes: its plans are timed anew
-        return way
+        if mode.products is not None:  # this step is recorded anew: nothing is measured of its plans yet
+            self.peaks.excess_before, self.peaks.excess = self.peaks.excess, None
+            self.peaks.is_settled = False  # its plans are timed anew
+        return mode

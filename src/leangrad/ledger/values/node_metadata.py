@@ -1,4 +1,4 @@
-"""What the ledger writes on the nodes of autograd: their values, and the constants that they forget."""
+"""What the ledger stores in ``metadata`` of autograd nodes: their values, and constants that nodes do not record."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from leangrad.ledger.values.value import Value
 Node = Any  # torch.autograd.graph.Node, whose saved attributes differ from class to class
 
 
-# What we write into a node's metadata. Weak references only, and plain constants: see [Note: what a value may hold].
+# The keys under which the ledger writes into a node's metadata. It stores only weak references to values, and plain
+# constants: see [Note: what a value may hold].
 class _Keys(dict[int, tuple[str, int]]):
-    """Where a node's metadata hold the value of its output ``nr``: ``VALUES[nr]``."""
+    """The metadata keys of values: ``VALUES[nr]`` for the value of output ``nr`` of a node."""
 
     def __missing__(self, nr: int) -> tuple[str, int]:
         key = self[nr] = ("leangrad", nr)
@@ -22,26 +23,33 @@ class _Keys(dict[int, tuple[str, int]]):
 
 
 VALUES = _Keys()
-NOTE = "leangrad.note"  # constants that the node forgets: {name: constant or Operand}
-DRAW = "draw"  # such a constant: what runs an op that draws random numbers again, from the state that it drew from
-# This op is never computed twice: (weak reference to its output, version, number of the call).
+NOTE = "leangrad.note"  # constants that the node does not record: {name: constant or UnsavedInput}
+# A name in that dict. Its constant is a function that runs an op that draws random numbers again, from the state of the
+# generator before it ran.
+DRAW = "draw"
+# Set for an op that is never computed twice: (weak reference to its output, version of that, number of the call).
 LIVE = "leangrad.live"
-CAST = "leangrad.cast"  # what was saved of it went the short way: see ``cast.py``
-MADE = "leangrad.made"  # by a call inside of a region in a segment that is run again: see ``checkpoint.py``
-OPAQUE = "leangrad.opaque"  # the output was changed behind autograd's back: it cannot be replayed
+CAST = "leangrad.cast"  # True: tensors saved from this cast of a parameter are packed as `Cast`, see ``cast.py``
+# Set if the node was made by a call inside a region, in a checkpointed segment that is run again: an object that
+# identifies the region, see ``checkpoint.py``.
+MADE = "leangrad.made"
+OPAQUE = "leangrad.opaque"  # True: the output cannot be replayed, most often because of an unrecorded in-place change
 
 with torch.enable_grad():  # leangrad may be imported anywhere
     AccumulateGrad: Any = type((torch.ones((), requires_grad=True) * 1).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
 
 
 def enter(node: Node, nr: int, value: Value) -> None:
-    """Let ``node`` know the value of its output ``nr``."""
+    """Store ``value`` in ``node``, as a weak reference, as the value of output ``nr``."""
     node.metadata[VALUES[nr]] = weakref.ref(value)
 
 
 def join(node: Node, nr: int, value: Value) -> None:
-    """Let the values of outputs 0 and 1 of ``node`` know each other: rebuilding one gives the other as well."""
+    """Make the values of outputs 0 and 1 of ``node`` siblings: rebuilding one gives the other as well.
+
+    value: that of output ``nr``.
+    """
     ref = node.metadata.get(VALUES[1 - nr]) if nr < 2 else None
     other = ref() if ref is not None else None
-    if type(other) is Value:  # a view is rebuilt with its base
-        value.kin, other.kin = weakref.ref(other), weakref.ref(value)
+    if type(other) is Value:  # and not a SavedView, which is rebuilt with its base
+        value.sibling, other.sibling = weakref.ref(other), weakref.ref(value)

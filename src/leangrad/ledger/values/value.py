@@ -1,103 +1,136 @@
-"""A tensor that backward may ask for: kept, or rebuilt bit for bit from others.
+"""`Value`: a tensor that backward may read. It is kept, or rebuilt bit for bit from other values.
 
 [Note: what a value may hold]
-A value holds detached tensors, constants and other values, never a node of the graph and never a tensor with a
-``grad_fn``: a saved tensor that reaches its own node is a cycle through C++ that no garbage collector sees, and it
-lives until backward runs, or for ever. The graph holds values through its saved tensors; nodes know them only by weak
-reference (``node.metadata``), so a value dies with its last reader, in the middle of backward.
+A value holds detached tensors, constants and other values. It never holds an autograd node or a tensor with a
+``grad_fn``: a saved tensor that reaches its own node is a reference cycle through C++, which Python's garbage collector
+does not see and which lives until backward runs, or for ever. The graph holds values through its saved tensors; a node
+holds only weak references to them (in ``node.metadata``). So a value is freed with its last reader, in the middle of
+backward.
 """
 
 from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from threading import get_ident
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from leangrad import _torch
 from leangrad._torch import graph_task, stream_of
-from leangrad.errors import ChangedError, LeangradError
-from leangrad.ledger.values.inplace_variants import IN_PLACE, overwrite
+from leangrad.errors import LeangradError
 from leangrad.ledger.values.pending_inputs import blocking, notify
-from leangrad.ledger.values.rebuilt_cache import remember
-from leangrad.ledger.values.saved import PackedTensor, changed
-from leangrad.ledger.values.waypoints import LONGEST_RECIPE, mark_waypoint, reach_waypoints
+from leangrad.ledger.values.rebuild.inplace_variants import IN_PLACE, overwrite
+from leangrad.ledger.values.rebuild.rebuilt_cache import remember
+from leangrad.ledger.values.rebuild.replays import op_timers, replayers
+from leangrad.ledger.values.rebuild.waypoints import LONGEST_RECIPE, mark_waypoint, reach_waypoints
+from leangrad.ledger.values.saved import PackedTensor, changed_error
 
 Layout = tuple[torch.Size, tuple[int, ...]]
-UNKNOWN = -1  # a stream that has not been asked for
+UNKNOWN = -1  # the caller has not looked up the current stream
 
 
 class Value(PackedTensor):
-    """One tensor that backward may ask for.
+    """One tensor that backward may read. It is in one of three states.
 
-    kept       ``tensor`` is set: an anchor, checked against its version when it is read.
-    rebuilt    ``function(*args, **kwargs)`` gives it back; values among ``args`` are read first.
-    absent     neither: the output of an op that is never computed twice, which nobody has kept so far.
+    kept       ``tensor`` is set: an anchor, whose version is checked when it is read.
+    rebuilt    ``function(*args, **kwargs)`` gives the tensor back; values among ``args`` are read first.
+    absent     neither: the output of an op that is never computed twice, and that is not kept so far.
 
-    A kept value may have a recipe too, one that still waits for absent values: see ``blocked``.
+    A kept value may also have a recipe that still waits for absent values: see ``blocked``.
     """
 
-    # Defaults stand on the class: most values use few of these, and thousands are made in a step.
-    tensor: Tensor | None = None
-    version = 0
-    # What recipes read in the stead of ``tensor``, which was changed behind autograd's back after they were stored.
-    before: Tensor | None = None
-    stream = 0  # the CUDA stream on which it was kept
-    function: Callable[..., Any] | None = None
-    args: tuple[Any, ...] = ()
+    # Defaults are class attributes: a step makes thousands of values, and most of them set only a few of these.
+
+    # -- kept
+    tensor: Tensor | None = None  # the kept tensor, without a ``grad_fn``; None: the value is rebuilt or absent
+    version = 0  # version counter of ``tensor`` when it was kept; it is an error if another one is found on reading
+    # The tensor that recipes read; None: they read ``tensor``. It is a copy, made before ``tensor`` was changed in
+    # place, or it is ``tensor`` itself where that is a copy of ours already (`is_copied`).
+    recipe_tensor: Tensor | None = None
+    stream = 0  # number of the CUDA stream that was current when ``tensor`` was kept; 0: the default stream, or a CPU
+
+    # -- recipe
+    function: Callable[..., Any] | None = None  # the op to replay; None: the value has no recipe
+    args: tuple[Any, ...] = ()  # its arguments: values, constants, tensors, and tuples of these
+    # Its keyword arguments, none of which is a value.
     kwargs: dict[str, Any] = {}  # noqa: RUF012  (never written to, only replaced)
-    inputs: tuple[Value, ...] = ()  # the values among ``args``
-    order: tuple[int, ...] = ()  # where they stand, the deepest first
-    part = -1  # ``function`` gives several tensors, and this is the one
-    kin: weakref.ref[Value] | None = None  # the value of another of them
-    layout: Layout | None = None
-    dtype: torch.dtype | None = None  # of the result, where the function alone would not tell: ``x_bf16 += y_float32``
-    # The modules that have to be gathered when it is rebuilt: [Note: recipes that read sharded parameters].
-    gathers: tuple[Any, ...] = ()
-    check: Callable[[], None] | None = None  # of a sharded parameter: raises an error if it is not what it was
-    source = 0  # of the copy of a sharded parameter: the version of what was copied
-    pinned = False  # an autograd Function keeps this tensor for its own backward, in any case
-    fleeting = False  # recipes that read it do not hold it for its readers: [Note: made again] in ``policy/replay.py``
-    parents = 0  # how many recipes read it
-    memo: Tensor | None = None  # what was rebuilt, while other readers are to come
-    memo_stream = 0
-    readers = 0  # how many saved tensors are this value
-    reads = 0  # how many of them were read in the backward pass ``task``
-    takes = 0  # how often the memo was read, by recipes as well
-    task = -1
-    depth = 0  # how many joins of lineages lie between this value and the furthest anchor
-    root: Value | None = None  # the one anchor it descends from; None: itself
-    length = 0  # how many ops are replayed one inside the other to rebuild it, at most
-    is_waypoint = False  # lengths begin anew after it: see [Note: waypoints]
-    is_product = False  # its function is a product
-    settings: tuple[Any, ...] = ()  # of torch, under which it ran in forward
-    products = 0  # how many of those ops are products, at most
-    nbytes = 0
-    narrow_bytes = 0  # of what it was cast from, if the plan may keep that in its stead: [Note: kept in fewer bits]
-    ordinal = -1  # its number among ``items``, those of the recorded step, while the ledger learns
-    items: object = None
-    free = False  # it costs nothing worth counting: a parameter, an input, or too small to look into
-    # The tensor of an absent value, which may yet be caught; its version; the number of the call that made it.
+    inputs: tuple[Value, ...] = ()  # the values in ``args``, also those inside tuples; ``x * x`` has ``x`` twice
+    order: tuple[int, ...] = ()  # indices of the ``args`` that are or contain values, as they are read: deepest first
+    part = -1  # index of this value among the tensors that ``function`` returns; -1: ``function`` returns one tensor
+    sibling: weakref.ref[Value] | None = None  # the value of another output of the same op; None: none is known
+    layout: Layout | None = None  # shape and strides that the rebuilt tensor gets; None: those that ``function`` gives
+    # The dtype of the result, where ``function`` may give another one (``x_bf16 += y_float32``); None: it does not.
+    dtype: torch.dtype | None = None
+
+    # -- sharded parameters: see [Note: recipes that read sharded parameters] in ``origins/shards.py``
+    gathers: tuple[Any, ...] = ()  # FSDP2's parameter groups that have to be gathered when this value is rebuilt
+    # Of a sharded parameter that is read in place: raises an error if it has changed since forward; else None.
+    check: Callable[[], None] | None = None
+    copied_version = 0  # of a copy of a sharded parameter: the version of the parameter when it was copied
+
+    # -- readers
+    # True: plain PyTorch keeps this tensor for the same readers; so if it is changed in place, they read the changed
+    # tensor, or get an error, as there. False: they read a copy made before the change, as recipes do.
+    plain_keeps_it = True
+    pinned = False  # True: an autograd Function keeps this tensor for its own backward, whatever the plan says
+    # True: a recipe that reads this value does not cache it for its readers. See [Note: made again] in
+    # ``policy/replay.py``.
+    fleeting = False
+    recipe_reads = 0  # how often recipes read this value; ``x * x`` reads ``x`` twice
+    memo: Tensor | None = None  # the rebuilt tensor, cached for the next readers in this backward pass; or None
+    memo_stream = 0  # number of the CUDA stream on which ``memo`` was rebuilt; 0: the default stream, or a CPU
+    readers = 0  # how many saved tensors are this value or a view of it
+    reads = 0  # how often saved tensors have read it in the backward pass ``task``
+    memo_reads = 0  # how often ``memo`` was read, by saved tensors and recipes
+    task = -1  # id of the backward pass that ``reads`` counts; -1: none has read it yet
+
+    # -- lineage: properties of the recipe as a whole, set by `settle_lineage`
+    depth = 0  # the most joins of lineages on any path from this value back to an anchor
+    root: Value | None = None  # where its lineage begins: an anchor, a join or a product; None: this value itself
+    length = 0  # the most ops that are replayed one inside the other to rebuild it, counted from waypoints on
+    is_waypoint = False  # True: ``length`` starts again at 0 for values made from it: see [Note: waypoints]
+    is_product = False  # True: ``function`` is a product (a matmul, convolution or attention)
+    settings: tuple[Any, ...] = ()  # of a product: the settings of torch under which it ran in forward
+    products = 0  # the most products among ops that are replayed one inside the other, its own included
+
+    # -- memory, and number in the recorded step
+    nbytes = 0  # bytes of the tensor; 0: not known
+    # Bytes of the tensor that this one was cast from, in fewer bits, if the plan may keep that tensor instead of this
+    # one; else 0. See [Note: kept in fewer bits] in ``origins/upstream_anchors.py``.
+    narrow_bytes = 0
+    ordinal = -1  # the number of this value in ``items``; -1: it has none
+    items: object = None  # the ``Items`` of the recorded step to which this value belongs; None: it is no item
+    # True: its memory is not counted and it belongs to no lineage (a parameter, an input, a small tensor, a dropout's
+    # mask).
+    free = False
+
+    # -- absent values, and recipes that wait for them
+    # Of an absent value: its tensor, the tensor's version, and the number of the call that made it. While the tensor
+    # lives and is unchanged it may still be kept. None: no such tensor is known.
     live: tuple[weakref.ref[Tensor], int, int] | None = None
-    growth = 0.0  # of a product that is kept before a recipe has asked: its bytes over those of the recorded step
-    cap = 0  # the depth at which it is kept rather than rebuilt
-    max_products = 0  # the products that its recipe may run through in a row
+    # Of a product that is kept before a recipe has read it: its bytes divided by those of the recorded step; else 0.
+    growth = 0.0
+    cap = 0  # the largest ``depth`` at which this value is rebuilt; a deeper one is kept
+    max_products = 0  # how many products its recipe may run one inside the other; 0: products are not run again
     blocked: tuple[Value, ...] = ()  # the absent values that its recipe waits for
-    waiters: list[weakref.ref[Value]] | None = None  # whose recipes wait for this one
-    children: dict[Any, weakref.ref[Value]] | None = None  # what one function made of it, for functions that have twins
+    waiters: list[weakref.ref[Value]] | None = None  # the values whose recipes wait for this one; None: there are none
+    # The casts of this value, by the arguments of the cast, so that equal casts share one value; None: there are none.
+    casts: dict[Any, weakref.ref[Value]] | None = None
 
     def __init__(self, op: str) -> None:
-        self.op = op
+        self.op = op  # the type name of the autograd node, or a word such as "leaf", "input", "operand" or "view"
 
     # ---------------------------------------------------------------- keeping
 
     def keep(self, tensor: Tensor) -> None:
-        """Make this an anchor that holds ``tensor``, and let go of what it makes rebuildable."""
+        """Make this value an anchor that holds ``tensor``.
+
+        Values whose recipes waited for it drop their own tensors.
+        """
         self.tensor = tensor.detach()
         self.version = tensor._version
         self.nbytes = tensor.nbytes
@@ -105,39 +138,45 @@ class Value(PackedTensor):
             self.stream = _torch.raw_stream(tensor.device)
         self.depth, self.root, self.length = 0, None, 0
         self.gathers = ()
-        if self.max_products:  # what is rebuilt from a weight is free; now it takes memory
+        if self.max_products:  # a weight's cast or view is free while it is rebuilt; now it uses memory
             self.free = False
         if self.waiters is not None:
             notify(self)
 
     @property
     def is_copied(self) -> bool:
-        """Whether it holds a copy of ours, and not the user's tensor: see [Note: kept in fewer bits]."""
-        return self.tensor is not None and self.before is self.tensor
+        """Whether ``tensor`` is a copy of ours, and not the user's tensor: see [Note: kept in fewer bits]."""
+        return self.tensor is not None and self.recipe_tensor is self.tensor
 
     def unblocked(self) -> None:
-        """Nothing is missing any more: this value needs no tensor of its own, unless its chain is too long."""
+        """Settle the lineage and drop the kept tensor, if any, unless the recipe is too long.
+
+        ``pending_inputs.notify`` calls this when no value of ``blocked`` is absent any more.
+        """
         depth, root = self.depth, self.root
         self.settle_lineage()
         if self.tensor is not None:
             is_short = self.depth <= self.cap and self.length <= LONGEST_RECIPE
-            # With what has to be gathered for its recipe it stays: it was saved where that may not be there.
+            # It stays kept if its recipe reads sharded parameters: these may not be gathered where it is read.
             if is_short and self.products <= self.max_products and not any(v.gathers for v in self.inputs):
-                self.tensor = self.before = None
-                mark_waypoint(self, 0)  # the lengths of what was made of it meanwhile begin here
+                self.tensor = self.recipe_tensor = None
+                mark_waypoint(self, 0)  # values made from it while it was kept count their lengths from here
             else:
                 self.depth, self.root, self.length = depth, root, 0
         notify(self)
 
     def set_recipe(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """``function(*args, **kwargs)`` gives this value back."""
+        """Store the recipe: ``function(*args, **kwargs)`` gives this value back."""
         self.function, self.args = function, args
         if kwargs:
             self.kwargs = kwargs
         self.read_arguments()
 
     def read_arguments(self) -> None:
-        """Find the values among ``args``, or in lists among them: this value is made of them."""
+        """Find the values in ``args``, also inside tuples, and set all that follows from them.
+
+        That is ``inputs``, ``order``, ``gathers``, ``blocked`` and the lineage; adds to the inputs' ``recipe_reads``.
+        """
         inputs: list[Value] = []
         order: list[int] = []
         args = self.args
@@ -152,7 +191,7 @@ class Value(PackedTensor):
                     order.append(i)
         gathers: tuple[Any, ...] = ()
         for v in inputs:
-            v.parents += 1
+            v.recipe_reads += 1
             if v.gathers:
                 gathers += v.gathers
         if gathers:
@@ -162,32 +201,38 @@ class Value(PackedTensor):
             self.blocked = blocked
         self.settle_lineage()
         if self.depth and len(order) > 1:
-            # The deepest first: a long chain is then rebuilt from its far end with no temporaries waiting on the way.
+            # Deepest first: a long chain is then rebuilt from its far end, while no temporaries are held.
             order.sort(key=lambda i: -args[i].depth if type(args[i]) is Value else 0)
         self.order = tuple(order)
 
     def forget_recipe(self) -> None:
-        """A kept value lets go of a recipe that still waits, and so of what that recipe holds."""
+        """Drop the recipe of a kept value, and all that the recipe holds. The recipe may still be waiting."""
         if self.tensor is not None:
             for v in self.inputs:
-                v.parents -= 1
+                v.recipe_reads -= 1
                 if self.products:  # see [Note: a product runs once]
-                    v.unread()
+                    v.release_inputs()
             self.function, self.args, self.kwargs, self.inputs, self.order, self.blocked = None, (), {}, (), (), ()
 
-    def unread(self) -> None:
-        """This value is given up, and what was made for it alone goes with it: it reads its inputs no more."""
-        if not self.parents and not self.readers and self.tensor is None:
+    def release_inputs(self) -> None:
+        """Stop counting this value as a reader of its inputs, if it is not kept and nothing reads it any more.
+
+        The same then applies to each input that is left without readers.
+        """
+        if not self.recipe_reads and not self.readers and self.tensor is None:
             for v in self.inputs:
-                v.parents -= 1
-                v.unread()
+                v.recipe_reads -= 1
+                v.release_inputs()
 
     def settle_lineage(self) -> None:
-        """Set what is known of the recipe as a whole: a join of two lineages is one deeper than they are.
+        """Set ``depth``, ``root``, ``length`` and ``products`` from the inputs.
+
+        Values with the same ``root`` are one lineage. A value made from two lineages joins them: its depth is one more
+        than the deepest of its inputs.
 
         [Note: lineages through products] Where recipes run through products, each product begins a lineage, so that
-        ``x + f(x)`` is a join, at which a chain of recipes may end. Only sums are: what a product itself brings
-        together, or the gate of a unit, is no deeper than its operands.
+        ``x + f(x)`` is a join, at which a chain of recipes may end. Only sums count as joins there: a product of two
+        lineages, or a gate that multiplies one by another, is no deeper than its operands.
         """
         depth, joined, length, products = 0, False, 0, 0
         found: Value | None = None
@@ -214,7 +259,7 @@ class Value(PackedTensor):
         self.products = products + self.is_product
 
     def catchable(self) -> Tensor | None:
-        """The tensor of an absent value, if it is still there and unchanged."""
+        """Returns the tensor of an absent value if it is alive and unchanged, else None."""
         if self.live is None:
             return None
         tensor = self.live[0]()
@@ -223,15 +268,15 @@ class Value(PackedTensor):
     # ---------------------------------------------------------------- reading
 
     def unpack(self) -> Tensor:
-        """Autograd wants its tensor back."""
+        """Returns the tensor to autograd, at once if it is kept and unchanged."""
         tensor = self.tensor
         if tensor is not None and tensor._version == self.version:
             return tensor
         return PackedTensor.unpack(self)
 
     def read(self) -> Tensor:
-        """One of the readers asks: hand out the tensor, and hold a rebuilt one only while others will ask."""
-        if self.before is not None and self.tensor is not None:  # only recipes read what it was
+        """Returns the tensor for one of the saved tensors, and caches it only while further reads are expected."""
+        if self.recipe_tensor is not None and self.tensor is not None:  # only recipes read ``recipe_tensor``
             self._check(self.tensor)
             return self.tensor
         task = graph_task()
@@ -243,23 +288,26 @@ class Value(PackedTensor):
             reach_waypoints(self, task)
         if (
             self.reads >= self.readers
-            and self.parents < 2
+            and self.recipe_reads < 2
             and self.memo is None
             and self.tensor is None
-            and not (self.products and self.parents)
+            and not (self.products and self.recipe_reads)
         ):
-            return self._rebuild({}, task)[0]  # nothing to look up, and nobody else to hold it for
+            return self._rebuild({}, task)[0]  # no cached tensor, and no further reader
         tensor, _ = self._take({}, task)
         if self.memo is not None and self.reads >= self.readers and not self._is_held():
             self.memo = None
         return tensor
 
     def anchor(self, stream: int = UNKNOWN) -> Tensor:
-        """The tensor of a kept value, for a recipe that runs on ``stream``, where that was asked before."""
+        """Returns the tensor of a kept value, for a recipe to read.
+
+        stream: the current CUDA stream, on which the recipe runs, if the caller has looked it up.
+        """
         tensor = self.tensor
         assert tensor is not None
-        if self.before is not None:
-            return self.before
+        if self.recipe_tensor is not None:
+            return self.recipe_tensor
         if tensor._version != self.version:
             self._check(tensor)
         if self.op == "leaf":
@@ -272,39 +320,44 @@ class Value(PackedTensor):
                 self.check()
         elif (
             self.stream != stream
-            and (not self.free or self.op == "operand")  # which may be a copy of ours
+            and (not self.free or self.op == "operand")  # an operand may be a copy of ours
             and tensor.is_cuda
             and self.stream != stream_of(tensor)
         ):
-            # The allocator must not hand this memory out again before the recipe on this stream has read it.
+            # The allocator must not reuse this memory before the recipe on this stream has read it.
             tensor.record_stream(torch.cuda.current_stream(tensor.device))
         return tensor
 
     def _check(self, tensor: Tensor) -> None:
         if tensor._version != self.version:
             what = "a parameter or input" if self.op == "leaf" else f"the output of {self.op}"
-            raise ChangedError(changed(what, tensor, self.version))
+            raise changed_error(what, tensor, self.version)
 
     def _is_held(self) -> bool:
-        """Whether a rebuilt tensor is held for the recipes that read it, until as many have.
+        """Whether a rebuilt tensor is cached for the recipes that read this value, until all of them have read it.
 
-        [Note: held for recipes] A scan that is written as a loop reads slices of its inputs, one recipe a step: each
-        would rebuild the whole input. A residual stream of which autograd saves only casts is a chain of sums that
-        nobody reads but the next: each link would be rebuilt from the first, and the sums grow as the square.
+        [Note: held for recipes] A scan that is written as a loop reads slices of its inputs, in one recipe per step;
+        without the cache each recipe would rebuild the whole input. A residual stream of which autograd saves only
+        casts is a chain of sums that only recipes read; without the cache each sum would be rebuilt from the first one,
+        and the number of sums that run would grow with the square of their number.
 
-        [Note: a product runs once] What a product is run for is held until all that read it have, be they recipes or
-        backward itself, so one backward runs the product once. A recipe that is given up no longer counts among those
-        that read its inputs (``unread``): what waits for it would be held until backward ends.
+        [Note: a product runs once] Where a rebuild runs a product, the rebuilt tensor is cached until all its readers,
+        recipes as well as saved tensors, have read it. So one backward pass runs the product once. A recipe that is
+        dropped must no longer count as a reader of its inputs (`release_inputs`): a tensor that is cached for it would
+        be held until backward ends.
         """
-        parents = self.parents
+        parents = self.recipe_reads
         if self.products:
             return parents > 0
         return parents > 1 and (parents >= MANY or (self.depth > 0 and not self.readers))
 
     def _take(self, made: dict[int, Tensor], task: int) -> tuple[Tensor, bool]:
-        """The tensor, and whether it is owned: made just now, held by nobody else, free to be overwritten.
+        """Returns the tensor for a recipe or a reader, and whether it is owned.
 
-        ``made``: what this rebuild has made so far and will read again.
+        Owned means that it was made by this call and nothing else refers to it, so the caller may overwrite it.
+
+        made: tensors that this rebuild has made so far and may read again, by the id of their value.
+        task: the id of the backward pass that runs.
         """
         if self.tensor is not None:
             return self.anchor(), False
@@ -312,16 +365,16 @@ class Value(PackedTensor):
         if memo is not None and self.memo_stream == stream_of(memo):
             self.count_takes(1)
             return memo, False
-        shared = self.parents > 1
+        shared = self.recipe_reads > 1
         if shared and id(self) in made:
             return made[id(self)], False
         tensor, owned = self._rebuild(made, task)
-        if self.fleeting and self.task != task:  # none of its readers has come so far: it is made again for them
+        if self.fleeting and self.task != task:  # none of its readers has read it yet: it is made again for them
             return tensor, owned
-        is_awaited = self.parents + self.readers > 1 and self._is_held()  # else the one recipe that reads it has come
+        is_awaited = self.recipe_reads + self.readers > 1 and self._is_held()  # with one reader: that one reads it now
         if is_awaited or (self.readers and (self.reads < self.readers or self.task != task)):
-            # [Note: a memo belongs to one stream] Backward of each op runs on the stream of its forward. What was
-            # rebuilt on one stream is not ready on another, so another stream rebuilds it for itself.
+            # [Note: a memo belongs to one stream] Backward of each op runs on the stream of its forward. A tensor that
+            # was rebuilt on one stream may not be ready on another, so another stream rebuilds it for itself.
             self._hold(tensor, task, takes=1)
             return tensor, False
         if shared:
@@ -329,39 +382,42 @@ class Value(PackedTensor):
             return tensor, False
         return tensor, owned
 
-    def is_at_hand(self) -> bool:
-        """Whether it was rebuilt already, on the stream that runs, and is held."""
+    def has_memo(self) -> bool:
+        """Whether a tensor that was rebuilt on the current stream is cached."""
         return self.memo is not None and self.memo_stream == stream_of(self.memo)
 
     def rebuild_ahead(self, task: int) -> None:
-        """Rebuild it before any of its readers asks, and hold it for them."""
+        """Rebuild the tensor before any of its readers needs it, and cache it for them."""
         tensor, _ = self._rebuild({}, task)
         self._hold(tensor, task, takes=0)
 
     def _hold(self, tensor: Tensor, task: int, takes: int) -> None:
-        """Hold what was rebuilt, and was taken so often, for its next readers in this backward pass."""
-        self.memo, self.memo_stream, self.takes = tensor, stream_of(tensor), takes
+        """Cache the rebuilt ``tensor`` for its next readers in this backward pass.
+
+        takes: how many of them have read it already.
+        """
+        self.memo, self.memo_stream, self.memo_reads = tensor, stream_of(tensor), takes
         remember(self, task)
 
     def count_takes(self, more: int) -> None:
-        """What is held was read so often; after the last of its readers it is let go."""
+        """Count ``more`` reads of the cached tensor, and drop it after its last reader."""
         if self.memo is not None and self._is_held():
-            self.takes += more
-            if self.takes >= self.parents + self.readers and self.reads >= self.readers:
+            self.memo_reads += more
+            if self.memo_reads >= self.recipe_reads + self.readers and self.reads >= self.readers:
                 self.memo = None
 
-    def give_back(self, tensor: Tensor, task: int) -> None:
-        """It was taken in vain: hold it again for those who count on it."""
+    def memoize_again(self, tensor: Tensor, task: int) -> None:
+        """Undo a `_take` whose ``tensor`` was not used: cache it again for its readers."""
         if self.tensor is None and self._is_held():
-            self.takes = max(0, self.takes - 1)
+            self.memo_reads = max(0, self.memo_reads - 1)
             if self.memo is None:
-                self._hold(tensor, task, self.takes)
+                self._hold(tensor, task, self.memo_reads)
 
     def _rebuild(self, made: dict[int, Tensor], task: int) -> tuple[Tensor, bool]:
         function = self.function
         if function is None:
             raise LeangradError(f"the input of a recipe was never kept: {self.op}; this is a bug in leangrad")
-        watch = watches.get(get_ident()) if watches else None
+        watch = op_timers.get(get_ident()) if op_timers else None
         if function in replayers:
             if watch is not None:
                 watch.begin(self)
@@ -381,9 +437,9 @@ class Value(PackedTensor):
             elif a.tensor is not None:
                 args[i] = a.anchor()
             else:
-                if a.readers or a.parents > 1 or a.memo is not None:
+                if a.readers or a.recipe_reads > 1 or a.memo is not None:
                     args[i], free = a._take(made, task)
-                else:  # the same, for what nobody else will ask for
+                else:  # the same, for a value with no other reader
                     args[i], free = a._rebuild(made, task)
                 if free and i < 2:
                     owned = i
@@ -392,8 +448,8 @@ class Value(PackedTensor):
         if self.part >= 0:
             parts = function(*args, **self.kwargs)
             tensor = parts[self.part]
-            if self.kin is not None:
-                self._hand_on(parts, task)
+            if self.sibling is not None:
+                self._memoize_sibling(parts, task)
         elif owned >= 0 and function in IN_PLACE:
             tensor = overwrite(function, args, self.kwargs, owned, self.dtype)
         else:
@@ -405,7 +461,7 @@ class Value(PackedTensor):
             tensor = self._laid_out(tensor, layout)
         if watch is not None:
             watch.end(has_run=True)
-        # A view, or an input handed back (``x.to`` of its own dtype), is somebody else's memory too.
+        # Not owned: a view, or an input that was returned itself (``x.to`` of its own dtype), shares its memory.
         if tensor._is_view():
             return tensor, False
         for a in args:
@@ -414,7 +470,10 @@ class Value(PackedTensor):
         return tensor, True
 
     def _check_settings(self, task: int) -> None:
-        """Raise an error unless a product finds the settings of forward; looked at once in a backward pass."""
+        """Raise an error if settings of torch under which a product ran in forward have changed.
+
+        They are compared once in a backward pass.
+        """
         global _checked
         if task >= 0 and _checked == (task, self.settings):
             return
@@ -430,83 +489,43 @@ class Value(PackedTensor):
             raise LeangradError(f"{self.op} was rebuilt with shape {tuple(tensor.shape)}, expected {tuple(layout[0])}")
         return torch.empty_strided(*layout, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
-    def _hand_on(self, parts: Sequence[Tensor], task: int) -> None:
-        """The other tensor that was made with this one: backward is about to ask for it, so it is held if it is small.
+    def _memoize_sibling(self, parts: Sequence[Tensor], task: int) -> None:
+        """Cache the tensor of ``sibling``, which was made together with this one, if it is no larger than this one.
 
-        A dropout's mask is; the indices of a pooling, 8 bytes each, are not.
+        Backward is about to read it. The mask of a dropout is small enough; the indices of a pooling, 8 bytes each, are
+        not.
         """
-        other = self.kin() if self.kin is not None else None
+        other = self.sibling() if self.sibling is not None else None
         if other is None or other.tensor is not None or other.memo is not None or not other.readers:
             return
         tensor = parts[other.part]
         if tensor.nbytes > parts[self.part].nbytes:
             return
         if (other.task != task or other.reads < other.readers) and not tensor._is_view() and other.is_laid_out(tensor):
-            other.memo, other.memo_stream = tensor, stream_of(tensor)
-            remember(other, task)
+            other._hold(tensor, task, takes=0)
 
     def is_laid_out(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` lies in memory as this value did."""
+        """Whether ``tensor`` has the shape and strides of this value."""
         return self.layout is None or (tensor.shape == self.layout[0] and tensor.stride() == self.layout[1])
-
-
-class Watch(Protocol):
-    """What times the ops of rebuilds."""
-
-    def begin(self, value: Value) -> None:
-        """An op is about to run, which makes ``value``."""
-
-    def end(self, *, has_run: bool) -> None:
-        """It has run, or was left to others."""
-
-
-watches: dict[int, Watch] = {}  # by thread
-
-
-@contextmanager
-def watched_by(watch: Watch) -> Iterator[None]:
-    """Let ``watch`` time the ops of rebuilds in this thread meanwhile."""
-    thread = get_ident()
-    watches[thread] = watch
-    try:
-        yield
-    finally:
-        watches.pop(thread, None)
-
-
-# By function: what may replay a recipe of it together with others, as one kernel. ``fused.py`` enters itself here.
-Replayer = Callable[[Value, dict[int, Tensor], int], tuple[Tensor, bool] | None]
-replayers: dict[Any, Replayer] = {}
-
-
-class Comparisons:
-    """How often a fused kernel was compared with a replay op by op. A step in which that happens takes more memory."""
-
-    count: ClassVar[int] = 0
 
 
 def _take_each(values: tuple[Any, ...], made: dict[int, Tensor], task: int) -> list[Any]:
     return [v._take(made, task)[0] if type(v) is Value else v for v in values]
 
 
-def fuses() -> bool:
-    """Whether recipes may be replayed together as one kernel."""
-    return bool(replayers)
-
-
-_checked: tuple[int, tuple[Any, ...]] = (-1, ())  # a backward pass, and the settings that it has found
-MANY = 4  # see [Note: held for recipes]
-SUMS = ("AddBackward0", "SubBackward0")  # see [Note: lineages through products]
-UNBOUNDED = sys.maxsize  # the sums and the products that a recipe may run through, where a plan says where it ends
+_checked: tuple[int, tuple[Any, ...]] = (-1, ())  # the last backward pass that compared settings, and these settings
+MANY = 4  # reads by recipes from which on a rebuilt tensor is cached for them: see [Note: held for recipes]
+SUMS = ("AddBackward0", "SubBackward0")  # nodes that may be joins: see [Note: lineages through products]
+UNBOUNDED = sys.maxsize  # no limit on the sums and products in a recipe: the plan says which tensors are kept
 
 
 def is_there(tensor: Tensor) -> bool:
-    """Whether a tensor has its memory: sharding frees that of a parameter and leaves the parameter standing."""
+    """Whether the memory of ``tensor`` is allocated: sharding frees that of a parameter while the parameter lives."""
     return tensor.untyped_storage().nbytes() > 0 or tensor.numel() == 0
 
 
 def leaf_value(tensor: Tensor, version: int) -> Value:
-    """A parameter, or a tensor of the caller's: it stands whether or not we hold it."""
+    """Returns the value of a parameter or of a caller's tensor, which lives whether or not the value holds it."""
     v = Value("leaf")
     v.tensor, v.version, v.free = tensor, version, True
     return v

@@ -8,12 +8,12 @@ import pytest
 import torch._dynamo  # noqa: F401  (a stand-in asks whether it was imported)
 from torch import nn
 
-from leangrad.ledger.observe.processes.gathers import Aside
+from leangrad.ledger.observe.processes.gathers import SuspendedHook
 
 
 def test_it_calls_the_hook_where_no_region_is_open() -> None:
     called = []
-    stand_in = Aside(lambda module, *args, **named: called.append((module, args, named)) or 7, gathers=True)
+    stand_in = SuspendedHook(lambda module, *args, **named: called.append((module, args, named)) or 7, gathers=True)
     module = nn.Linear(1, 1)
     assert stand_in(module, 1, word=2) == 7
     assert called == [(module, (1,), {"word": 2})]
@@ -25,7 +25,7 @@ def test_it_does_not_wait_for_the_collector(knows_dynamo: bool, monkeypatch: pyt
         monkeypatch.delitem(sys.modules, "torch._dynamo")
     gc.disable()
     try:
-        stand_in = Aside(print, gathers=True)
+        stand_in = SuspendedHook(print, gathers=True)
         seen = weakref.ref(stand_in)
         del stand_in
         assert seen() is None

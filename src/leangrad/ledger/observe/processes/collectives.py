@@ -1,7 +1,8 @@
-"""Collectives of torch.distributed that write into tensors: a change in place that nobody records.
+"""In-place changes by collectives of torch.distributed, which autograd does not record.
 
-``dist.all_reduce(h)`` moves no version counter and passes no function override: it goes from Python straight to the
-process group. So while a region is open, the methods of process groups that write are watched themselves.
+``dist.all_reduce(h)`` moves no version counter and passes no function mode: it calls the process group directly from
+Python. So while any region is open, the writing methods of ``ProcessGroup`` are replaced by wrappers that report the
+change to the region of the calling thread.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ from torch import Tensor
 from leangrad import _torch
 from leangrad.ledger.observe.active_region import open_region
 from leangrad.ledger.observe.mutation import after_change, before_change, is_private
-from leangrad.ledger.origins.graph_walk import UnsavedInput
+from leangrad.ledger.origins.graph_walk import noted
 
 _lock = threading.Lock()
-_methods: dict[str, Any] = {}  # as they were, while any region watches
-_watching = [0]  # regions that do
+_methods: dict[str, Any] = {}  # the original methods by name, while any region watches
+_watching = [0]  # how many regions watch
 
 
 def watch() -> bool:
-    """A region begins: tell it of collectives that write; False: there are none in this process."""
+    """Watch collectives that write, for a region that begins; False if this process has no process groups."""
     if not _torch.has_process_groups():
         return False
     with _lock:
@@ -39,7 +40,7 @@ def watch() -> bool:
 
 
 def unwatch() -> None:
-    """A region that watched has ended."""
+    """Stop watching for one region; the last one restores the original methods."""
     with _lock:
         _watching[0] -= 1
         if _watching[0] == 0:
@@ -52,7 +53,7 @@ def _seen(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def run(group: Any, *args: Any, **kwargs: Any) -> Any:
         region = open_region()
-        if region is None or region.packing:
+        if region is None or region.is_packing:
             return method(group, *args, **kwargs)
         written = _exposed(args[0] if args else next(iter(kwargs.values()), None))
         if not written:
@@ -63,16 +64,17 @@ def _seen(method: Callable[..., Any]) -> Callable[..., Any]:
             return method(group, *args, **kwargs)
         finally:
             after_change(region, written)
-            region.fence = _torch.next_sequence_nr()
+            region.distrust()
 
     return run
 
 
 def _exposed(written: Any) -> list[Tensor]:
-    """Of the tensors that a collective writes into, those whose memory a recipe may read; not a count of its own, say.
+    """Return those of the tensors that a collective writes into whose memory a recipe may read.
 
-    Asked before it runs: afterwards what it returns holds them too.
+    A private counter, for example, is not among them. To be called before the collective runs, because the ``Work``
+    that it returns holds the tensors, too, and then none looks private.
     """
     if isinstance(written, Tensor):
-        return [] if is_private(written) and id(written) not in UnsavedInput.noted else [written]
+        return [] if is_private(written) and not noted.are_any(written) else [written]
     return [one for part in written for one in _exposed(part)] if isinstance(written, list | tuple) else []

@@ -1,4 +1,4 @@
-"""Ops on each element, casts and copies."""
+"""Rules for elementwise ops, casts and copies."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from leangrad.ledger.origins.rules.rule import rule
-from leangrad.ledger.values.inplace_variants import COMMUTES, IN_PLACE
+from leangrad.ledger.values.rebuild.inplace_variants import COMMUTES, IN_PLACE
 
 aten = torch.ops.aten
 
@@ -20,11 +20,13 @@ UNARY = """
     expm1 floor frac hardsigmoid hardswish i0 lgamma log log10 log1p log2 mish neg rad2deg reciprocal relu round rsqrt
     sgn sigmoid sign silu sin sinc sinh sqrt tan tanh trunc
 """
-MAY_CHANGE_DTYPE = ("abs", "angle")  # of a complex tensor they are real, so they cannot write over their input
+MAY_CHANGE_DTYPE = ("abs", "angle")  # real for a complex tensor, so they cannot write over their input
 
 
 def node_name(op: str) -> str:
-    """The node of ``op``: autograd capitalizes the first letter and each one after an underscore or a digit.
+    """Returns the type name of the node of ``op``.
+
+    Autograd capitalizes the first letter and each letter after an underscore or a digit.
 
     >>> node_name("log_sigmoid"), node_name("log1p"), node_name("expm1")
     ('LogSigmoidBackward0', 'Log1PBackward0', 'Expm1Backward0')
@@ -33,7 +35,7 @@ def node_name(op: str) -> str:
 
 
 for _op in UNARY.split():
-    # The functions in ``torch`` are the ATen ops themselves, a little quicker to call; some ops are in ``aten`` only.
+    # The functions in ``torch`` are the ATen ops themselves, a little quicker to call; some ops are only in ``aten``.
     _function = getattr(torch, _op, None) or getattr(aten, _op).default
     rule(node_name(_op), "self", _function)
     if hasattr(aten, _op + "_") and _op not in MAY_CHANGE_DTYPE:
@@ -109,14 +111,14 @@ rule("ComplexBackward0", "?real ?imag", torch.complex)
 rule("PolarBackward0", "?abs ?angle", torch.polar)
 rule("LinalgCrossBackward0", "self other", lambda x, other, dim: torch.linalg.cross(x, other, dim=dim), "dim")
 
-# Losses that are not reduced, to be weighted by the caller; reduced ones are too small to matter.
+# Losses that are not reduced, because the caller weights them. Reduced ones are too small to matter.
 rule("MseLossBackward0", "self target", aten.mse_loss.default, "reduction")
 rule("SmoothL1LossBackward0", "self target", aten.smooth_l1_loss.default, "reduction", "beta")
 rule("HuberLossBackward0", "self target", aten.huber_loss.default, "reduction", "delta")
 
 # ----------------------------------------------------------------------------------------------------- casts and copies
 
-# With ``copy``: a tensor that has the dtype already would be returned itself, and the next op might overwrite it.
+# ``copy=True``: otherwise a tensor that has the dtype already is returned itself, and the next op might overwrite it.
 rule("ToCopyBackward0", "self", lambda x, dtype: x.to(dtype, copy=True), "@dtype", twins=True)
 rule("CloneBackward0", "self", lambda x, memory_format: x.clone(memory_format=memory_format), "?memory_format")
 

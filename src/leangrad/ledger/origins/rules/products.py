@@ -1,21 +1,21 @@
-"""Products: matrix products, convolutions and attention, where a recipe may run them again.
+"""Rules for products: matrix products, convolutions and attention. They apply only where a recipe may run these again.
 
 [Note: the strides that a product read]
-Which kernel computes a product is chosen by the strides of its operands, and another kernel may add in another order.
-So every operand of a product must have the strides that it had in forward, not only the same bits. What autograd saved
-has them: a kept tensor as it is, a rebuilt one by its ``layout``, a view by its strides over a base that has them. So
-have views and casts of such tensors, which take their strides from their input and from nothing else. For any other
-tensor, one that nobody saved because the other operand is frozen, the strides are those that the node remembers (``mm``
-and ``addmm`` do); where it remembers none, there is no recipe. A product into a tensor of the caller's (``addmm_``) has
-no recipe either: ``mutation.py``.
+The strides of its operands choose the kernel that computes a product, and another kernel may add in another order. So
+every operand of a product must have the strides that it had in forward, not only the same bits. A saved tensor has
+them: a kept one as it is, a rebuilt one by its ``layout``, a view by its strides over a base that has them. Views and
+casts of such tensors have them too, because their strides depend only on their input. Any other tensor (one that is not
+saved because the other operand is frozen) gets the strides that the node saved; ``mm`` and ``addmm`` save them. If the
+node saved none, there is no recipe. A product that was written into a tensor of the caller's (``addmm_``) has no recipe
+either: see ``mutation.py``.
 
-Attention with dropout runs again from the random state that was noted as it ran, and has no recipe without that note:
-[Note: attention that draws] in ``rng.py``. These convolutions on an accelerator have none: a transposed one, which is
-computed as the gradient of a convolution and may be added with atomics; and any while ``cudnn.benchmark`` is on: each
-thread measures for itself which algorithm is fastest, and backward runs in another thread than forward. Outputs beside
-the first, such as the logsumexp of attention, are small and kept.
+Attention with dropout runs again from the random state that was recorded as it ran, and has no recipe without it:
+[Note: attention that draws] in ``rng.py``. On an accelerator two kinds of convolutions have no recipe. A transposed one
+is computed as the gradient of a convolution, which may add with atomics. And while ``cudnn.benchmark`` is on, each
+thread measures for itself which algorithm is fastest, and backward runs in another thread than forward. Outputs other
+than the first, such as the logsumexp of attention, are small and kept.
 
-A product runs again under the settings of torch that it ran under in forward, or not at all (``Walk.settings``).
+A product runs again only under the settings of torch that it ran under in forward (``Walk.settings``).
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from leangrad.ledger.origins.functions import NoRecipeError
 from leangrad.ledger.origins.rules import pointwise, shapes  # noqa: F401  (``FOLLOWS`` looks up what they have entered)
 from leangrad.ledger.origins.rules.rule import RULES, rule
 from leangrad.ledger.values.node_metadata import DRAW, NOTE, Node
-from leangrad.ledger.values.saved_view import see
+from leangrad.ledger.values.saved_view import view_of
 from leangrad.ledger.values.value import Value
 
 aten = torch.ops.aten
 product = partial(rule, product=True)
-# Runs an op that draws random numbers, from the state that it drew from in forward.
+# Called with an op that draws random numbers: runs it from the state of the generator from which it drew in forward.
 RunAgain = Callable[[Callable[[], Any]], Any]
 
 # ------------------------------------------------------------------------------------------------------------- matrices
@@ -53,7 +53,7 @@ product("AddbmmBackward0", "?self batch1 batch2", torch.addbmm, beta="beta", alp
 
 # --------------------------------------------------------------------------------------------------------- convolutions
 
-# One node for all of them: ATen chooses oneDNN, cuDNN or a kernel of its own below it.
+# All convolutions have one type of node: ATen chooses oneDNN, cuDNN or a kernel of its own below autograd.
 
 
 def _biased_convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *settings: Any) -> Tensor:
@@ -109,7 +109,7 @@ def _flash(
 
 
 def _with_bias(attend: Any) -> Callable[..., Tensor]:
-    """The function of a kernel that takes a bias, or a mask."""
+    """Returns the function of a rule for the kernel ``attend``, which takes a bias or a mask."""
 
     def run(
         q: Tensor,
@@ -152,7 +152,11 @@ _KERNELS = {
 
 
 def _attention(when: Callable[[Node], bool], *dropout: str) -> None:
-    """The rules of attention with dropout, or without."""
+    """Add the rules of attention on an accelerator.
+
+    when: the nodes that they apply to: those with dropout, or those without.
+    dropout: names of further constants, for attention with dropout.
+    """
 
     def learned(node: Node) -> bool:
         return when(node) and _learns_bias(node)
@@ -174,13 +178,14 @@ _attention(_draws, "dropout_p", f"?{DRAW}")
 
 _VIEWS = "View UnsafeView ReshapeAlias Alias Expand T Transpose Permute Unsqueeze Squeeze Select Slice Diagonal Unfold"
 _PARTS = "Split SplitWithSizes UnsafeSplit UnsafeSplitWithSizes Unbind"
-# The outputs of these nodes have strides that follow from those of their input.
+# Type names of nodes whose outputs have strides that depend only on those of their input, and the functions that replay
+# them.
 FOLLOWING = frozenset(f"{name}Backward{n}" for name in f"{_VIEWS} {_PARTS} ToCopy".split() for n in range(3))
-FOLLOWS = {r.function for node in FOLLOWING for r in RULES.get(node, ())} | {see}
+FOLLOWS = {r.function for node in FOLLOWING for r in RULES.get(node, ())} | {view_of}
 
 
 def has_exact_strides(value: Value) -> bool:
-    """Whether a recipe gives ``value`` the strides that it had in forward."""
+    """Whether ``value`` has the strides that it had in forward when a recipe reads it."""
     while value.tensor is None and value.layout is None and not value.is_product:
         if value.function not in FOLLOWS:
             return False
@@ -190,7 +195,10 @@ def has_exact_strides(value: Value) -> bool:
 
 
 def with_exact_strides(node: Node, name: str, operand: Any) -> Value:
-    """The operand ``name`` of a product, with the strides that the product read in forward."""
+    """Returns the operand ``name`` of the product of ``node``, with the strides that the product read in forward.
+
+    Raises NoRecipeError if these are not known.
+    """
     name = name.lstrip("?")
     if type(operand) is not Value:
         raise NoRecipeError(f"{type(node).__name__} does not save its {name}")
@@ -212,7 +220,7 @@ def _lay_out(tensor: Tensor, sizes: Sequence[int], strides: Sequence[int]) -> Te
 
 
 def _is_dense(sizes: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether no two elements share memory, and none is unused."""
+    """Whether the elements fill their memory: no two share a place, and no place is unused."""
     expected = 1
     for stride, size in sorted(zip(strides, sizes, strict=True)):
         if size > 1 and stride != expected:

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from leangrad.ledger.tune.pace import MOST, Pace
+from leangrad.ledger.tune.candidate_plans import MOST, CandidatePlans
 from leangrad.policy.choice import lowest_peak
 from leangrad.policy.cut import remade
 from leangrad.policy.graph import Graph, Value
@@ -36,13 +36,15 @@ def time_of(replay: Replay, kept: frozenset[int], watching: float, rebuilding: f
     return watching * (max(made) + 1) / len(forward) + rebuilding * replay.play(kept).work if made else 0.0
 
 
-def search(replay: Replay, smallest: frozenset[int], allowed: float, watching: float, rebuilding: float) -> Pace:
-    pace = Pace(replay, smallest, allowed)
-    pace.note(smallest, time_of(replay, smallest, watching, rebuilding))
-    while (kept := pace.next()) is not None:
-        assert kept not in pace.lost
-        pace.note(kept, time_of(replay, kept, watching, rebuilding))
-    return pace
+def search(
+    replay: Replay, smallest: frozenset[int], allowed: float, watching: float, rebuilding: float
+) -> CandidatePlans:
+    candidates = CandidatePlans(replay, smallest, allowed)
+    candidates.note(smallest, time_of(replay, smallest, watching, rebuilding))
+    while (kept := candidates.next()) is not None:
+        assert kept not in candidates.lost
+        candidates.note(kept, time_of(replay, kept, watching, rebuilding))
+    return candidates
 
 
 def oracle(
@@ -63,12 +65,12 @@ def oracle(
 def test_the_plan_is_fast_enough_and_saves_much(seed: int, watching: float) -> None:
     replay, smallest = net(seed)
     rebuilding = 0.4 / replay.play(smallest).work
-    pace = search(replay, smallest, 0.1, watching, rebuilding)
-    assert len(pace.lost) <= MOST + 1
-    best = pace.best
+    candidates = search(replay, smallest, 0.1, watching, rebuilding)
+    assert len(candidates.lost) <= MOST + 1
+    best = candidates.best
     assert best is not None
     assert time_of(replay, best, watching, rebuilding) <= 0.1
-    most = replay.play(pace.everything).peak_bytes
+    most = replay.play(candidates.everything).peak_bytes
     possible = most - min(replay.play(kept).peak_bytes for kept in oracle(replay, smallest, 0.1, watching, rebuilding))
     largest = max(value.nbytes for value in replay.graph.values)
     assert most - replay.play(best).peak_bytes >= possible - largest  # one value less than who knows the times
@@ -76,27 +78,27 @@ def test_the_plan_is_fast_enough_and_saves_much(seed: int, watching: float) -> N
 
 def test_watching_alone_may_take_too_long_unless_it_ends_early() -> None:
     replay, smallest = net(3)
-    pace = search(replay, smallest, 0.1, 0.25, 1e-4)
-    assert pace.best is not None
-    last = max(n for n in remade(replay.graph, pace.best))
+    candidates = search(replay, smallest, 0.1, 0.25, 1e-4)
+    assert candidates.best is not None
+    last = max(n for n in remade(replay.graph, candidates.best))
     assert last < 0.4 * 48  # of the values of forward
 
 
 def test_the_least_memory_where_it_is_fast_enough() -> None:
     replay, smallest = net(0)
-    pace = search(replay, smallest, 0.1, 0.0, 0.05 / replay.play(smallest).work)
-    assert pace.best == smallest
-    assert len(pace.lost) == 1
+    candidates = search(replay, smallest, 0.1, 0.0, 0.05 / replay.play(smallest).work)
+    assert candidates.best == smallest
+    assert len(candidates.lost) == 1
 
 
 def test_nothing_is_fast_enough() -> None:
     replay, smallest = net(0)
-    pace = Pace(replay, smallest, 0.1)
-    pace.note(smallest, 0.5)
-    while (kept := pace.next()) is not None:
-        pace.note(kept, 0.2)  # whatever is rebuilt
-    assert pace.best is None
-    assert 1 < len(pace.lost) <= MOST + 1
+    candidates = CandidatePlans(replay, smallest, 0.1)
+    candidates.note(smallest, 0.5)
+    while (kept := candidates.next()) is not None:
+        candidates.note(kept, 0.2)  # whatever is rebuilt
+    assert candidates.best is None
+    assert 1 < len(candidates.lost) <= MOST + 1
 
 
 def test_a_plan_that_was_lucky_is_not_taken() -> None:
@@ -104,10 +106,10 @@ def test_a_plan_that_was_lucky_is_not_taken() -> None:
     replay, smallest = net(0)
     order = sorted(n for n in remade(replay.graph, smallest) if not replay.graph.values[n].is_fixed)
     fewer, more = smallest.union(order[1:-1]), smallest.union(order[2:-1])
-    pace = Pace(replay, smallest, 0.1)
-    pace.note(smallest, 0.5)
-    pace.note(fewer, 0.15)
-    pace.note(more, 0.05)
-    assert pace.best is None
-    pace.note(smallest.union(order[1:]), 0.05)
-    assert pace.best == smallest.union(order[1:])
+    candidates = CandidatePlans(replay, smallest, 0.1)
+    candidates.note(smallest, 0.5)
+    candidates.note(fewer, 0.15)
+    candidates.note(more, 0.05)
+    assert candidates.best is None
+    candidates.note(smallest.union(order[1:]), 0.05)
+    assert candidates.best == smallest.union(order[1:])

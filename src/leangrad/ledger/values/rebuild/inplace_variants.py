@@ -1,4 +1,4 @@
-"""Results that are written over an input which nobody else sees."""
+"""In-place variants of ops: a replay may write a result over an input that only the replay holds."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Functions of one or two tensors, and the form that writes over the first. The rules fill it.
+# By function of one or two tensors: its variant that writes over the first. ``origins/rules`` fills it.
 IN_PLACE: dict[Any, Callable[..., Tensor]] = {}
-COMMUTES: set[Any] = set()  # those of two that may write over either
-WITH_OUT: set[Any] = set()  # functions that write over the first or the second of their arguments, as their ``out``
-PLAIN_SUM: tuple[dict[str, Any], ...] = ({}, {"alpha": 1})  # keywords under which a sum commutes
+COMMUTES: set[Any] = set()  # functions of two tensors that commute, so the variant may write over either
+WITH_OUT: set[Any] = set()  # functions whose ``out`` may be the first or the second of their arguments
+PLAIN_SUM: tuple[dict[str, Any], ...] = ({}, {"alpha": 1})  # the keyword arguments with which a sum commutes
 
 
 def with_out(function: Callable[..., Tensor]) -> None:
-    """``function(a, b, ..., out=None)`` may be given ``a`` or ``b`` as ``out``, if these are laid out alike."""
+    """Register ``function(a, b, ..., out=None)``: its ``out`` may be ``a`` or ``b``, if both have the same layout."""
     IN_PLACE[function] = function
     WITH_OUT.add(function)
 
@@ -24,9 +24,10 @@ def with_out(function: Callable[..., Tensor]) -> None:
 def overwrite(
     function: Callable[..., Any], args: list[Any], kwargs: dict[str, Any], owned: int, dtype: torch.dtype | None
 ) -> Tensor:
-    """``function(*args, **kwargs)``, over the owned one of its inputs where it can be; else in new memory.
+    """Returns ``function(*args, **kwargs)``, written over ``args[owned]`` if that is possible, else in new memory.
 
-    dtype: of the result, where the function alone would not tell.
+    owned: the index, 0 or 1, of an argument that only the replay holds.
+    dtype: that of the result, where ``function`` may give another one; else None.
     """
     inplace = IN_PLACE.get(function)
     if function in WITH_OUT:
@@ -47,7 +48,7 @@ def overwrite(
 
 
 def _fits(target: Tensor, other: Any, dtype: torch.dtype | None) -> bool:
-    """Whether a pointwise result of both is laid out like ``target``, in its dtype."""
+    """Whether a pointwise result of ``target`` and ``other`` has the shape, strides and dtype of ``target``."""
     own = target.dtype
     if dtype is not None and dtype != own:
         return False

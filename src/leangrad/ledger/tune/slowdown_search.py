@@ -1,26 +1,30 @@
-"""Towards a bound on the time: the least memory with which a step takes no longer than that."""
+"""The search for the plan with the lowest peak that keeps steps within a bound on the time."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Generator, Iterator
 
-from leangrad.ledger.tune.course import WARM, Course
-from leangrad.ledger.tune.goal import Way
-from leangrad.ledger.tune.pace import Pace
+from leangrad.ledger.tune.candidate_plans import CandidatePlans
+from leangrad.ledger.tune.goal import StepMode
+from leangrad.ledger.tune.plan_search import WARM, PlanSearch
 from leangrad.sizes import size_text
 
-__all__ = ["TowardsSlowdown"]
+__all__ = ["SlowdownSearch"]
 
 
-class TowardsSlowdown(Course):
-    """Plans are timed beside plain, or, where plain does not fit, beside what is left of a step without rebuilding."""
+class SlowdownSearch(PlanSearch):
+    """Finds the lowest peak within a bound on the time, relative to plain PyTorch's time.
 
-    def ways(self) -> Iterator[Way]:
-        """How one step after another is to run."""
+    Plans are timed in alternation with plain PyTorch. Where that does not fit, its time is estimated: a step of the
+    smallest plan less what its rebuilding takes.
+    """
+
+    def step_modes(self) -> Iterator[StepMode]:
+        """Yield for one step after another how it is to run."""
         assert self.goal.slowdown is not None
         for _ in range(WARM):
-            yield Way(self.smallest)
+            yield StepMode(self.smallest)
             self.note_peak(self.smallest)
         yield from self.time_rebuilds()
         is_measured = self._plain_fits()
@@ -30,25 +34,25 @@ class TowardsSlowdown(Course):
             (lean,) = yield from self.shortest(self.smallest)
             plain = lean - self.play(self.smallest).work
             ratio = lean / plain
-        pace = Pace(self.replay, self.smallest, self.goal.slowdown - 1, self.step.shape_bytes)
-        pace.note(self.smallest, ratio - 1)
-        while (kept := pace.next()) is not None:
+        candidates = CandidatePlans(self.replay, self.smallest, self.goal.slowdown - 1, self.step.shape_bytes)
+        candidates.note(self.smallest, ratio - 1)
+        while (kept := candidates.next()) is not None:
             if is_measured:
                 plain, _, ratio = yield from self._beside_plain(kept)
             else:
                 (seconds,) = yield from self.shortest(kept)
                 ratio = seconds / plain
-            pace.note(kept, ratio - 1)
-        kept = self.all_kept if pace.best is None else pace.best  # which may be empty
+            candidates.note(kept, ratio - 1)
+        kept = self.all_kept if candidates.best is None else candidates.best  # ``best`` may be the empty set
         self._say(plain, lean, kept, is_measured=is_measured)
-        tried = ", ".join(f"{share:.0%} at {time:.2f}" for share, time in pace.tried)
+        tried = ", ".join(f"{share:.0%} at {time:.2f}" for share, time in candidates.tried)
         self.status += f"; tried, of what can be saved: {tried}"
         self.peaks.is_settled = True
         while True:
-            yield self.way(kept)
+            yield self.mode_keeping(kept)
 
-    def _beside_plain(self, kept: frozenset[int]) -> Generator[Way, None, tuple[float, float, float]]:
-        """The times of plain and of a plan, and by how much longer the plan takes: see [Note: time]."""
+    def _beside_plain(self, kept: frozenset[int]) -> Generator[StepMode, None, tuple[float, float, float]]:
+        """Time plain PyTorch and a plan; returns both times, and the plan's slowdown as [Note: time] defines it."""
         plain, lean = yield from self.run(None, kept)
         by_turn = statistics.median(mine / other for mine, other in zip(lean, plain, strict=True))
         return min(plain), min(lean), max(min(lean) / min(plain), by_turn)

@@ -1,10 +1,10 @@
-"""Which plan to try next, where a bound on the time is to be met with as little memory as can be.
+"""Chooses the plan to try next in the search for the lowest peak within a bound on the time.
 
-[Note: what a plan costs] Rebuilding takes time, and so does watching: an override sees the calls of forward up to the
-last one that makes something to be rebuilt (`early_end`). A host that is the limit feels both. What is lost by a plan
-is foreseen as a sum of the two, each with a rate that is fitted to what was measured so far. So two plans with the same
-work are not alike: the one that rebuilds in the first layers alone is the faster one, and in a convolutional net it is
-the one that saves the most.
+[Note: what a plan costs] Rebuilding takes time, and so does watching: the function mode sees the calls of forward up to
+the last one that makes a tensor to be rebuilt (`early_end`). Both slow a step down if the host is the limit. The
+predicted loss of a plan is the sum of the two, each with a rate that is fitted to the plans measured so far. So two
+plans with the same work may differ: the one that rebuilds only in the first layers is faster, and in a convolutional
+net it is also the one that saves the most memory.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from leangrad.policy.cut import remade
 from leangrad.policy.relax import Relaxation
 from leangrad.policy.replay import Replay
 
-__all__ = ["Pace"]
+__all__ = ["CandidatePlans"]
 
-REACHES = (1.0, 0.8, 0.65, 0.5, 0.4, 0.3, 0.25, 0.2, 0.15, 0.1, 0.05)  # of forward, in which something is rebuilt
-AIMS = (0.95, 0.85, 0.7, 0.5, 0.3, 0.15)  # of what may be lost, after so many plans that were too slow
+REACHES = (1.0, 0.8, 0.65, 0.5, 0.4, 0.3, 0.25, 0.2, 0.15, 0.1, 0.05)  # a plan rebuilds only in so much of forward
+AIMS = (0.95, 0.85, 0.7, 0.5, 0.3, 0.15)  # share of the allowed loss to aim at, by how many plans were too slow
 AFTER_ONE = 0.92  # the same, once a plan was fast enough
-MOST = 8  # plans that are tried
-LITTLE = 0.1  # of what may be lost: so much is left for rebuilding, even where watching should cost more
-WORTH = 0.04  # of the memory that can be saved: for less no other plan is tried
+MOST = 8  # plans that are tried beside the smallest one
+LITTLE = 0.1  # least share of the loss aimed at that is left for rebuilding, even if watching should cost more
+WORTH = 0.04  # share of the memory that can be saved: a further plan is tried only if it should save so much more
 
 
-class Pace:
-    """What was tried for one bound, and what to try next."""
+class CandidatePlans:
+    """The plans that were tried for one bound on the time, and the choice of the next one."""
 
     def __init__(
         self,
@@ -37,37 +37,42 @@ class Pace:
         allowed: float,
         shape_bytes: Callable[[frozenset[int]], int] | None = None,
     ) -> None:
-        """``allowed``: what may be lost, as a share of plain's time. ``shape_bytes``: of a plan with LAST_SHAPES."""
+        """``smallest``: the plan with the lowest peak, from which all others are relaxed.
+
+        allowed: the time that a plan may lose, as a share of plain PyTorch's time.
+        shape_bytes: gives the bytes that a plan with LAST_SHAPES keeps beside its items; None: no plan has that.
+        """
         self._replay, self.smallest, self._allowed, self._shape_bytes = replay, smallest, allowed, shape_bytes
-        self.lost: dict[frozenset[int], float] = {}  # of what was tried, the plan with the least memory first
+        # The measured loss of each plan tried, as a share of plain PyTorch's time; the smallest plan is the first.
+        self.lost: dict[frozenset[int], float] = {}
 
     def note(self, kept: frozenset[int], lost: float) -> None:
-        """It was tried, and so much was lost."""
+        """Note that the plan ``kept`` was tried and lost ``lost``, as a share of plain PyTorch's time."""
         self.lost[kept] = lost
 
     @property
     def best(self) -> frozenset[int] | None:
-        """Of what was tried and is fast enough, the lowest peak.
+        """The plan with the lowest peak among those that were tried and are fast enough; None if there is none.
 
-        Not one that did better than another which rebuilds less, and that was too slow: it was lucky.
+        A plan does not count if one that rebuilds less was too slow: then its short time was luck.
         """
         found = [kept for kept, lost in self.lost.items() if lost <= self._allowed and not self._is_too_much(kept)]
         return min(found, key=self._peak, default=None)
 
     @property
     def tried(self) -> list[tuple[float, float]]:
-        """Of each plan that was tried: the share of what can be saved that it saves, and its time over plain's."""
+        """For each plan tried: its share of the memory that can be saved, and its time divided by plain PyTorch's."""
         most, least = self._peak(self.everything), self._peak(self.smallest)
         return [((most - self._peak(kept)) / max(1, most - least), 1 + lost) for kept, lost in self.lost.items()]
 
     def _is_too_much(self, kept: frozenset[int]) -> bool:
-        """Whether a plan that rebuilds less, and no further into forward, was too slow."""
+        """Whether another plan that rebuilds no more, and no further into forward, was too slow."""
         slow = [other for other, lost in self.lost.items() if lost > self._allowed and other != kept]
         reach, work = self._reach(kept), self._work(kept)
         return any(self._reach(other) <= reach and self._work(other) <= work for other in slow)
 
     def next(self) -> frozenset[int] | None:
-        """The lowest peak that should be fast enough; None: nothing more is worth a try."""
+        """The plan with the lowest peak that is predicted to be fast enough; None: no further plan is worth a try."""
         best = self.best
         if best == self.smallest or len(self.lost) > MOST:
             return None
@@ -80,18 +85,18 @@ class Pace:
             fast = [one for one in found if self._foreseen(one) <= limit]
             if fast:
                 return min(fast, key=lambda one: (self._peak(one), self._foreseen(one)))
-            if found and best is None:  # none should be: the nearest to it
+            if found and best is None:  # none is predicted to be fast enough: try the fastest
                 return min(found, key=self._foreseen)
         return None
 
     @cached_property
     def everything(self) -> frozenset[int]:
-        """All that may be kept."""
+        """The plan that keeps all that may be kept."""
         return self.smallest.union(self._relaxations[0].order)
 
     @cached_property
     def _relaxations(self) -> Sequence[Relaxation]:
-        """One for each of REACHES: all that is made later is kept."""
+        """One relaxation for each of REACHES, in which all that forward makes after that part is kept."""
         whole = Relaxation(self._replay, self.smallest, self._shape_bytes)
         places, base = (
             sorted(whole.order),
@@ -101,14 +106,14 @@ class Pace:
         return [whole, *(Relaxation(self._replay, kept, self._shape_bytes) for kept in later)]
 
     def _candidates(self, lost: float) -> list[frozenset[int]]:
-        """Of each reach, the lowest peak that should lose no more than that."""
+        """For each of REACHES the plan with the lowest peak that is predicted to lose no more than ``lost``."""
         watching, rebuilding = self._rates
         found = []
         for reach, relaxation in zip(REACHES, self._relaxations, strict=True):
             kept = relaxation.at_most(max(lost - watching * reach, LITTLE * lost) / rebuilding)
-            if self.everything <= kept and relaxation.order:  # at the least the largest value that is made again
+            if self.everything <= kept and relaxation.order:  # rebuild at least the largest value
                 values = self._replay.graph.values
-                kept = self.everything - {max(relaxation.order, key=lambda n: values[n].nbytes)}
+                kept -= {max(relaxation.order, key=lambda n: values[n].nbytes)}
             found.append(kept)
         return [
             kept
@@ -122,17 +127,21 @@ class Pace:
 
     @property
     def _rates(self) -> tuple[float, float]:
-        """What watching all of forward costs, and a second of rebuilding: the best fit, near the bound above all."""
+        """What watching all of forward loses, and what a second of rebuilding loses, as shares of plain PyTorch's time.
+
+        They are the least-squares fit of relative errors, so plans with small losses, near the bound, count the most.
+        """
         points = [(self._reach(kept), self._work(kept), max(lost, 1e-3)) for kept, lost in self.lost.items()]
         if len(points) == 1:
             _, work, lost = points[0]
             return 0.0, lost / max(work, 1e-12)
-        weighed = [(reach / lost, work / lost) for reach, work, lost in points]  # times the two rates, each should be 1
+        # For each plan watching * reach / lost + rebuilding * work / lost should be 1.
+        weighed = [(reach / lost, work / lost) for reach, work, lost in points]
         rr, rw, ww = (sum(a[i] * a[j] for a in weighed) for i, j in ((0, 0), (0, 1), (1, 1)))
         r, w = (sum(a[i] for a in weighed) for i in (0, 1))
         det = rr * ww - rw * rw
         watching, rebuilding = ((r * ww - w * rw) / det, (w * rr - r * rw) / det) if det > 1e-12 * rr * ww else (-1, -1)
-        if rebuilding <= 0:  # it costs something all the same
+        if rebuilding <= 0:  # rebuilding does cost something: set a small rate, and fit the other to it
             rebuilding = 0.1 * w / max(ww, 1e-12)
             watching = max(0.0, (r - rebuilding * rw) / max(rr, 1e-12))
         elif watching < 0:
@@ -146,11 +155,11 @@ class Pace:
         return self._relaxations[0].play(kept).work
 
     def _reach(self, kept: frozenset[int]) -> float:
-        """The part of forward in which something is rebuilt under a plan."""
+        """The share of forward, from its beginning, up to the last value that a plan rebuilds."""
         made = [n for n in remade(self._replay.graph, kept) if n in self._places]
         return (self._places[max(made)] + 1) / len(self._places) if made else 0.0
 
     @cached_property
     def _places(self) -> dict[int, int]:
-        """Of each value that may be kept, its place among them in forward."""
+        """The place of each value that may be kept, among all of these in forward's order."""
         return {n: place for place, n in enumerate(sorted(self._relaxations[0].order))}
