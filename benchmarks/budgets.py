@@ -1,16 +1,20 @@
-"""Time against peak: plain, lean with budgets, the floor, a bound on the time, checkpoint per block.
+"""Time against peak memory: plain, lean with budgets, the floor, a bound on the time, a checkpoint per block.
 
     OMP_NUM_THREADS=1 python -m benchmarks.budgets --write budgets_cpu                # models of the zoo
     OMP_NUM_THREADS=1 python -m benchmarks.budgets --device cuda --write budgets_h200 # the four models, and timm's
 
-On a CPU a row of the frontier is what `leangrad.frontier` measures, all ways in turns in one process, gradients bit for
-bit. On a GPU one way after another has the device for itself, since a budget is the peak of all that is allocated:
-`ms` is the step as training runs it, and with `--kernels` `device_ms` is the time of its kernels; but where a profiler
-has run once each launch costs the host more, so that `ms` of all ways but plain is too long then. Budgets: shares of
-the room between plain's peak and the floor's, and the checkpoint's own peak. `slowdown` is `lean(model, slowdown=1.1)`,
-with the share of the floor's saving that it kept, and `spare` is `lean(model)` as it is, while `lean` has
-`spare=0`. Beside them on a GPU: `selective`, a checkpoint per block that keeps products, convolutions and attention,
-and `save_on_cpu` with pinned memory. (Compile's own budget is in `benchmarks.compiled`.)
+On a CPU the rows are the points of `leangrad.frontier`: all ways are timed in alternation in one process, and gradients
+are compared bit for bit. On a GPU one way after another is measured, in alternation with a plain model that stays on
+the device: `ms` is the time of a step as training runs it, `ratio` the median over the rounds of its ratio to plain.
+`peak` does not include the memory of the plain model; a budget does, because it limits the peak of all allocated
+memory. With `--kernels`, `device_ms` is the time of the kernels; once a profiler has run, each kernel launch of the
+process takes longer, so `ms` of all later ways is then too high.
+
+The budgets lie at fixed shares of the range between the floor's peak and the plain peak, and at the checkpoint's peak.
+`slowdown` is `lean(model, slowdown=1.1)`, with the share of the floor's saving that it still has. `spare` is
+`lean(model)` with its default `spare`, while `lean` has `spare=0`. On a GPU there are also `selective`, a checkpoint
+per block that keeps matmuls, convolutions and attention, and `save_on_cpu` with pinned memory. (The budget of
+`torch.compile` is in `benchmarks.compiled.backends`.)
 """
 
 from __future__ import annotations
@@ -40,14 +44,15 @@ WAYS = ("budget", "slowdown", "spare", "selective", "save_on_cpu")
 SHARES = (1.0, 0.75, 0.5, 0.25)
 SLOWDOWN = 1.1
 SPARE = 0.02
-# Steps before a way is measured.
+# How many steps to run before a way is measured.
 SETTLED = {"budget": 34, "slowdown": 150, "spare": 32, "plain": 4, "lean": 6, "checkpoint": 4}
 SETTLED |= {"selective": 3, "save_on_cpu": 2}
 ROUNDS = 9
+TURNS = 3  # on a GPU, rounds in which plain and another way are timed
 
 
 def on_cpu(found: Case, points: int) -> Iterator[dict[str, Any]]:
-    """The frontier of one model of the zoo, and what a bound on the time gives."""
+    """Yield the rows of one model of the zoo: the points of its frontier, and a row for `slowdown`."""
     torch.manual_seed(0)
     batch, model = found.batch(), found.make().train()
     frontier = leangrad.frontier(model, batch, found.loss, points=points)
@@ -96,22 +101,25 @@ def _slowdown_on_cpu(found: Case, model: nn.Module, batch: tuple[Any, ...]) -> d
 
 
 def on_gpu(name: str, shares: tuple[float, ...], ways: list[str], *, of_kernels: bool) -> Iterator[dict[str, Any]]:
-    """All ways of one model, one after another."""
+    """Yield the rows of one model: all ways, one after another."""
     from benchmarks import models
-    from benchmarks.compiled import _checkpointed, _table, _timm
+    from benchmarks.compiled.backends import _checkpointed, _table, _timm
 
     tables = {case.name: _table(case) for case in models.CASES}
     setup = tables.get(name) or _timm(name, 128)
 
+    trained = _Trained(setup, lambda model: model, SETTLED["plain"])
+    beside = torch.cuda.memory_allocated()
+
     def measure(way: str, make_ready: Callable[[nn.Module], nn.Module], **said: Any) -> dict[str, Any]:
         row: dict[str, Any] = {"case": name, "way": way, **said}
         try:
-            return row | _on_gpu(setup, make_ready, SETTLED[way], of_kernels=of_kernels)
-        except (BudgetError, RuntimeError, AssertionError) as error:  # AssertionError: timm has no checkpoint
+            return row | _in_turns(trained, _Trained(setup, make_ready, SETTLED[way]), beside, of_kernels=of_kernels)
+        except (BudgetError, RuntimeError, AssertionError) as error:  # AssertionError: no checkpoint in timm's model
             return row | {"error": str(error).splitlines()[0]}
         finally:
             gc.collect()
-            gc.freeze()  # else what this way leaves in caches makes every collection of the next one longer
+            gc.freeze()  # else the objects that this way leaves in caches slow down each collection of the next way
             torch.cuda.empty_cache()
 
     plain, floor = measure("plain", lambda model: model), measure("lean", partial(leangrad.lean, spare=0))
@@ -128,7 +136,7 @@ def on_gpu(name: str, shares: tuple[float, ...], ways: list[str], *, of_kernels:
         if "peak" in checkpointed:
             budgets["checkpoint's peak"] = checkpointed["peak"]
         for share, budget in budgets.items():
-            yield measure("budget", partial(leangrad.lean, budget=budget), at=share, budget=budget)
+            yield measure("budget", partial(leangrad.lean, budget=beside + budget), at=share, budget=budget)
     if "slowdown" not in ways:
         return
     slow = measure("slowdown", lambda model: leangrad.lean(model, slowdown=SLOWDOWN))
@@ -138,7 +146,7 @@ def on_gpu(name: str, shares: tuple[float, ...], ways: list[str], *, of_kernels:
 
 
 def _changed(change: Callable[[nn.Module], object]) -> Callable[[nn.Module], nn.Module]:
-    """A change in place as a function that returns the model."""
+    """Turn a function that changes a model in place into one that also returns the model."""
 
     def make_ready(model: nn.Module) -> nn.Module:
         change(model)
@@ -147,37 +155,62 @@ def _changed(change: Callable[[nn.Module], object]) -> Callable[[nn.Module], nn.
     return make_ready
 
 
-def _on_gpu(
-    setup: Any, make_ready: Callable[[nn.Module], nn.Module], steps: int, *, of_kernels: bool
-) -> dict[str, Any]:
-    from benchmarks.models import _in_a_row, _step_of, kernels
+class _Trained:
+    """A model that was trained in one way for ``steps`` steps.
 
-    torch.manual_seed(0)
-    model, loss = setup()
-    ready = make_ready(model)
+    - `ready`: the model as the way prepared it.
+    - `step`: runs one more training step.
+    - `highest`: the peak of allocated bytes over the steps so far, including those before the plan was final.
+    """
 
-    def forward() -> Tensor:
-        return loss(ready)  # type: ignore[no-any-return]
+    def __init__(self, setup: Any, make_ready: Callable[[nn.Module], nn.Module], steps: int) -> None:
+        from benchmarks.models import _step_of
 
-    step = _step_of(forward, torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True))
+        torch.manual_seed(0)
+        model, loss = setup()
+        self.ready = make_ready(model)
+
+        def forward() -> Tensor:
+            return loss(self.ready)  # type: ignore[no-any-return]
+
+        self.step = _step_of(forward, torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True))
+        torch.cuda.reset_peak_memory_stats()
+        for _ in range(steps):
+            self.step()
+        torch.cuda.synchronize()
+        self.highest = torch.cuda.max_memory_allocated()
+        model.zero_grad(set_to_none=True)
+
+
+def _in_turns(plain: _Trained, other: _Trained, beside: int, *, of_kernels: bool) -> dict[str, Any]:
+    """Time ``other`` in alternation with ``plain``, and return its time, its peak and its ratio to plain.
+
+    beside: bytes that the plain model holds on the device; they are subtracted from the peaks.
+    of_kernels: also measure the time of the kernels with the profiler.
+    """
+    from benchmarks.models import _in_a_row, kernels
+
     torch.cuda.reset_peak_memory_stats()
-    for _ in range(steps):
-        step()
+    other.step()
     torch.cuda.synchronize()
-    highest = torch.cuda.max_memory_allocated()  # of all steps so far, those on the way to a plan too
-    turns = [_in_a_row(step)["ms_in_a_row"] for _ in range(2 if steps > 2 else 1)]
-    torch.cuda.reset_peak_memory_stats()
-    step()
-    torch.cuda.synchronize()
-    peak = torch.cuda.max_memory_allocated()
-    ledger = leangrad.ledger_of(ready) if leangrad.is_lean(ready) else None
-    return {
+    peak = torch.cuda.max_memory_allocated() - beside
+    turns = []
+    for _ in range(TURNS):
+        turns.append([_in_a_row(one.step)["ms_in_a_row"] for one in (plain, other)])
+        plain.ready.zero_grad(set_to_none=True)
+    ledger = leangrad.ledger_of(other.ready) if leangrad.is_lean(other.ready) else None
+    row = {
         "peak": peak,
-        "highest": highest,
-        "ms": min(turns),
-        **({"device_ms": min(kernels(step) for _ in range(2))} if of_kernels else {}),
+        "highest": other.highest - beside,
+        "ms": min(ms for _, ms in turns),
+        "plain_ms": min(ms for ms, _ in turns),
+        "ratio": statistics.median(ms / of_plain for of_plain, ms in turns),
         "status": "" if ledger is None else ledger.goal_status,
     }
+    if of_kernels:
+        of_plain, taken = (min(kernels(one.step) for _ in range(2)) for one in (plain, other))
+        row |= {"device_ms": taken, "device_ratio": taken / of_plain}
+    return row
 
 
 def main() -> None:
@@ -199,11 +232,6 @@ def main() -> None:
         else:
             found = on_cpu(zoo[name], chosen.points)
         for row in found:
-            if "peak" in row and rows and rows[-1]["case"] == name:
-                plain = next(one for one in rows if one["case"] == name)
-                row["ratio"] = row["ms"] / plain["ms"]
-                if chosen.kernels:
-                    row["device_ratio"] = row["device_ms"] / plain["device_ms"]
             rows.append(row)
             print(json.dumps(row), flush=True)
             if chosen.write:
