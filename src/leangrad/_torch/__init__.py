@@ -97,6 +97,7 @@ from leangrad._torch.modules import (
     norm_tensors,
     registries,
     remove_forward_hooks,
+    runs_only_its_forward,
 )
 from leangrad._torch.present import ledger_names_present, private_names
 from leangrad._torch.settings import changed_settings, failed_allocations, product_settings
@@ -232,6 +233,7 @@ __all__ = [
     "reference_counts",
     "registries",
     "remove_forward_hooks",
+    "runs_only_its_forward",
     "saved_tensor_hooks",
     "saved_tensor_hooks_active",
     "saved_tensor_hooks_allowed",

@@ -108,6 +108,18 @@ def has_own_forward(module: torch.nn.Module) -> bool:
     return forward is not None and not getattr(forward, "__module__", "").startswith("leangrad.packed")
 
 
+def runs_only_its_forward(module: torch.nn.Module) -> bool:
+    """Whether calling `module` runs the forward of its class, and no hooks but leangrad's own."""
+    own = module.__dict__
+    try:
+        hooks = own["_forward_hooks"] or own["_forward_pre_hooks"]
+        if not (hooks or own["_backward_hooks"] or own["_backward_pre_hooks"] or "forward" in own):
+            return True
+    except KeyError:
+        return False
+    return not has_hooks_of_others(module) and not has_own_forward(module)
+
+
 def bare_modules(modules: Iterable[torch.nn.Module]) -> list[tuple[torch.nn.Module, dict[str, Any]]] | None:
     """Return each module with its parameters by name; None if calling one runs hooks, or a forward of the instance.
 

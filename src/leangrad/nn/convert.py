@@ -1,44 +1,42 @@
-"""`convert_abn(model)`: replaces a batch norm and the addition and activation after it by one layer, in any model.
+"""`convert_abn(model)`: makes one layer of a batch norm and the addition and activation after it, in any model.
 
 [Note: rewriting forward] In an `nn.Sequential` a norm and its activation are found among the children; in forward code,
-by tracing that one module with torch.fx, with its children as leaves. Tracing runs the code once and records only
-operations on tensors, so a forward in which anything else matters (the training flag, types, context managers, random
-choices, writes to `self`) is left as it is. The module stays the same object with the same children; its class becomes
-a subclass with the rewritten forward.
+by tracing that one module with torch.fx, with its children as leaves (``rewriting/trace.py``). A forward in which
+anything matters that a trace does not show is left as it is. All modules stay the same objects with the same children;
+norms, and modules with a rewritten forward, get a subclass of their class. Nothing else that calls them notices it
+(``abn/converted.py``), and a rewritten forward runs the original one where the trace does not hold
+(``rewriting/classes.py``).
 """
 
 from __future__ import annotations
 
-import functools
-import importlib
 import logging
 import operator
-import re
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from types import ModuleType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from leangrad._torch import graph_task, has_hooks
-from leangrad.nn.abn import ABN, InPlaceABNSync
+from leangrad._torch import has_hooks, has_own_forward
+from leangrad.nn.abn.converted import IDENTITY, Act, ConvertedNorm, act_of, convert_norm, is_convertible
 from leangrad.nn.abn.pool import RebuiltMaxPool2d
-from leangrad.nn.abn.recipe import rebuilding
-from leangrad.nn.abn.rule import DETERMINISTIC
-from leangrad.nn.traceable import why_not_traceable
+from leangrad.nn.rewriting.classes import FusedCall, PairsInSequence, RewrittenForward, change_class
+from leangrad.nn.rewriting.trace import IN_PLACE, UntraceableError, trace
 from leangrad.switch import NAME, disabled
 
 __all__ = ["Conversion", "Conversions", "convert_abn"]
 
 log = logging.getLogger(__name__)
 
-NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-ADDITIONS = (operator.add, operator.iadd, torch.add, "add", "add_")
+ADDITIONS = (operator.add, IN_PLACE["iadd"], torch.add, "add", "add_")
+IN_PLACE_ADDITIONS = (IN_PLACE["iadd"], "add_")
+# Modules whose output is a new tensor, of which no other module or view knows.
+MAKES_NEW = (nn.modules.conv._ConvNd, nn.Linear)
 
 
 @dataclass(frozen=True)
@@ -95,17 +93,6 @@ class Conversions(tuple[Conversion, ...]):
             log.info("convert_abn converted %d batch norms. %s", len(self), see)
 
 
-@dataclass(frozen=True)
-class Act:
-    """An activation, in the form of the arguments of `ABN`."""
-
-    activation: str | Callable[[torch.Tensor], torch.Tensor]
-    param: float = 0.01
-
-    def __str__(self) -> str:
-        return self.activation if isinstance(self.activation, str) else type(self.activation).__name__
-
-
 def convert_abn(model: nn.Module) -> nn.Module:
     """Replace each batch norm of `model` and the activation after it by one layer that keeps one map; return `model`.
 
@@ -133,30 +120,30 @@ def convert_abn(model: nn.Module) -> nn.Module:
         raise TypeError(f"convert_abn() expects an nn.Module with batch norms in it, got {type(model).__name__}")
     if disabled():
         log.warning("convert_abn converted nothing, because %s is set", NAME)
-        names = [name for name, module in model.named_modules() if type(module) in NORMS]
+        names = [name for name, module in model.named_modules() if is_convertible(module)]
         left = Conversions(Conversion(name, None, reason=f"{NAME} is set") for name in names)
         model.abn_conversions = left  # type: ignore[assignment]
         return model
-    was_converted = any(isinstance(module, ABN) for module in model.modules())
+    was_converted = any(isinstance(module, ConvertedNorm) for module in model.modules())
     found: dict[str, Conversion] = {}
-    times = Counter(id(m) for _, m in model.named_modules(remove_duplicate=False) if type(m) in NORMS)
+    times = Counter(id(m) for _, m in model.named_modules(remove_duplicate=False) if is_convertible(m))
     for name, module in list(model.named_modules()):
         prefix = f"{name}." if name else ""
-        if type(module).forward is nn.Sequential.forward:
+        if type(module).forward is nn.Sequential.forward and "forward" not in vars(module):
             results = _convert_sequential(module, times)
-        elif type(module) not in NORMS and next(_norms(module), None) is not None:
+        elif not is_convertible(module) and next(_norms(module), None) is not None:
             results = _convert_forward(module, times)
         else:
             continue
         found.update({prefix + c.name: replace(c, name=prefix + c.name) for c in results})
     for name, module in model.named_modules():
-        if type(module) in NORMS and name not in found:
+        if is_convertible(module) and name not in found:
             found[name] = Conversion(name, None, reason="no module was found whose forward calls it")
     if any(c.activation is not None for c in found.values()):
         for module in model.modules():
             if type(module) is nn.MaxPool2d:
                 module.__class__ = RebuiltMaxPool2d
-        _change_class(model, outermost=True)
+        change_class(model, is_outermost=True)
     conversions = Conversions(found.values())
     model.abn_conversions = conversions  # type: ignore[assignment]
     if conversions or not was_converted:
@@ -167,7 +154,7 @@ def convert_abn(model: nn.Module) -> nn.Module:
 def _norms(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yields the batch norms that this module's own forward may call: children, and those in module lists and dicts."""
     for name, child in module.named_children():
-        if type(child) in NORMS:
+        if is_convertible(child):
             yield name, child
         elif isinstance(child, (nn.ModuleList, nn.ModuleDict)):
             for inner, norm in _norms(child):
@@ -179,22 +166,13 @@ def _why_not(norm: nn.Module, times: Counter[int]) -> str:
         return "it is used under more than one name"
     if has_hooks(norm):
         return "it has hooks"
+    if has_own_forward(norm):
+        return "its forward was replaced"
     return ""
 
 
-def _replacement(norm: Any, act: Act) -> ABN:
-    """Returns a layer that shares the parameters and buffers of `norm`."""
-    named: dict[str, Any] = {"activation": act.activation, "activation_param": act.param, "device": "meta"}
-    arguments = (norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats)
-    new: ABN
-    if type(norm) is nn.SyncBatchNorm:
-        new = InPlaceABNSync(*arguments, **named, invert=False, group=norm.process_group)
-    else:
-        new = ABN(*arguments, **named)
-    new.weight, new.bias = norm.weight, norm.bias
-    new.running_mean, new.running_var = norm.running_mean, norm.running_var
-    new.num_batches_tracked = norm.num_batches_tracked
-    return new.train(norm.training)
+def _act_of(module: nn.Module | None) -> Act | None:
+    return None if module is None or has_hooks(module) or has_own_forward(module) else act_of(module)
 
 
 # ---- Sequential -----------------------------------------------------------------------------------------------------
@@ -204,101 +182,126 @@ def _convert_sequential(module: nn.Module, times: Counter[int]) -> list[Conversi
     # Not `named_children()`, which leaves out a module that stands here a second time.
     children = [(name, child) for name, child in module._modules.items() if child is not None]
     results = []
-    for (name, norm), (next_name, after) in zip(children, [*children[1:], ("", None)], strict=True):
-        if type(norm) not in NORMS:
+    for (name, norm), (_, after) in zip(children, [*children[1:], ("", None)], strict=True):
+        if not is_convertible(norm):
             continue
         if reason := _why_not(norm, times):
             results.append(Conversion(name, None, reason=reason))
             continue
-        act = _act_of_module(after) if after is not None and not has_hooks(after) else None
-        setattr(module, name, _replacement(norm, act or Act("identity")))
-        if act is not None:
-            setattr(module, next_name, nn.Identity())
-        results.append(Conversion(name, str(act or "identity")))
+        act = _act_of(after) or IDENTITY
+        convert_norm(norm, act)
+        results.append(Conversion(name, str(act)))
+    if any(c.activation not in (None, str(IDENTITY)) for c in results):
+        change_class(module, rewrite=PairsInSequence())
     return results
 
 
 # ---- forward code ---------------------------------------------------------------------------------------------------
 
 
-class _Tracer(fx.Tracer):
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return True
+@dataclass(frozen=True)
+class _Match:
+    """The nodes of `act(norm(x) + residual)`: `last` is the last of them."""
+
+    call: fx.Node
+    last: fx.Node
+    act: Act
+    act_path: str | None  # path of the activation, if it is a module
+    addition: fx.Node | None = None
 
 
 def _convert_forward(module: nn.Module, times: Counter[int]) -> list[Conversion]:
     """Convert the norms that the forward code of `module` calls; see [Note: rewriting forward]."""
     names = [name for name, _ in _norms(module)]
-    reason = why_not_traceable(module)
-    if not reason:
-        try:
-            graph = _Tracer().trace(module)
-        except Exception as error:  # the user's code may raise anything on a proxy; then it is left as it is
-            reason = f"its forward cannot be traced ({type(error).__name__}: {error})"
-    if reason:
-        return [Conversion(name, None, reason=reason) for name in names]
-    results = [_convert_call(module, graph, name, times) for name in names]
-    if any(c.activation is not None for c in results):
-        graph.lint()
-        code = graph.python_code("self")
-        _change_class(module, source=code.src, names=code.globals)
+    try:
+        traced = trace(module)
+    except UntraceableError as error:
+        return [Conversion(name, None, reason=str(error)) for name in names]
+    results, calls = [], []
+    for name in names:
+        norm = module.get_submodule(name)
+        nodes = [n for n in traced.graph.nodes if n.op == "call_module" and n.target == name]
+        if reason := _why_not(norm, times) or _why_not_call(nodes):
+            results.append(Conversion(name, None, reason=reason))
+            continue
+        match = _match(module, nodes[0])
+        act = IDENTITY if match is None else match.act
+        convert_norm(norm, act)
+        if match is not None:
+            calls.append(FusedCall(name, match.act_path, act))
+            _fuse(traced.graph, match)
+        results.append(Conversion(name, str(act), match is not None and match.addition is not None))
+    if calls:
+        change_class(module, rewrite=RewrittenForward.of(traced, traced.graph, tuple(calls)))
     return results
 
 
-def _convert_call(module: nn.Module, graph: fx.Graph, name: str, times: Counter[int]) -> Conversion:
-    """Fuse the only call of a norm with the addition and activation that follow."""
-    norm = module.get_submodule(name)
-    calls = [n for n in graph.nodes if n.op == "call_module" and n.target == name]
-    reason = _why_not(norm, times)
-    if not reason and len(calls) != 1:
-        reason = f"its parent's forward calls it {len(calls)} times"
-    if not reason and (len(calls[0].args) != 1 or calls[0].kwargs):
-        reason = "it is called with keywords"
-    if reason:
-        return Conversion(name, None, reason=reason)
-    call = calls[0]
-    last, addition, act = call, _addition_after(call), None
-    if (following := _only_user(call)) is not None:
-        act = _act_of_node(module, following, call)
-    if act is not None:
-        last = following
-    elif addition is not None and (following := _only_user(addition)) is not None:
-        act = _act_of_node(module, following, addition)
-        last = following if act is not None else call
-    residual = addition if last is not call and addition is not None and last is not _only_user(call) else None
-    module.set_submodule(name, _replacement(norm, act or Act("identity")))
-    if last is not call:
-        _fuse(graph, call, residual, last)
-    return Conversion(name, str(act or "identity"), residual is not None)
+def _why_not_call(calls: list[fx.Node]) -> str:
+    if len(calls) != 1:
+        return f"its parent's forward calls it {len(calls)} times"
+    if len(calls[0].args) != 1 or calls[0].kwargs:
+        return "it is called with keywords"
+    return ""
 
 
-def _fuse(graph: fx.Graph, call: fx.Node, addition: fx.Node | None, last: fx.Node) -> None:
-    """Replace norm, addition and activation by one call, at the place of `last`, the last of them."""
-    others = () if addition is None else tuple(a for a in addition.args if a is not call)
-    with graph.inserting_before(last):
-        fused = graph.call_module(str(call.target), (*call.args, *others))
-    last.replace_all_uses_with(fused)
-    for node in (last, addition, call):
+def _match(module: nn.Module, call: fx.Node) -> _Match | None:
+    """Finds the activation after a norm, or after the addition that follows it; None if there is none to fuse."""
+    addition = None
+    following, source = _only_user(call), call
+    if following is not None and (act := _act_of_node(module, following, call)) is None:
+        addition, source = following, following
+        following = _only_user(addition) if _is_addition_to(call, addition) else None
+        act = None if following is None else _act_of_node(module, following, source)
+    if following is None or act is None or not _may_move(module, call, addition, following):
+        return None
+    path = str(following.target) if following.op == "call_module" else None
+    return _Match(call, following, act, path, addition)
+
+
+def _fuse(graph: fx.Graph, match: _Match) -> None:
+    """Replace norm, addition and activation by one call, at the place of the last of them."""
+    args = match.call.args
+    named: dict[str, Any] = {"is_fused": True}
+    if match.addition is not None:
+        args = (*args, *(a for a in match.addition.args if a is not match.call))
+        named["adds_in_place"] = match.addition.target in IN_PLACE_ADDITIONS
+    with graph.inserting_before(match.last):
+        fused = graph.call_module(str(match.call.target), args, named)
+    match.last.replace_all_uses_with(fused)
+    for node in (match.last, match.addition, match.call):
         if node is not None:
             graph.erase_node(node)
+
+
+def _may_move(module: nn.Module, call: fx.Node, addition: fx.Node | None, last: fx.Node) -> bool:
+    """Whether the norm, and the addition, may run at the place of `last`.
+
+    Nothing may change their inputs in between. For a norm this is so if another module made its input, and nothing
+    else uses that. Between an addition and `last` there may be nothing at all.
+    """
+    if addition is not None and addition.next is not last:
+        return False
+    if call.next is (last if addition is None else addition):
+        return True
+    source = call.args[0]
+    if not isinstance(source, fx.Node) or len(source.users) != 1 or source.op != "call_module":
+        return False
+    maker = module.get_submodule(str(source.target))
+    return isinstance(maker, MAKES_NEW) and not has_hooks(maker)
 
 
 def _only_user(node: fx.Node | None) -> fx.Node | None:
     return next(iter(node.users)) if node is not None and len(node.users) == 1 else None
 
 
-def _addition_after(call: fx.Node) -> fx.Node | None:
-    """Returns the node of `norm(x) + y`, where `call` is `norm(x)`; None if it cannot move down to the activation."""
-    add = _only_user(call)
-    if add is None or add.target not in ADDITIONS or add.kwargs or len(add.args) != 2:
-        return None
-    writes_to_first = add.target in (operator.iadd, "add_")
+def _is_addition_to(call: fx.Node, add: fx.Node) -> bool:
+    """Whether `add` is `norm(x) + y` for another tensor y, and writes to none but norm(x)."""
+    if add.target not in ADDITIONS or add.kwargs or len(add.args) != 2:
+        return False
     other = add.args[1] if add.args[0] is call else add.args[0]
-    if not isinstance(other, fx.Node) or other is call or (writes_to_first and add.args[0] is not call):
-        return None
-    # The norm moves down to the activation, so no other op may use its input: it could change it in between.
-    source = call.args[0]
-    return add if isinstance(source, fx.Node) and len(source.users) == 1 else None
+    if not isinstance(other, fx.Node) or other is call:
+        return False
+    return add.target not in IN_PLACE_ADDITIONS or add.args[0] is call
 
 
 # ---- activations ----------------------------------------------------------------------------------------------------
@@ -312,30 +315,12 @@ FUNCTIONS: dict[Any, str] = {
 OPTION = {"leaky_relu": ("negative_slope", 0.01), "elu": ("alpha", 1.0)}
 
 
-def _act_of_module(module: nn.Module) -> Act | None:
-    match module:
-        case nn.LeakyReLU():
-            return Act("leaky_relu", module.negative_slope)
-        case nn.ELU():
-            return Act("elu", module.alpha)
-        case nn.ReLU() if type(module) is nn.ReLU:
-            return Act("relu")
-        case nn.SiLU():
-            return Act("silu")
-        case nn.GELU():
-            return Act("gelu_tanh" if module.approximate == "tanh" else "gelu")
-        case _ if type(module) in DETERMINISTIC:
-            return Act(module)
-    return None
-
-
 def _act_of_node(module: nn.Module, node: fx.Node, source: fx.Node) -> Act | None:
     """Returns the activation that `node` applies to `source`; None if it applies none that ABN supports."""
     if not node.args or node.args[0] is not source:
         return None
     if node.op == "call_module":
-        child = module.get_submodule(str(node.target))
-        return _act_of_module(child) if len(node.args) == 1 and not has_hooks(child) else None
+        return _act_of(module.get_submodule(str(node.target))) if len(node.args) == 1 and not node.kwargs else None
     name = FUNCTIONS.get(node.target)
     options = {k: v for k, v in node.kwargs.items() if k != "inplace"}
     if name is None or len(node.args) > 2 or any(isinstance(v, fx.Node) for v in options.values()):
@@ -348,82 +333,6 @@ def _act_of_node(module: nn.Module, node: fx.Node, source: fx.Node) -> Act | Non
         param = node.args[1]
     if name == "gelu" and options.pop("approximate", "none") == "tanh":
         name = "gelu_tanh"
-    return None if options else Act(name, float(str(param)))
-
-
-# ---- classes --------------------------------------------------------------------------------------------------------
-
-
-@functools.cache
-def _class_of(base: type[nn.Module], source: str | None, names: _Names, outermost: bool) -> type[nn.Module]:
-    """Returns a subclass of `base` with the forward of `source`; None: with its own.
-
-    outermost: forward runs inside `rebuilding()`. A rewritten forward that is not the outermost does so only if it runs
-        in a backward pass.
-    """
-    scope = names.scope()
-    if source is not None:
-        exec(source, scope)
-    inner = scope["forward"] if source is not None else base.forward
-    forward = inner
-    if outermost:
-
-        @functools.wraps(inner)
-        def forward(self: nn.Module, *args: Any, **named: Any) -> Any:
-            with rebuilding(self):
-                return inner(self, *args, **named)
-
-    elif source is not None:
-
-        @functools.wraps(inner)
-        def forward(self: nn.Module, *args: Any, **named: Any) -> Any:
-            if torch.compiler.is_compiling() or graph_task() < 0:
-                return inner(self, *args, **named)
-            with rebuilding():  # a reentrant checkpoint runs a part of the model again in backward
-                return inner(self, *args, **named)
-
-    def reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
-        return _new, (base, source, names, outermost), self.__getstate__()
-
-    body: dict[str, Any] = {
-        "forward": forward,
-        "__reduce_ex__": reduce,
-        "__module__": base.__module__,
-        "__doc__": base.__doc__,
-    }
-    body |= {"__qualname__": base.__qualname__, "_abn_recipe": (base, source, names, outermost)}
-    return type(base.__name__, (base,), body)
-
-
-class _Names:
-    """The globals that a generated forward uses, as an object that can be hashed, copied and pickled."""
-
-    def __init__(self, source: str = "", names: dict[str, Any] | None = None) -> None:
-        used = {n: v for n, v in (names or {}).items() if re.search(rf"\b{re.escape(n)}\b", source)}
-        self.modules = tuple((n, v.__name__) for n, v in used.items() if isinstance(v, ModuleType))
-        self.values = tuple((n, v) for n, v in used.items() if not isinstance(v, ModuleType))
-
-    def scope(self) -> dict[str, Any]:
-        return {**{n: importlib.import_module(m) for n, m in self.modules}, **dict(self.values)}
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Names) and (self.modules, self.values) == (other.modules, other.values)
-
-    def __hash__(self) -> int:
-        return hash(self.modules)
-
-
-def _new(*recipe: Any) -> nn.Module:
-    """Returns an empty instance, for copying and unpickling; `recipe`: the arguments of `_class_of`."""
-    new = _class_of(*recipe)
-    return new.__new__(new)
-
-
-def _change_class(
-    module: nn.Module, *, source: str | None = None, names: dict[str, Any] | None = None, outermost: bool = False
-) -> None:
-    base: Any
-    base, old_source, old_names, _ = getattr(type(module), "_abn_recipe", (type(module), None, _Names(), False))
-    if source is not None:
-        old_source, old_names = source, _Names(source, names)
-    module.__class__ = _class_of(base, old_source, old_names, outermost)
+    if options or not isinstance(param, (int, float)):
+        return None
+    return Act(name, (param,) if option else ())

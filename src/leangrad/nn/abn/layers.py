@@ -304,7 +304,9 @@ class InPlaceABNSync(InPlaceABN):
         """Copy everything but the process group, which the copy shares."""
         new = self.__class__.__new__(self.__class__)
         memo[id(self)] = new
-        new.__dict__ = {k: v if k == "group" else copy.deepcopy(v, memo) for k, v in self.__dict__.items()}
+        new.__dict__ = {
+            k: v if k in ("group", "process_group") else copy.deepcopy(v, memo) for k, v in self.__dict__.items()
+        }
         return new
 
 

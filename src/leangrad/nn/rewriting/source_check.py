@@ -1,0 +1,133 @@
+"""Looks in the source of a function for what a trace of it does not show: `why_not_traceable`."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import inspect
+import re
+import textwrap
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+__all__ = ["why_not_traceable"]
+
+# Code that uses one of these may depend on values that a trace does not see, or have effects that it does not record.
+NAMES = {"isinstance", "type", "hasattr", "callable", "print", "open", "input", "super", "id", "hash"}
+NAMES |= {"locals", "globals", "vars", "eval", "exec", "setattr", "delattr", "random", "np", "numpy"}
+ATTRIBUTES = {"requires_grad", "rand", "data", "item", "detach_"}
+STATEMENTS = (ast.With, ast.AsyncWith, ast.Global, ast.Nonlocal, ast.Try, ast.Delete, ast.Assert, ast.Yield, ast.Import)
+# Functions of torch that return a setting, which may be another one when the trace is used.
+SETTING = re.compile(r"(is|get|are|has|current)_")
+NO_SETTING = ("is_scripting",)
+BINDINGS = ("property", "staticmethod", "classmethod")  # decorators that leave the function as it is
+
+
+def why_not_traceable(code: CodeType, scope: dict[str, Any]) -> str:
+    """Returns why a function may do more than a trace of it shows; an empty string if no reason is found.
+
+    code: the code of the function. scope: its globals.
+
+    >>> from torch import nn
+    >>> forward = nn.Bilinear.forward
+    >>> why_not_traceable(forward.__code__, forward.__globals__)
+    ''
+    """
+    name = "its parent's forward" if code.co_name == "forward" else f"`{code.co_name}`"
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(code))).body[0]
+    except (OSError, TypeError, SyntaxError, IndexError):
+        return f"{name} has no source to read"
+    if not isinstance(tree, ast.FunctionDef):
+        return f"{name} is no function with a name"
+    if any(not isinstance(d, ast.Name) or d.id not in BINDINGS for d in tree.decorator_list):
+        return f"{name} is decorated"
+    if code.co_freevars:
+        return f"{name} uses variables of the function around it"
+    tree.args.defaults, tree.args.kw_defaults, tree.decorator_list = [], [], []  # not run by a call
+    own, stored = _names(tree)
+    for node in _executed(tree):
+        word = _obstacle(node) or _identity_check(node, own - stored) or _global_value(node, own | stored, scope)
+        if word:
+            return f"{name} has {word} in line {node.lineno}, which a trace does not see"  # type: ignore[attr-defined]
+    return ""
+
+
+def _executed(tree: ast.AST) -> list[ast.AST]:
+    """Returns the nodes below `tree`, except those of annotations."""
+    found: list[ast.AST] = []
+    for name, value in ast.iter_fields(tree):
+        if name not in ("annotation", "returns"):
+            for node in value if isinstance(value, list) else [value]:
+                if isinstance(node, ast.AST):
+                    found += [node, *_executed(node)]
+    return found
+
+
+def _names(tree: ast.AST) -> tuple[set[str], set[str]]:
+    """Returns the names of arguments in `tree`, nested functions included, and the names that are assigned to."""
+    nodes = list(ast.walk(tree))
+    arguments = {node.arg for node in nodes if isinstance(node, ast.arg)}
+    stored = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    return arguments, stored | {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
+
+
+def _obstacle(node: ast.AST) -> str:
+    if isinstance(node, STATEMENTS):
+        return f"a {type(node).__name__.lower()} statement"
+    if isinstance(node, ast.Name) and node.id in NAMES:
+        return f"`{node.id}`"
+    if isinstance(node, ast.Attribute):
+        if node.attr in ATTRIBUTES:
+            return f"`.{node.attr}`"
+        if isinstance(node.ctx, ast.Store):
+            return f"a write to `.{node.attr}`"
+    if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
+        return "a write to an element"
+    return ""
+
+
+def _identity_check(node: ast.AST, arguments: set[str]) -> str:
+    """Finds `a is b`, except `self.a is None` and `argument is None`: what ops return is never None in a trace."""
+    if not isinstance(node, ast.Compare) or not any(isinstance(op, (ast.Is, ast.IsNot)) for op in node.ops):
+        return ""
+    known = isinstance(node.left, ast.Attribute) or (isinstance(node.left, ast.Name) and node.left.id in arguments)
+    if known and all(isinstance(other, ast.Constant) for other in node.comparators):
+        return ""
+    return "an `is`"
+
+
+def _global_value(node: ast.AST, local: set[str], scope: dict[str, Any]) -> str:
+    """Finds a global that may have another value when the trace is used, and a function that returns a setting."""
+    if isinstance(node, ast.Name) and node.id not in local:
+        name, value = node.id, scope.get(node.id, getattr(builtins, node.id, None))
+    elif isinstance(node, ast.Attribute) and (owner := _module_of(node.value, local, scope)) is not None:
+        name, value = f"{owner.__name__}.{node.attr}", getattr(owner, node.attr, None)
+        if owner.__name__ in ("torch", "math") and not callable(value):
+            return ""  # `torch.float32`, `math.pi`
+    else:
+        return ""
+    word = getattr(value, "__name__", "")
+    of_torch = (getattr(value, "__module__", None) or "torch").startswith("torch")
+    if callable(value) and of_torch and SETTING.match(word) and word not in NO_SETTING:
+        return f"`{name}`"
+    return "" if _is_fixed(value) else f"the global `{name}`"
+
+
+def _module_of(node: ast.AST, local: set[str], scope: dict[str, Any]) -> ModuleType | None:
+    """Returns the Python module that an expression such as `torch` or `torch.nn.functional` stands for."""
+    if isinstance(node, ast.Name) and node.id not in local:
+        value = scope.get(node.id)
+    elif isinstance(node, ast.Attribute):
+        owner = _module_of(node.value, local, scope)
+        value = None if owner is None else getattr(owner, node.attr, None)
+    else:
+        return None
+    return value if isinstance(value, ModuleType) else None
+
+
+def _is_fixed(value: object) -> bool:
+    """Whether a global of this value is a function, a class, or a Python module."""
+    return isinstance(value, (FunctionType, ModuleType, type)) or type(value).__name__ in (
+        "builtin_function_or_method", "OpOverload", "OpOverloadPacket", "_OpNamespace", "_Ops",
+    )  # fmt: skip

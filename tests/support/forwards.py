@@ -1,0 +1,25 @@
+"""Functions of another module for forward code that a trace must not be taken of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+SETTINGS = {"negative": False}
+
+
+def settled(x: Tensor) -> Tensor:
+    """Returns x or -x, by a setting of this module."""
+    return -x if SETTINGS["negative"] else x
+
+
+def forward_of_a_closure(factors: list[float]) -> Callable[[Any, Tensor], Tensor]:
+    """Returns a forward that depends on a list that it holds."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        out: Tensor = self.act(self.bn(self.conv(x))) * factors[0]
+        return out
+
+    return forward
