@@ -156,6 +156,20 @@ def test_another_index_is_ignored() -> None:
     )
 
 
+def test_what_is_no_number_in_the_gradient_of_an_ignored_token_stays_out() -> None:
+    x, weight, _, _ = Case(tokens=4).draw()
+    target, g = torch.tensor([1, -100, 3, -100]), torch.ones(4)
+    g[1], g[3] = torch.nan, torch.inf
+    x, weight = x.float(), weight.float()
+    found = []
+    for function in (linear_cross_entropy, lambda x, w, t, **named: F.cross_entropy(x @ w.t(), t, **named)):
+        leaves = [t.detach().clone().requires_grad_() for t in (x, weight)]
+        losses = function(*leaves, target, reduction="none")
+        found.append(torch.autograd.grad(losses, leaves, g))
+    assert all(t.isfinite().all() for t in found[1])
+    torch.testing.assert_close(*found)
+
+
 def test_classes_that_minus_infinity_takes_out() -> None:
     x, weight, _, _ = Case(tokens=4).draw()
     bias = torch.zeros(40)

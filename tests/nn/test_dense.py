@@ -417,6 +417,17 @@ def test_hooks_and_replaced_children_run_plain():
     assert mlp(x).requires_grad
 
 
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_child_with_a_forward_of_its_own_runs_it(place):
+    mlp, plain = pair()
+    x, g = torch.randn(4, 5), torch.randn(4, 3)
+    for model in (mlp, plain):
+        original = model[place].forward
+        model[place].forward = lambda x, original=original: 2 * original(x)
+    same(grads_of(mlp, x, g), grads_of(plain, x, g))
+    assert same_bits(mlp(x), plain(x))
+
+
 def test_a_weight_that_is_no_parameter_any_more_runs_plain():
     mlp, plain = pair()
     weight = mlp[2].weight.detach() * 2

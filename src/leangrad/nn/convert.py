@@ -182,7 +182,7 @@ def _convert_sequential(module: nn.Module, times: Counter[int]) -> list[Conversi
     # Not `named_children()`, which leaves out a module that stands here a second time.
     children = [(name, child) for name, child in module._modules.items() if child is not None]
     results = []
-    for (name, norm), (_, after) in zip(children, [*children[1:], ("", None)], strict=True):
+    for (name, norm), (_, after) in zip(children, [*children, ("", None)][1:], strict=True):
         if not is_convertible(norm):
             continue
         if reason := _why_not(norm, times):

@@ -462,6 +462,23 @@ class Identity(Base):
         return x if y is None else y
 
 
+class ReplacedIfNone(Base):
+    def forward(self, x: Tensor, other: Tensor | None = None) -> Tensor:
+        if other is None:
+            other = self.last(x)
+        return self.act(self.bn(self.conv(x))) + other
+
+
+class AskedTooLate(Base):
+    """What a child returns may be None; in a trace it never is."""
+
+    def forward(self, x: Tensor, other: Tensor | None = None) -> Tensor:
+        if self.alpha > 0:
+            other = self.last(x)
+        y = self.act(self.bn(self.conv(x)))
+        return y if other is None else y + other
+
+
 class Closure(Base):
     forward = forwards.forward_of_a_closure([2.0])
 
@@ -495,6 +512,7 @@ class Mutable(Base):
         (Checkpointed, "torch.utils.checkpoint"),
         (Children, "calls `.children` of a module"),
         (Identity, "an `is`"),
+        (AskedTooLate, "an `is`"),
         (Closure, "around it"),
         (Variadic, "takes `*xs`"),
         (Mutable, "the default of `memory`"),
@@ -510,6 +528,17 @@ def test_what_may_change_unseen_is_left_alone(make: type[Base], reason: str) -> 
     assert reason in converted.abn_conversions[0].reason, converted.abn_conversions  # type: ignore[index]
     assert not [name for name in vars(model) if name.startswith("_tensor_constant")]
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_an_argument_that_is_replaced_if_it_is_none() -> None:
+    plain, converted = plain_and_converted(ReplacedIfNone())
+    assert_alike(plain, converted, call)
+    assert_alike(plain, converted, lambda m, x: m(x, x * 2))
+
+
+def test_an_empty_sequence() -> None:
+    plain, converted = plain_and_converted(nn.Sequential(nn.BatchNorm2d(3), nn.ReLU(), nn.Sequential()))
+    assert_alike(plain, converted, call)
 
 
 class Renews(Base):

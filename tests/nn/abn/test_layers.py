@@ -201,7 +201,8 @@ def test_residual(name: str, needs: tuple[bool, bool]) -> None:
 def test_residual_of_another_shape_or_dtype() -> None:
     layer = make(ABN, 5, torch.float32, activation="relu")
     x = torch.randn(4, 5, 3, 3, requires_grad=True)
-    for r in (torch.randn(5, 1, 1), torch.randn(4, 5, 3, 3, dtype=torch.float64)):
+    # The second has the strides of x, and fewer elements.
+    for r in (torch.randn(5, 1, 1), torch.randn(1, 5, 3, 3), torch.randn(4, 5, 3, 3, dtype=torch.float64)):
         r.requires_grad_()
         z = layer(x, r)
         expected = plain(layer, x, F.relu, r)

@@ -7,6 +7,7 @@ import builtins
 import inspect
 import re
 import textwrap
+from collections import Counter
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -45,9 +46,11 @@ def why_not_traceable(code: CodeType, scope: dict[str, Any]) -> str:
     if code.co_freevars:
         return f"{name} uses variables of the function around it"
     tree.args.defaults, tree.args.kw_defaults, tree.decorator_list = [], [], []  # not run by a call
-    own, stored = _names(tree)
+    arguments, stored = _names(tree)
+    as_passed = arguments - stored.keys() | _replaced_if_none(tree, arguments, stored)
+    local = arguments | stored.keys()
     for node in _executed(tree):
-        word = _obstacle(node) or _identity_check(node, own - stored) or _global_value(node, own | stored, scope)
+        word = _obstacle(node, local) or _identity_check(node, as_passed) or _global_value(node, local, scope)
         if word:
             return f"{name} has {word} in line {node.lineno}, which a trace does not see"  # type: ignore[attr-defined]
     return ""
@@ -64,18 +67,38 @@ def _executed(tree: ast.AST) -> list[ast.AST]:
     return found
 
 
-def _names(tree: ast.AST) -> tuple[set[str], set[str]]:
-    """Returns the names of arguments in `tree`, nested functions included, and the names that are assigned to."""
+def _names(tree: ast.AST) -> tuple[set[str], Counter[str]]:
+    """Returns the names of arguments in `tree`, nested functions included; and how often a name is assigned to."""
     nodes = list(ast.walk(tree))
     arguments = {node.arg for node in nodes if isinstance(node, ast.arg)}
-    stored = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-    return arguments, stored | {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
+    stored = Counter(node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
+    return arguments, stored + Counter(node.name for node in nodes if isinstance(node, ast.FunctionDef))
 
 
-def _obstacle(node: ast.AST) -> str:
+def _replaced_if_none(tree: ast.FunctionDef, arguments: set[str], stored: Counter[str]) -> set[str]:
+    """Returns the arguments that are assigned to only by `if a is None: a = ...` or `a = ... if a is None else ...`.
+
+    Only statements of the function itself count: in a loop the second round may see what the first one assigned.
+    """
+    found = set()
+    for statement in tree.body:
+        inner = statement.body[0] if isinstance(statement, ast.If) and len(statement.body) == 1 else statement
+        match inner:
+            case ast.Assign(targets=[ast.Name(id=name)]) if name in arguments and stored[name] == 1:
+                tests = [node for node in ast.walk(tree) if isinstance(node, ast.Compare) and _is_name(node.left, name)]
+                if len(tests) == 1 and tests[0].lineno <= inner.lineno:
+                    found.add(name)
+    return found
+
+
+def _is_name(node: ast.AST, name: str) -> bool:
+    return isinstance(node, ast.Name) and node.id == name
+
+
+def _obstacle(node: ast.AST, local: set[str]) -> str:
     if isinstance(node, STATEMENTS):
         return f"a {type(node).__name__.lower()} statement"
-    if isinstance(node, ast.Name) and node.id in NAMES:
+    if isinstance(node, ast.Name) and node.id in NAMES and node.id not in local:
         return f"`{node.id}`"
     if isinstance(node, ast.Attribute):
         if node.attr in ATTRIBUTES:
