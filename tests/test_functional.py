@@ -69,6 +69,15 @@ def test_retain_graph(name):
     assert same_bits(first, second)
 
 
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_a_batch_of_gradients_at_once(name):
+    x = torch.randn(3, 8, requires_grad=True)
+    ours, theirs = activate(x, name), PLAIN[name](x)
+    several = torch.randn(4, *ours.shape)
+    found, expected = (torch.autograd.grad(y, x, several, is_grads_batched=True)[0] for y in (ours, theirs))
+    torch.testing.assert_close(found, expected)
+
+
 def test_what_a_hook_holds_is_not_overwritten():
     x = torch.randn(SHAPE, requires_grad=True)
     held = []

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from leangrad._torch import autocast_enabled, is_watched
+from leangrad._torch import autocast_enabled, has_memory, is_watched
 from leangrad.engine.ownership import owned
 from leangrad.ledger.origins.functions import Replay, register_rule
 from leangrad.ops.activation import Activation, resolve
@@ -76,7 +76,7 @@ class _Activate(torch.autograd.Function):
         into = g if owned(g) else None
         record: Activation = ctx.record
         (kept,) = ctx.saved_tensors
-        if record.gated and not torch.is_grad_enabled():
+        if record.gated and not torch.is_grad_enabled() and has_memory(g):  # not for a batch of gradients
             into = torch.empty_like(kept)
         return record.backward(g, kept, record.parameter, into), None
 

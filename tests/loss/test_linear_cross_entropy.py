@@ -156,6 +156,20 @@ def test_another_index_is_ignored() -> None:
     )
 
 
+@pytest.mark.parametrize("z_loss", [0.0, 0.1])
+@pytest.mark.parametrize("shape", [(6,), (2, 3)])
+def test_losses_of_tokens_can_be_changed_in_place(shape: tuple[int, ...], z_loss: float) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(*shape, 4, requires_grad=True), torch.randn(9, 4, requires_grad=True)
+    target, mask = torch.randint(0, 9, shape), torch.rand(shape)
+    found = []
+    for in_place in (False, True):
+        losses = linear_cross_entropy(x, weight, target, reduction="none", z_loss=z_loss)
+        losses = losses.mul_(mask) if in_place else losses * mask
+        found.append((losses, *torch.autograd.grad(losses.sum(), (x, weight))))
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
 def test_what_is_no_number_in_the_gradient_of_an_ignored_token_stays_out() -> None:
     x, weight, _, _ = Case(tokens=4).draw()
     target, g = torch.tensor([1, -100, 3, -100]), torch.ones(4)

@@ -37,6 +37,20 @@ def test_gradcheck(form):
 
 
 @pytest.mark.parametrize("form", FUNCTIONS)
+def test_a_batch_of_gradients_at_once(form):
+    inputs, grads = make(form, T=5), random_grads(form, T=5)
+    outputs = FUNCTIONS[form](*inputs, chunk=2)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    leaves = [t for t in inputs if isinstance(t, torch.Tensor) and t.requires_grad]
+    several = [torch.stack([g, 2 * g, -g]) for g in grads]
+    found = torch.autograd.grad(outputs, leaves, several, is_grads_batched=True, retain_graph=True)
+    expected = torch.autograd.grad(outputs, leaves, grads)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, torch.stack([other, 2 * other, -other]))
+        assert not one.requires_grad
+
+
+@pytest.mark.parametrize("form", FUNCTIONS)
 def test_second_derivatives(form):
     inputs = make(form, T=3, width=2)
     assert torch.autograd.gradgradcheck(lambda *xs: FUNCTIONS[form](*xs, chunk=2), inputs)

@@ -258,7 +258,8 @@ class _Reduction:
 
     def loss(self, nll: Tensor, logsumexp: Tensor, shape: torch.Size) -> Tensor:
         if self.reduction == "none":
-            return (nll if self.z_loss == 0 else nll + self.z_loss * logsumexp.square_()).view(shape)
+            losses = nll.new_empty(shape)  # not a view, which could not be changed in place (`losses *= mask`)
+            return losses.copy_((nll if self.z_loss == 0 else nll + self.z_loss * logsumexp.square_()).view(shape))
         # In float64: thousands of tokens in float32 would round the loss more than plain PyTorch's sum does.
         loss = nll.sum(dtype=torch.float64) / self.weights
         if self.z_loss != 0:

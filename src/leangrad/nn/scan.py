@@ -200,6 +200,10 @@ class _ScanFunction(torch.autograd.Function):
         with _without_autocast(tensors[0]):
             if torch.is_grad_enabled():
                 return (None, None, *_differentiate(ctx.kind, tensors, needs, (dz, end)))
+            if not all(g is None or _torch.has_memory(g) for g in (dz, end)):
+                # A batch of gradients (`is_grads_batched`): only torch's own ops support it.
+                leaves = [None if t is None else t.detach().requires_grad_(t.is_floating_point()) for t in tensors]
+                return (None, None, *_differentiate(ctx.kind, leaves, needs, (dz, end), create_graph=False))
             gradients = _backward(ctx.kind, tensors, bounds, (dz, end), ctx.chunk, needs)
         cast = (
             g.to(t.dtype) if need and t is not None and g is not None else None
@@ -244,15 +248,21 @@ def _backward(
 
 
 def _differentiate(
-    kind: _Kind, tensors: Sequence[Tensor | None], needs: Sequence[bool], outer: tuple[Tensor | None, Tensor | None]
+    kind: _Kind,
+    tensors: Sequence[Tensor | None],
+    needs: Sequence[bool],
+    outer: tuple[Tensor | None, Tensor | None],
+    *,
+    create_graph: bool = True,
 ) -> list[Tensor | None]:
-    """Returns the gradients of `_plain`, which can be differentiated again."""
-    # One alias per argument: a tensor that is passed twice must get two gradients.
-    aliases = [None if t is None else t.view_as(t) for t in tensors]
-    wanted = [alias for alias, need in zip(aliases, needs, strict=True) if alias is not None and need]
-    pairs = [(y, g) for y, g in zip(_plain(kind, *aliases), outer, strict=True) if g is not None]
+    """Returns the gradients of `_plain`; with `create_graph` they can be differentiated again."""
+    with torch.enable_grad():
+        # One alias per argument: a tensor that is passed twice must get two gradients.
+        aliases = [None if t is None else t.view_as(t) for t in tensors]
+        wanted = [alias for alias, need in zip(aliases, needs, strict=True) if alias is not None and need]
+        pairs = [(y, g) for y, g in zip(_plain(kind, *aliases), outer, strict=True) if g is not None]
     outputs, grads = [y for y, _ in pairs], [g for _, g in pairs]
-    found = iter(torch.autograd.grad(outputs, wanted, grads, create_graph=True, allow_unused=True))
+    found = iter(torch.autograd.grad(outputs, wanted, grads, create_graph=create_graph, allow_unused=True))
     return [next(found) if alias is not None and need else None for alias, need in zip(aliases, needs, strict=True)]
 
 

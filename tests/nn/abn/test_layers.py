@@ -408,3 +408,11 @@ def test_sync_without_processes_is_in_place() -> None:
     a, b = InPlaceABNSync(3), InPlaceABN(3)
     torch.testing.assert_close(a(x * 1), b(x * 1), rtol=0, atol=0)
     assert copy.deepcopy(a).group is None
+
+
+@pytest.mark.parametrize("kind", [ABN, InPlaceABN])
+def test_a_batch_of_gradients_is_refused(kind: type[ABN]) -> None:
+    x = torch.randn(4, 5, 3, 3, requires_grad=True)
+    z = make(kind, 5, torch.float32)(x * 1)
+    with pytest.raises(LeangradError, match="one by one"):
+        torch.autograd.grad(z, x, torch.randn(2, *z.shape), is_grads_batched=True)

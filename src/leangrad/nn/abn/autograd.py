@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from leangrad._torch import graph_is_kept
+from leangrad._torch import graph_is_kept, has_memory
 from leangrad.engine.ownership import owned
 from leangrad.errors import ConsumedError, LeangradError
 from leangrad.kernels import serves
@@ -116,6 +116,11 @@ class ABNFunction(torch.autograd.Function):
     def backward(ctx: Any, dz: Tensor) -> tuple[Tensor | None, ...]:
         """Returns the gradients; dx is written over dz if dz is owned."""
         mine = owned(dz)
+        if not has_memory(dz):
+            raise LeangradError(
+                "activated batch norm cannot take a batch of gradients (is_grads_batched=True, a vectorized jacobian); "
+                "take them one by one, or use torch.func, under which it runs plain"
+            )
         if ctx.call.invert:
             note_backward(ctx.call.answer)
         if not torch.is_grad_enabled():
