@@ -223,6 +223,25 @@ def test_a_class_whose_forward_is_replaced() -> None:
     assert_alike(plain, converted, call)
 
 
+@pytest.mark.parametrize("place", ["class", "instance"])
+def test_a_method_that_is_replaced(place: str) -> None:
+    class Calls(Base):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.end(self.act(self.bn(self.conv(x))))
+
+        def end(self, x: Tensor) -> Tensor:
+            return self.last(x)
+
+    plain, converted = plain_and_converted(Calls())
+    assert is_fused(converted, call)
+    for model in (plain, converted):
+        if place == "class":
+            Calls.end = lambda self, x: x * 2  # type: ignore[method-assign, assignment]
+        else:
+            model.end = torch.tanh  # type: ignore[assignment]
+    assert_alike(plain, converted, call)
+
+
 def test_norms_are_synchronized_after_the_conversion() -> None:
     plain, converted = plain_and_converted(Block())
     plain, converted = (nn.SyncBatchNorm.convert_sync_batchnorm(model) for model in (plain, converted))

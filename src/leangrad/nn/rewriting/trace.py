@@ -49,7 +49,7 @@ class Guard:
     """An attribute that forward read: of the submodule `path`, with this value.
 
     value: the value, if it is plain; MODULE for a module; TENSOR for a parameter or a buffer; MISSING if there was no
-        such attribute. For the name KEYS it is the tuple of the names of a container's children.
+        such attribute. For a method it is the function, and for the name KEYS the names of a container's children.
     """
 
     path: str
@@ -64,6 +64,8 @@ class Guard:
         if self.name == KEYS:
             return bool(tuple(owner._modules) == self.value)
         now = getattr(owner, self.name, MISSING)
+        if isinstance(self.value, FunctionType):
+            return getattr(now, "__func__", now) is self.value
         if self.value in (MODULE, TENSOR):
             return isinstance(now, nn.Module if self.value == MODULE else Tensor)
         return type(now) is type(self.value) and bool(now == self.value)
@@ -265,11 +267,13 @@ class _Reads:
             return value
         if name == "training":
             value = True
-        if isinstance(value, MethodType):
-            if value.__func__.__code__.co_filename.startswith(TORCH) and not isinstance(module, CONTAINERS):
-                raise UntraceableError(f"its forward calls `.{name}` of a module")
-            return value
-        if isinstance(value, FunctionType):
+        function = getattr(value, "__func__", value) if isinstance(value, MethodType) else value
+        if isinstance(function, FunctionType):
+            if function.__code__.co_filename.startswith(TORCH):
+                if not isinstance(module, CONTAINERS):
+                    raise UntraceableError(f"its forward calls `.{name}` of a module")
+            else:
+                self.guards.setdefault((path, name), Guard(path, name, function))
             return value
         if not (_is_plain(value) or isinstance(value, (nn.Module, Tensor, fx.Proxy))):
             raise UntraceableError(f"its forward reads `.{name}`, a {type(value).__name__}, which may change")
