@@ -19,13 +19,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import fx, nn
 
 from leangrad._torch import has_hooks, has_own_forward
-from leangrad.nn.abn.converted import IDENTITY, Act, ConvertedNorm, act_of, convert_norm, is_convertible
+from leangrad.nn.abn import ABN
+from leangrad.nn.abn.converted import IDENTITY, Act, convert_norm, is_convertible
 from leangrad.nn.abn.pool import RebuiltMaxPool2d
+from leangrad.nn.rewriting.activations import act_of_node, bare_act_of
 from leangrad.nn.rewriting.classes import FusedCall, PairsInSequence, RewrittenForward, change_class
+from leangrad.nn.rewriting.norm_act import convert_norm_act, norm_act_of
 from leangrad.nn.rewriting.trace import IN_PLACE, UntraceableError, trace
 from leangrad.switch import NAME, disabled
 
@@ -36,7 +38,10 @@ log = logging.getLogger(__name__)
 ADDITIONS = (operator.add, IN_PLACE["iadd"], torch.add, "add", "add_")
 IN_PLACE_ADDITIONS = (IN_PLACE["iadd"], "add_")
 # Modules whose output is a new tensor, of which no other module or view knows.
-MAKES_NEW = (nn.modules.conv._ConvNd, nn.Linear)
+MAKES_NEW = (
+    nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, nn.Linear,
+)  # fmt: skip
+NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 @dataclass(frozen=True)
@@ -124,18 +129,20 @@ def convert_abn(model: nn.Module) -> nn.Module:
         left = Conversions(Conversion(name, None, reason=f"{NAME} is set") for name in names)
         model.abn_conversions = left  # type: ignore[assignment]
         return model
-    was_converted = any(isinstance(module, ConvertedNorm) for module in model.modules())
+    was_converted = any(isinstance(module, ABN) for module in model.modules())
     found: dict[str, Conversion] = {}
     times = Counter(id(m) for _, m in model.named_modules(remove_duplicate=False) if is_convertible(m))
     for name, module in list(model.named_modules()):
         prefix = f"{name}." if name else ""
         if type(module).forward is nn.Sequential.forward and "forward" not in vars(module):
             results = _convert_sequential(module, times)
-        elif not is_convertible(module) and next(_norms(module), None) is not None:
+        elif isinstance(module, NORMS):
+            results = _convert_norm_act(module)
+        elif next(_norms(module), None) is not None:
             results = _convert_forward(module, times)
         else:
             continue
-        found.update({prefix + c.name: replace(c, name=prefix + c.name) for c in results})
+        found.update({key: replace(c, name=key) for c in results if (key := prefix + c.name if c.name else name)})
     for name, module in model.named_modules():
         if is_convertible(module) and name not in found:
             found[name] = Conversion(name, None, reason="no module was found whose forward calls it")
@@ -171,10 +178,6 @@ def _why_not(norm: nn.Module, times: Counter[int]) -> str:
     return ""
 
 
-def _act_of(module: nn.Module | None) -> Act | None:
-    return None if module is None or has_hooks(module) or has_own_forward(module) else act_of(module)
-
-
 # ---- Sequential -----------------------------------------------------------------------------------------------------
 
 
@@ -188,12 +191,25 @@ def _convert_sequential(module: nn.Module, times: Counter[int]) -> list[Conversi
         if reason := _why_not(norm, times):
             results.append(Conversion(name, None, reason=reason))
             continue
-        act = _act_of(after) or IDENTITY
+        act = bare_act_of(after) or IDENTITY
         convert_norm(norm, act)
         results.append(Conversion(name, str(act)))
     if any(c.activation not in (None, str(IDENTITY)) for c in results):
         change_class(module, rewrite=PairsInSequence())
     return results
+
+
+def _convert_norm_act(norm: nn.Module) -> list[Conversion]:
+    """Convert a batch norm of another class, whose forward may apply an activation too."""
+    if isinstance(norm, ABN) or is_convertible(norm):
+        return []
+    try:
+        found = norm_act_of(norm)
+    except UntraceableError as error:
+        return [Conversion("", None, reason=str(error).replace("its parent's forward", "its forward"))]
+    convert_norm_act(norm, found)
+    change_class(norm, rewrite=found)
+    return [Conversion("", str(found.act))]
 
 
 # ---- forward code ---------------------------------------------------------------------------------------------------
@@ -248,10 +264,10 @@ def _match(module: nn.Module, call: fx.Node) -> _Match | None:
     """Finds the activation after a norm, or after the addition that follows it; None if there is none to fuse."""
     addition = None
     following, source = _only_user(call), call
-    if following is not None and (act := _act_of_node(module, following, call)) is None:
+    if following is not None and (act := act_of_node(module, following, call)) is None:
         addition, source = following, following
         following = _only_user(addition) if _is_addition_to(call, addition) else None
-        act = None if following is None else _act_of_node(module, following, source)
+        act = None if following is None else act_of_node(module, following, source)
     if following is None or act is None or not _may_move(module, call, addition, following):
         return None
     path = str(following.target) if following.op == "call_module" else None
@@ -302,37 +318,3 @@ def _is_addition_to(call: fx.Node, add: fx.Node) -> bool:
     if not isinstance(other, fx.Node) or other is call:
         return False
     return add.target not in IN_PLACE_ADDITIONS or add.args[0] is call
-
-
-# ---- activations ----------------------------------------------------------------------------------------------------
-
-FUNCTIONS: dict[Any, str] = {
-    F.relu: "relu", F.relu_: "relu", torch.relu: "relu", torch.relu_: "relu", "relu": "relu", "relu_": "relu",
-    F.leaky_relu: "leaky_relu", F.leaky_relu_: "leaky_relu", F.elu: "elu", F.elu_: "elu",
-    F.silu: "silu", F.gelu: "gelu",
-}  # fmt: skip
-# The one argument of each function beside its input that ABN supports (and gelu's `approximate`), and its default.
-OPTION = {"leaky_relu": ("negative_slope", 0.01), "elu": ("alpha", 1.0)}
-
-
-def _act_of_node(module: nn.Module, node: fx.Node, source: fx.Node) -> Act | None:
-    """Returns the activation that `node` applies to `source`; None if it applies none that ABN supports."""
-    if not node.args or node.args[0] is not source:
-        return None
-    if node.op == "call_module":
-        return _act_of(module.get_submodule(str(node.target))) if len(node.args) == 1 and not node.kwargs else None
-    name = FUNCTIONS.get(node.target)
-    options = {k: v for k, v in node.kwargs.items() if k != "inplace"}
-    if name is None or len(node.args) > 2 or any(isinstance(v, fx.Node) for v in options.values()):
-        return None
-    option, default = OPTION.get(name, ("", 0.01))
-    param = options.pop(option, default)
-    if len(node.args) == 2:
-        if not option or isinstance(node.args[1], fx.Node):
-            return None
-        param = node.args[1]
-    if name == "gelu" and options.pop("approximate", "none") == "tanh":
-        name = "gelu_tanh"
-    if options or not isinstance(param, (int, float)):
-        return None
-    return Act(name, (param,) if option else ())

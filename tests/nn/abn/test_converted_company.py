@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from leangrad import lean
 from leangrad.ledger.observe.unseen_writes import may_write_unseen
+from leangrad.measure import measure
 from leangrad.nn.abn import ABN
 from leangrad.nn.abn.converted import ConvertedNorm
 from leangrad.nn.convert import convert_abn
@@ -725,3 +726,124 @@ def test_a_residual_of_another_dtype(make: type[Base]) -> None:
     one, other = plain(x), converted(x)
     assert one.dtype == other.dtype
     torch.testing.assert_close(other, one, rtol=0.02, atol=0.02)
+
+
+# ------------------------------------------------------------------------------- norms that apply an activation too
+
+
+class NormAct(nn.BatchNorm2d):
+    """As in model libraries: one class for norm and activation, with a place for a layer in between."""
+
+    def __init__(self, channels: int, act: nn.Module | None = None, **named: Any) -> None:
+        super().__init__(channels, **named)
+        self.drop = nn.Identity()
+        self.act = nn.ReLU(inplace=True) if act is None else act
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch._assert(x.ndim == 4, f"expected four dimensions, got {x.ndim}")
+        factor = 0.0 if self.momentum is None else self.momentum
+        if self.training and self.track_running_stats and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+        tracked = not self.training or self.track_running_stats
+        batch = self.training or self.running_mean is None
+        mean, var = (self.running_mean, self.running_var) if tracked else (None, None)
+        x = F.batch_norm(x, mean, var, self.weight, self.bias, batch, factor, self.eps)
+        return self.act(self.drop(x))
+
+
+class WithoutCount(NormAct):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, True, 0.1, self.eps)
+
+
+class OtherWeight(NormAct):
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_batches_tracked.add_(1)
+        mean, var = self.running_mean, self.running_var
+        return self.act(F.batch_norm(x, mean, var, self.bias, self.weight, True, self.momentum, self.eps))
+
+
+class MoreThanThat(NormAct):
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_batches_tracked.add_(1)
+        mean, var = self.running_mean, self.running_var
+        return self.act(2 * F.batch_norm(x, mean, var, self.weight, self.bias, True, self.momentum, self.eps))
+
+
+class UsesItTwice(NormAct):
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_batches_tracked.add_(1)
+        mean, var = self.running_mean, self.running_var
+        x = F.batch_norm(x, mean, var, self.weight, self.bias, True, self.momentum, self.eps)
+        self.act(x)
+        return x
+
+
+def norm_act_net(**named: Any) -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 4, 1), NormAct(4, **named), nn.Conv2d(4, 3, 1))
+
+
+ACTS: dict[str, Callable[[], nn.Module]] = {
+    "identity": nn.Identity, "relu": nn.ReLU, "silu": lambda: nn.SiLU(inplace=True), "hardswish": nn.Hardswish,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("options", [{}, {"affine": False}, {"track_running_stats": False}], ids=str)
+@pytest.mark.parametrize("act", ACTS)
+def test_norms_that_apply_an_activation_too(act: str, options: dict[str, bool]) -> None:
+    plain, converted = plain_and_converted(norm_act_net(act=ACTS[act](), **options), fused=act != "identity")
+    assert isinstance(converted[1], NormAct)  # type: ignore[index]
+    assert list(plain.state_dict()) == list(converted.state_dict())
+    assert is_fused(converted, call)
+    for training in (True, False, True):
+        assert_alike(plain.train(training), converted.train(training), call)
+    again = copy.deepcopy(converted)
+    assert is_fused(again, call)
+    assert_alike(plain, again, call)
+    assert convert_abn(again).abn_conversions == ()
+
+
+def _set_drop(norm: Any) -> None:
+    norm.drop = nn.Hardtanh(-0.5, 0.5)
+
+
+def _set_act(norm: Any) -> None:
+    norm.act = nn.Sigmoid()
+
+
+def _set_momentum(norm: Any) -> None:
+    norm.momentum = 0.5
+
+
+def _set_eps(norm: Any) -> None:
+    norm.eps = 0.3
+
+
+def _hook(norm: Any) -> None:
+    norm.act.register_forward_hook(lambda m, i, o: 3 * o)
+
+
+@pytest.mark.parametrize("change", [_set_drop, _set_act, _set_momentum, _set_eps, _hook])
+def test_a_norm_with_an_activation_changes_later(change: Callable[[Any], None]) -> None:
+    plain, converted = plain_and_converted(norm_act_net())
+    for model in (plain, converted):
+        change(model[1])  # type: ignore[index]
+    assert_alike(plain, converted, call)
+
+
+@pytest.mark.parametrize("make", [WithoutCount, OtherWeight, MoreThanThat, UsesItTwice])
+def test_norms_that_compute_something_else_are_left_alone(make: type[NormAct]) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), make(4))
+    with pytest.warns(UserWarning, match="converted none"):
+        converted = convert_abn(model)
+    assert type(converted[1]) is make  # type: ignore[index]
+    assert converted.abn_conversions[0].reason.startswith("its forward")  # type: ignore[index]
+
+
+def test_a_norm_with_an_activation_keeps_one_map() -> None:
+    plain, converted = plain_and_converted(norm_act_net(act=nn.SiLU()))
+    x = torch.randn(8, 3, 32, 32, dtype=torch.float64)
+    kept = [measure(lambda m=m: m(x).sum().backward(), timed_runs=0).kept_bytes for m in (plain, converted)]
+    one_map = 8 * 4 * 32 * 32 * 8
+    assert kept[0] >= 3 * one_map
+    assert kept[1] <= 1.1 * one_map

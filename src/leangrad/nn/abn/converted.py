@@ -18,7 +18,7 @@ from leangrad.nn.abn.layers import ABN, InPlaceABNSync
 from leangrad.nn.abn.rule import DETERMINISTIC
 from leangrad.ops.abn_activation import Activation
 
-__all__ = ["IDENTITY", "Act", "ConvertedNorm", "act_of", "convert_norm", "is_convertible"]
+__all__ = ["IDENTITY", "Act", "ConvertedNorm", "act_of", "convert_norm", "fused_state", "is_convertible"]
 
 # The attributes that the result of an activation depends on, and its name in `ABN`; "": ABN gets it as a function.
 ACTIVATIONS: dict[type[nn.Module], tuple[str, tuple[str, ...]]] = {
@@ -83,20 +83,20 @@ def _act(kind: Any) -> Act:
 
 
 class ConvertedNorm(ABN):
-    """What all converted norms share. `act` is the activation that a fused call computes too."""
+    """What all converted norms share. `fused_act` is the activation of a fused call."""
 
     plain: type[nn.Module]  # the class of the norm
-    act: Act
+    fused_act: Act
 
     def forward(
         self, x: Tensor, residual: Any = None, *, is_fused: bool = False, adds_in_place: bool = False
     ) -> Tensor:
-        """Returns norm(x); with `is_fused` act(norm(x) + residual).
+        """Returns norm(x); with `is_fused` fused_act(norm(x) + residual).
 
         adds_in_place: the residual was added with `+=`, so the sum has the dtype and the shape of norm(x).
         """
         self._check_input_dim(x)  # type: ignore[operator]
-        if not is_fused and self.act.kind != "identity":
+        if not is_fused and self.fused_act.kind != "identity":
             return self.plain.forward(self, x)  # type: ignore[no-any-return]
         if residual is None:
             return super().forward(x)
@@ -108,7 +108,7 @@ class ConvertedNorm(ABN):
 
     def fuses_with(self, after: nn.Module) -> bool:
         """Whether this norm, and then `after`, can be one call: `after` is its activation, and neither has hooks."""
-        return act_of(after) == self.act and runs_only_its_forward(self) and runs_only_its_forward(after)
+        return act_of(after) == self.fused_act and runs_only_its_forward(self) and runs_only_its_forward(after)
 
     activation = property(lambda self: self._activation)
     activation_param = property(lambda self: self._activation_param)
@@ -152,12 +152,23 @@ def is_convertible(module: nn.Module) -> bool:
 
 def convert_norm(norm: nn.Module, act: Act) -> None:
     """Make `norm` a converted one, which computes `act` too if it is called so."""
+    vars(norm).update(fused_state(act), fused_act=act)
+    norm.__class__ = CLASSES[type(norm)]
+
+
+def fused_state(act: Act) -> dict[str, Any]:
+    """Returns the attributes that an `ABN` with this activation has besides those of a batch norm.
+
+    They go into `vars(norm)`: `setattr` would make the module of an activation a child of the norm.
+    """
     name = act.kind if isinstance(act.kind, str) else "identity"
     param = float(act.values[0]) if isinstance(act.kind, str) and act.values else 0.01
     function = act.module()
-    # Not by `setattr`, which would make the module of an activation a child of the norm.
-    vars(norm).update(
-        act=act, absolute=False, invert=False, _known=Activation(name, param), _function=function,
-        _activation=function or name, _activation_param=param,
-    )  # fmt: skip
-    norm.__class__ = CLASSES[type(norm)]
+    return {
+        "absolute": False,
+        "invert": False,
+        "_known": Activation(name, param),
+        "_function": function,
+        "_activation": function or name,
+        "_activation_param": param,
+    }

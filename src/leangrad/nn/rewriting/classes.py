@@ -22,6 +22,7 @@ from torch import Tensor, fx, nn
 from leangrad._torch import graph_task, has_global_hooks, runs_only_its_forward
 from leangrad.nn.abn.converted import Act, ConvertedNorm
 from leangrad.nn.abn.recipe import rebuilding
+from leangrad.nn.rewriting.norm_act import NormAct
 from leangrad.nn.rewriting.trace import MODULE, Guard, Trace, submodule
 from leangrad.switch import disabled
 
@@ -42,7 +43,7 @@ class FusedCall:
         if not isinstance(norm, ConvertedNorm):
             return False
         if self.act_path is None:
-            return norm.act == self.act and runs_only_its_forward(norm)
+            return norm.fused_act == self.act and runs_only_its_forward(norm)
         after = submodule(module, self.act_path)
         return after is not None and norm.fuses_with(after)
 
@@ -55,8 +56,6 @@ class PairsInSequence:
         """Returns the forward."""
 
         def forward(self: nn.Sequential, input: Any) -> Any:
-            if _must_be_original():
-                return original(self, input)
             children = [child for child in self._modules.values() if child is not None]
             i = 0
             while i < len(children):
@@ -113,7 +112,7 @@ class RewrittenForward:
 
         @functools.wraps(original)
         def forward(module: nn.Module, *args: Any, **named: Any) -> Any:
-            if _must_be_original() or not holds(module):
+            if not holds(module):
                 return original(module, *args, **named)
             inputs = args if len(args) == count and not named else self.inputs(signature, module, args, named)
             if inputs is None or not all(isinstance(value, Tensor) for value in inputs):
@@ -142,7 +141,7 @@ def _must_be_original() -> bool:
     return torch.compiler.is_compiling() or disabled() or tracing or has_global_hooks()
 
 
-Rewrite = PairsInSequence | RewrittenForward | None
+Rewrite = PairsInSequence | RewrittenForward | NormAct | None
 
 
 def change_class(module: nn.Module, *, rewrite: Rewrite = None, is_outermost: bool = False) -> None:
@@ -164,10 +163,12 @@ def _class_of(base: type[nn.Module], rewrite: Rewrite, is_outermost: bool) -> ty
     def forward(self: nn.Module, *args: Any, **named: Any) -> Any:
         if base.forward is not original:  # it was replaced on the class since then
             return base.forward(self, *args, **named)
+        if _must_be_original():
+            return original(self, *args, **named)
         if is_outermost:
             with rebuilding(self):
                 return inner(self, *args, **named)
-        if torch.compiler.is_compiling() or graph_task() < 0:
+        if graph_task() < 0:
             return inner(self, *args, **named)
         with rebuilding():  # a reentrant checkpoint runs a part of the model again in backward
             return inner(self, *args, **named)
@@ -183,7 +184,7 @@ def _class_of(base: type[nn.Module], rewrite: Rewrite, is_outermost: bool) -> ty
         "__qualname__": base.__qualname__,
         "_abn_recipe": (base, rewrite, is_outermost),
     }
-    return type(base.__name__, (base,), body)
+    return type(base.__name__, (base, *getattr(rewrite, "mixins", ())), body)
 
 
 class _Names:
