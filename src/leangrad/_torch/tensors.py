@@ -99,6 +99,17 @@ def storage_is_shared(tensor: Tensor) -> bool:
         return True
 
 
+def same_storage(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors lie in the same memory, also if they are empty; False where torch lacks the name.
+
+    >>> x = torch.zeros(3)
+    >>> same_storage(x[:0], x[1:]), same_storage(x[:0], torch.zeros(0))
+    (True, False)
+    """
+    address = getattr(one.untyped_storage(), "_cdata", None)
+    return address is not None and address == other.untyped_storage()._cdata
+
+
 def has_aliases(tensor: Tensor) -> bool:
     """Whether a tensor object other than `tensor` and its base lies in its memory; True where torch lacks the count.
 

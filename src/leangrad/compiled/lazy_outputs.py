@@ -149,6 +149,8 @@ class _PutOff:
         )
         autocast = torch.autocast(x.device.type, dtype=self.autocast, enabled=self.autocast is not None)
         with torch.set_grad_enabled(self.requires_grad), autocast:
+            if _has_other_names(x, outputs):
+                x = x.clone()
             logits = project(x, weight, bias, self.head.asked) if can_wait else F.linear(x, weight, bias)
         found: list[tuple[int, Tensor]] = []
         for places, tail, requires_grad in self.shown:
@@ -160,3 +162,13 @@ class _PutOff:
 
 def _is_foreign(tensor: Tensor | None) -> bool:
     return tensor is not None and (type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.is_inference())
+
+
+def _has_other_names(x: Tensor, outputs: Sequence[Any]) -> bool:
+    """Whether another output lies in the memory of ``x``.
+
+    AOTAutograd returns views with version counters of their own: a write through one would not be seen.
+    """
+    memory = x.untyped_storage().data_ptr()
+    tensors = (one for one in outputs if isinstance(one, Tensor) and one is not x)
+    return any(type(one) is not Tensor or one.untyped_storage().data_ptr() == memory for one in tensors)

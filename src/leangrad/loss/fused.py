@@ -194,7 +194,7 @@ def _check_target(target: Tensor, classes: int, ignore_index: int) -> None:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided and tensor.device.type != "meta"
+    return tensor.layout is torch.strided and not tensor.is_nested and tensor.device.type != "meta"
 
 
 def _product_dtype(tensors: Tensors) -> torch.dtype:

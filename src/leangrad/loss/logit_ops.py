@@ -124,6 +124,9 @@ def _slice(logits: Logits, index: Any) -> Change | None:
     parts = index if isinstance(index, tuple) else (index,)
     if not all(one is Ellipsis or type(one) in (int, slice) for one in parts) or logits.is_transposed:
         return None
+    ends = [end for one in parts if type(one) is slice for end in (one.start, one.stop, one.step)]
+    if any(isinstance(end, Tensor) for end in ends):
+        return None  # it may change before the values are computed
     dims = len(logits.shape)
     explicit = sum(one is not Ellipsis for one in parts)
     if sum(one is Ellipsis for one in parts) == 0:
@@ -161,7 +164,9 @@ def _contiguous(logits: Logits, *, memory_format: torch.memory_format = torch.co
         return None
     if not logits.is_part and not logits.is_transposed:
         return Change(_same, is_same=True)
-    return Change(_same, _same, shape=logits.shape)  # a copy, if these are some of the rows or transposed
+    if logits.is_transposed:
+        return Change(lambda t: t.contiguous(), shape=logits.shape)
+    return Change(_same, _same, shape=logits.shape)  # a copy of some of the rows
 
 
 def _same(t: Any) -> Any:

@@ -33,6 +33,8 @@ def _slot_for(weight: object, input: object) -> Slot | None:
     slot = SLOTS.get(weight)
     if slot is None or not weight.requires_grad or type(input) not in (Tensor, nn.Parameter):  # type: ignore[attr-defined]
         return None
+    if input.layout is not torch.strided or input.is_nested:  # type: ignore[attr-defined]
+        return None
     if _torch.transforms_active() or _torch.forward_mode_active():
         return None
     return slot

@@ -87,9 +87,9 @@ class Slot:
         if flat is None or grad.layout is not torch.strided or grad.device != flat.device:
             return False
         same_form = grad.shape == self.shape and grad.dtype == flat.dtype and grad.stride() == self.stride
-        return same_form and (
-            self.numel == 0 or grad.data_ptr() == flat.data_ptr() + self.offset * self.range.dtype.itemsize
-        )
+        if self.numel == 0:  # an empty tensor has no address
+            return same_form and _torch.same_storage(grad, flat)
+        return same_form and grad.data_ptr() == flat.data_ptr() + self.offset * self.range.dtype.itemsize
 
     def stands(self) -> bool:
         """Whether the parameter's `.grad` lies in this slot now."""
@@ -181,11 +181,11 @@ class Slot:
         """The post-accumulate hook: autograd calls it once per backward, when the parameter's gradient is complete."""
         self._home = stream_of(self.range.device)
         order(self._written_on, self._home)
+        why_now, was_written, was_replaced = self._why_now, self._was_written, self._was_replaced
+        self._why_now, self._was_written, self._was_replaced = None, False, False
         grad = parameter.grad
         if grad is None:
             return  # nothing arrived, or an earlier hook has consumed it
-        why_now, was_written, was_replaced = self._why_now, self._was_written, self._was_replaced
-        self._why_now, self._was_written, self._was_replaced = None, False, False
         if self.holds(grad):
             self.is_zero = False
             self._refuse_if_sent(unless=was_written)
@@ -218,6 +218,8 @@ class Slot:
         """
         view, copied_version = self.view(), -1
         order(self.range.stream, stream_of(self.range.device), view)
+        if _torch.same_storage(grad, view):  # a gradient of another slot: writing here would raise its version
+            grad = grad.clone()
         while copied_version != _torch.version(grad):  # once more if another thread added to it meanwhile
             copied_version = _torch.version(grad)
             with torch.no_grad():
@@ -306,7 +308,7 @@ def deliver(node: Any, index: int, parameter: Any, compute: Compute, how: str = 
     if slot is None:
         return compute(None, False)
     reached = _torch.engine_reaches(node.next_functions[index][0])
-    if reached is False:
+    if reached is False or (reached and not parameter.requires_grad):  # autograd drops what a frozen parameter gets
         return None
     if reached and slot.write(parameter, compute, how):
         return None

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from leangrad import _torch
@@ -155,6 +156,8 @@ _forward.__name__ = "forward"
 
 def _can_wait(module: nn.Linear, x: Tensor) -> bool:
     """Whether the call may be deferred: large logits, valid arguments, no hooks, and a weight that stays allocated."""
+    if x.layout is not torch.strided or x.is_nested:
+        return False
     count = x.numel() // max(1, x.shape[-1]) * module.out_features if x.dim() else 0
     tensors = [t for t in (x, module.weight, module.bias) if t is not None]
     return (
@@ -164,6 +167,7 @@ def _can_wait(module: nn.Linear, x: Tensor) -> bool:
         and x.is_floating_point()
         and len({t.device for t in tensors}) == 1
         and fit_dtypes([t.dtype for t in tensors], is_autocast=autocast_enabled(x.device.type))
+        and not any(t.is_inference() for t in tensors)  # they have no version counter: a change would not be seen
         and not module._backward_hooks
         and not module._backward_pre_hooks
         and not _torch.transforms_active()

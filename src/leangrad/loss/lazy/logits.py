@@ -180,6 +180,8 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
                 return _write(func, first, args, kwargs)
         args, kwargs = _with_values(args), _with_values(kwargs)
     result = func(*args, **kwargs)
+    if type(first) is LazyLogits and name == "data.__get__":  # it has a version counter of its own
+        first._rows.memory.note(first._rows, result)
     is_same = type(first) is LazyLogits and result is first._rows.values  # such as `.double()` of float64
     return first if is_same else result
 
@@ -336,8 +338,11 @@ class _Replace(torch.autograd.Function):
         return None, g
 
 
-def _values(logits: LazyLogits) -> Tensor:
-    """Return the values of ``logits`` as an ordinary tensor in the graph; they are computed at most once."""
+def _values(logits: LazyLogits, *, to_write: bool = False) -> Tensor:
+    """Return the values of ``logits`` as an ordinary tensor in the graph.
+
+    They are computed at most once, except inside of a checkpoint. to_write: they will be changed.
+    """
     rows = logits._rows
     rows.check_writes()
     if torch.is_grad_enabled() and logits.requires_grad and not rows.is_told:
@@ -346,6 +351,8 @@ def _values(logits: LazyLogits) -> Tensor:
     if rows.values is None:
         if torch.is_inference_mode_enabled() and not logits.is_inference():
             return rows.compute()  # not cached: autograd cannot use an inference tensor later
+        if _torch.is_checkpointing() and not to_write:
+            return _Values.apply(logits)  # type: ignore[no-any-return]  # the recomputation must find them uncached too
         with torch.enable_grad():
             rows.values = _Values.apply(logits)
         rows.memory.note(rows, rows.values)
@@ -371,7 +378,7 @@ def _write(func: Callable[..., Any], logits: LazyLogits, args: tuple[Any, ...], 
     rows = logits._rows
     if any(by() is not rows for by, _, _ in rows.memory.probes):
         raise LeangradError(_NO_WRITES)
-    values = _values(logits)
+    values = _values(logits, to_write=True)
     result = func(values, *_with_values(args[1:]), **_with_values(kwargs))
     if values.requires_grad:
         _Replace.apply(logits, values)
