@@ -22,13 +22,16 @@ import torch
 from torch import fx, nn
 
 from leangrad._torch import has_hooks, has_own_forward
+from leangrad.ledger.observe.unseen_writes import may_write_unseen
 from leangrad.nn.abn import ABN
-from leangrad.nn.abn.converted import IDENTITY, Act, convert_norm, is_convertible
+from leangrad.nn.abn.converted import IDENTITY, Act, convert_norm, fused_state, is_convertible
 from leangrad.nn.abn.pool import RebuiltMaxPool2d
 from leangrad.nn.rewriting.activations import act_of_node, bare_act_of
 from leangrad.nn.rewriting.classes import FusedCall, PairsInSequence, RewrittenForward, change_class
+from leangrad.nn.rewriting.frames import UntraceableError
 from leangrad.nn.rewriting.norm_act import convert_norm_act, norm_act_of
-from leangrad.nn.rewriting.trace import IN_PLACE, UntraceableError, trace
+from leangrad.nn.rewriting.stand_ins import IN_PLACE
+from leangrad.nn.rewriting.trace import trace
 from leangrad.switch import NAME, disabled
 
 __all__ = ["Conversion", "Conversions", "convert_abn"]
@@ -134,7 +137,7 @@ def convert_abn(model: nn.Module) -> nn.Module:
     times = Counter(id(m) for _, m in model.named_modules(remove_duplicate=False) if is_convertible(m))
     for name, module in list(model.named_modules()):
         prefix = f"{name}." if name else ""
-        if type(module).forward is nn.Sequential.forward and "forward" not in vars(module):
+        if _is_sequence(module):
             results = _convert_sequential(module, times)
         elif isinstance(module, NORMS):
             results = _convert_norm_act(module)
@@ -150,12 +153,19 @@ def convert_abn(model: nn.Module) -> nn.Module:
         for module in model.modules():
             if type(module) is nn.MaxPool2d:
                 module.__class__ = RebuiltMaxPool2d
-        change_class(model, is_outermost=True)
+        change_class(model, rebuilds="region" if may_write_unseen(model) else "recipes")
     conversions = Conversions(found.values())
     model.abn_conversions = conversions  # type: ignore[assignment]
     if conversions or not was_converted:
         conversions.report(model)
     return model
+
+
+def _is_sequence(module: nn.Module) -> bool:
+    """Whether a module calls its children one after the other, as `nn.Sequential` does."""
+    kind: Any = type(module)
+    is_own = getattr(kind, "forward", None) is nn.Sequential.forward and kind.__iter__ is nn.Sequential.__iter__
+    return is_own and "forward" not in vars(module)
 
 
 def _norms(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -175,7 +185,8 @@ def _why_not(norm: nn.Module, times: Counter[int]) -> str:
         return "it has hooks"
     if has_own_forward(norm):
         return "its forward was replaced"
-    return ""
+    taken = vars(norm).keys() & fused_state(IDENTITY).keys()
+    return f"it has an attribute `{min(taken)}`" if taken else ""
 
 
 # ---- Sequential -----------------------------------------------------------------------------------------------------
@@ -224,6 +235,7 @@ class _Match:
     act: Act
     act_path: str | None  # path of the activation, if it is a module
     addition: fx.Node | None = None
+    maker: tuple[str, type[nn.Module]] | None = None  # of the norm's input, if the norm has to run later than before
 
 
 def _convert_forward(module: nn.Module, times: Counter[int]) -> list[Conversion]:
@@ -244,7 +256,7 @@ def _convert_forward(module: nn.Module, times: Counter[int]) -> list[Conversion]
         act = IDENTITY if match is None else match.act
         convert_norm(norm, act)
         if match is not None:
-            calls.append(FusedCall(name, match.act_path, act))
+            calls.append(FusedCall(name, match.act_path, act, match.maker))
             _fuse(traced.graph, match)
         results.append(Conversion(name, str(act), match is not None and match.addition is not None))
     if calls:
@@ -268,10 +280,14 @@ def _match(module: nn.Module, call: fx.Node) -> _Match | None:
         addition, source = following, following
         following = _only_user(addition) if _is_addition_to(call, addition) else None
         act = None if following is None else act_of_node(module, following, source)
-    if following is None or act is None or not _may_move(module, call, addition, following):
+    if following is None or act is None:
         return None
     path = str(following.target) if following.op == "call_module" else None
-    return _Match(call, following, act, path, addition)
+    match = _Match(call, following, act, path, addition)
+    if call.next is (following if addition is None else addition) and (addition is None or addition.next is following):
+        return match
+    maker = _maker(module, match)
+    return None if maker is None else replace(match, maker=maker)
 
 
 def _fuse(graph: fx.Graph, match: _Match) -> None:
@@ -289,21 +305,23 @@ def _fuse(graph: fx.Graph, match: _Match) -> None:
             graph.erase_node(node)
 
 
-def _may_move(module: nn.Module, call: fx.Node, addition: fx.Node | None, last: fx.Node) -> bool:
-    """Whether the norm, and the addition, may run at the place of `last`.
+def _maker(module: nn.Module, match: _Match) -> tuple[str, type[nn.Module]] | None:
+    """Returns the path and the class of the module that made the norm's input; None if the norm may not run later.
 
-    Nothing may change their inputs in between. For a norm this is so if another module made its input, and nothing
-    else uses that. Between an addition and `last` there may be nothing at all.
+    It runs at the place of `match.last`. Nothing may change its input in between: another module has made that, and
+    nothing else uses it; nor read its statistics. Between the addition and `match.last` there may be nothing at all.
     """
-    if addition is not None and addition.next is not last:
-        return False
-    if call.next is (last if addition is None else addition):
-        return True
-    source = call.args[0]
+    if match.addition is not None and match.addition.next is not match.last:
+        return None
+    source, node = match.call.args[0], match.call.next
+    while node is not match.last:
+        if node.op == "get_attr" and str(node.target).startswith(f"{match.call.target}."):
+            return None
+        node = node.next
     if not isinstance(source, fx.Node) or len(source.users) != 1 or source.op != "call_module":
-        return False
+        return None
     maker = module.get_submodule(str(source.target))
-    return isinstance(maker, MAKES_NEW) and not has_hooks(maker)
+    return (str(source.target), type(maker)) if isinstance(maker, MAKES_NEW) and not has_hooks(maker) else None
 
 
 def _only_user(node: fx.Node | None) -> fx.Node | None:

@@ -527,7 +527,7 @@ class Mutable(Base):
         (DrawsInPlace, "calls aten"),
         (Constant, "aten.arange"),
         (Clock, "built-in function time"),
-        (Dice, "built-in method random"),
+        (Dice, "the global `generator`"),
         (GradMode, "`torch.is_grad_enabled`"),
         (Checkpointed, "torch.utils.checkpoint"),
         (Children, "calls `.children` of a module"),

@@ -88,7 +88,7 @@ class ABNFunction(torch.autograd.Function):
         z = x if call.in_place else torch.empty_like(x)
         if call.in_place:
             ctx.mark_dirty(x)
-        ctx.call, ctx.recipe, ctx.consumed = call, None, False
+        ctx.call, ctx.recipe, ctx.consumed, ctx.origins = call, None, False, (weight, bias)
         call.dtypes = (None if weight is None else weight.dtype, None if bias is None else bias.dtype)
         call.added = residual is not None
         if call.absolute and weight is not None:
@@ -107,6 +107,8 @@ class ABNFunction(torch.autograd.Function):
                 raise ValueError(f"expected an activation that keeps the shape {tuple(x.shape)}, got {tuple(z.shape)}")
         elif not call.invert:
             ctx.recipe = Recipe.of(x, vectors, residual, z, call.activation, layer)
+            if ctx.recipe is not None:
+                ctx.origins = (weight, bias, x)
         if ctx.recipe is None:  # else the recipe holds all of it, without a call of the pack hook per tensor
             needed = residual if call.needs_residual else None
             ctx.save_for_backward(vectors, z if call.invert else x, needed, channels, spare)
@@ -125,26 +127,33 @@ class ABNFunction(torch.autograd.Function):
             note_backward(ctx.call.answer)
         if not torch.is_grad_enabled():
             return _backward(ctx, dz, mine)
+        origins = (dz, *ctx.origins, *(() if ctx.recipe is not None else ctx.saved_tensors[1:3]))
         with torch.no_grad():
-            return once(_backward(ctx, dz, False))
+            return once(_backward(ctx, dz, False), *origins)
 
 
 # `Function.apply` inspects every tensor in Python for `torch.func`. Under `torch.func` layers do not call this.
 apply_abn = overridable(super(torch.autograd.Function, ABNFunction).apply)
 
 
-def once(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-    """Returns the gradients of a backward with `create_graph=True`, copied, so that differentiating them raises."""
+def once(gradients: tuple[Tensor | None, ...], *origins: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Returns the gradients of a backward with `create_graph=True`, copied, so that differentiating them raises.
+
+    origins: tensors that the gradients depend on. Without these in its graph, a second backward that names its inputs
+        would not reach the copies, and leave out what comes through them.
+    """
     with torch.enable_grad():
-        return _Once.apply(torch.zeros((), requires_grad=True), *gradients)  # type: ignore[no-any-return]
+        start = torch.zeros((), requires_grad=True)
+        found: tuple[Tensor | None, ...] = _Once.apply(len(gradients), start, *gradients, *origins)
+    return found
 
 
 class _Once(torch.autograd.Function):
     """Copies gradients of a backward with `create_graph=True`: they are right, but cannot be differentiated again."""
 
     @staticmethod
-    def forward(ctx: Any, unused: Tensor, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        return tuple(None if g is None else g.clone() for g in gradients)
+    def forward(ctx: Any, count: int, unused: Tensor, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+        return tuple(None if g is None else g.clone() for g in tensors[:count])
 
     @staticmethod
     def backward(ctx: Any, *unused: Tensor) -> None:
@@ -213,7 +222,7 @@ def _saved(ctx: Any) -> tuple[Any, ...]:
             )
         return ctx.saved_tensors  # type: ignore[no-any-return]
     if not graph_is_kept():
-        ctx.recipe, ctx.consumed = None, True
+        ctx.recipe, ctx.consumed, ctx.origins = None, True, ()
         recipe.session.released_bytes += recipe.x.nbytes
     return (*recipe.inputs(), None, None)
 

@@ -89,12 +89,18 @@ class ConvertedNorm(ABN):
     fused_act: Act
 
     def forward(
-        self, x: Tensor, residual: Any = None, *, is_fused: bool = False, adds_in_place: bool = False
+        self,
+        input: Tensor,  # the name that callers of a batch norm may use
+        residual: Any = None,
+        *,
+        is_fused: bool = False,
+        adds_in_place: bool = False,
     ) -> Tensor:
         """Returns norm(x); with `is_fused` fused_act(norm(x) + residual).
 
         adds_in_place: the residual was added with `+=`, so the sum has the dtype and the shape of norm(x).
         """
+        x = input
         self._check_input_dim(x)  # type: ignore[operator]
         if not is_fused and self.fused_act.kind != "identity":
             return self.plain.forward(self, x)  # type: ignore[no-any-return]
@@ -109,6 +115,10 @@ class ConvertedNorm(ABN):
     def fuses_with(self, after: nn.Module) -> bool:
         """Whether this norm, and then `after`, can be one call: `after` is its activation, and neither has hooks."""
         return act_of(after) == self.fused_act and runs_only_its_forward(self) and runs_only_its_forward(after)
+
+    def _load_from_state_dict(self, *args: Any, **named: Any) -> None:
+        """Load as the norm would: that of `ABN` takes checkpoints without a count of batches too."""
+        self.plain._load_from_state_dict(self, *args, **named)
 
     activation = property(lambda self: self._activation)
     activation_param = property(lambda self: self._activation_param)

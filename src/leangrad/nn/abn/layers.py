@@ -139,16 +139,14 @@ class ABN(nn.Module):
         return None
 
     def _call(self, use_batch: bool, mean: Tensor | None, var: Tensor | None, counter: Tensor | None) -> Call:
-        factor = 0.0
-        if not self.training:
+        updates = self.training and self.track_running_stats  # as in `nn.BatchNorm2d`, which may have statistics still
+        factor = 0.0 if self.momentum is None else self.momentum
+        if not updates:
             counter = None
-        elif counter is not None:
-            if self.momentum is None:
-                factor, counter = 1.0 / float(counter.add_(1)), None
-            else:
-                factor = self.momentum
+        elif counter is not None and self.momentum is None:
+            factor, counter = 1.0 / float(counter.add_(1)), None
         running = None
-        if mean is not None and var is not None and (self.training or not use_batch):
+        if mean is not None and var is not None and (updates or not use_batch):
             running = (mean, var)
         group = self._group() if use_batch else None
         known, function = self._known, self._function
@@ -348,4 +346,6 @@ def _may_be_overwritten(x: Tensor, maker: Node | None) -> bool:
 
 
 def _must_be_plain(x: Tensor) -> bool:
-    return torch.compiler.is_compiling() or transforms_active() or forward_mode_active() or type(x) is not Tensor
+    if torch.compiler.is_compiling() or transforms_active() or forward_mode_active():
+        return True
+    return type(x) is not Tensor or x.is_meta

@@ -64,11 +64,12 @@ class _PoolFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (saved,) = ctx.saved_tensors
         with torch.enable_grad():
-            x = ctx.saved_tensors[0].detach().requires_grad_()
+            x = saved.detach().requires_grad_()
             y = F.max_pool2d(x, *ctx.window)
         gradients = (*torch.autograd.grad(y, x, dy.detach()), None)
-        return once(gradients) if torch.is_grad_enabled() else gradients
+        return once(gradients, dy, saved) if torch.is_grad_enabled() else gradients
 
 
 _apply_pool = overridable(_PoolFunction.apply)

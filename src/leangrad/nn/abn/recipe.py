@@ -33,8 +33,10 @@ from leangrad._torch import (
     forward_pre_hooks,
     innermost_pack_hook,
     is_checkpointing,
+    is_traced,
     only_saves_on_cpu,
     saved_tensor_hooks_active,
+    transforms_active,
     version,
 )
 from leangrad.errors import ChangedError
@@ -209,15 +211,16 @@ def behind_hooks(node: Any, nr: int) -> Any:
 
 
 @contextmanager
-def rebuilding(model: nn.Module | None = None) -> Iterator[None]:
+def rebuilding(model: nn.Module | None = None, *, in_region: bool = False) -> Iterator[None]:
     """Let every op inside that saves the output of an activated batch norm keep a recipe for it instead.
 
     model: the model that runs inside. The size of its weights limits how much may be held in backward: [Note: chains].
 
     Does nothing if other saved-tensor hooks are in force (offloading from a GPU), inside a ledger's region, which
-    rebuilds these outputs itself (`rule.py`), under torch.compile, and with `LEANGRAD_DISABLE=1`. In two cases the
-    model runs in a ledger's region instead: inside `torch.utils.checkpoint`, as a lean model does there; and, if a part
-    of it is lean, from its second step on, because the region of that part alone would keep the tensors that pass
+    rebuilds these outputs itself (`rule.py`), under torch.compile, and with `LEANGRAD_DISABLE=1`. In three cases the
+    model runs in a ledger's region instead: with `in_region`, because its code may write to tensors past their version
+    counters, which a recipe would not notice; inside `torch.utils.checkpoint`, as a lean model does there; and, if a
+    part of it is lean, from its second step on, because the region of that part alone would keep the tensors that pass
     through it.
 
     >>> from leangrad.nn.abn import ABN
@@ -226,12 +229,13 @@ def rebuilding(model: nn.Module | None = None) -> Iterator[None]:
     ...     y = conv(abn(torch.randn(2, 4, 8, 8, requires_grad=True)))
     >>> y.sum().backward()  # the convolution's input is rebuilt here
     """
-    if torch.compiler.is_compiling() or disabled() or open_region() is not None:
+    watched = is_traced() or transforms_active() or torch.is_inference_mode_enabled()
+    if watched or disabled() or open_region() is not None:
         yield
         return
     others = _others_save(model)
-    if others or (model is not None and model in _partly_lean):
-        region = None if model is None else _region_of(model, others)
+    if others or in_region or (model is not None and model in _partly_lean):
+        region = None if model is None else _region_of(model, others, in_region)
         if region is not None:
             with region:
                 yield
@@ -263,12 +267,13 @@ _partly_lean: WeakSet[nn.Module] = WeakSet()  # models of which a part was lean 
 _ledgers: WeakKeyDictionary[nn.Module, Ledger] = WeakKeyDictionary()  # of models that run in a region as a whole
 
 
-def _region_of(model: nn.Module, others: bool) -> Region | None:
+def _region_of(model: nn.Module, others: bool, always: bool) -> Region | None:
     """Returns the region for a model inside a checkpoint, or for one of which a part is still lean; else None.
 
-    others: saved-tensor hooks of others are in force; these must then be those of a checkpoint.
+    others: saved-tensor hooks of others are in force; these must then be those of a checkpoint. always: the model runs
+        in a region if no others are.
     """
-    if not others and not any(isinstance(getattr(h, "ledger", None), Ledger) for h in _pre_hooks(model)):
+    if not others and not always and not any(isinstance(getattr(h, "ledger", None), Ledger) for h in _pre_hooks(model)):
         _partly_lean.discard(model)
         return None
     if others and not is_checkpointing():

@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx, nn
@@ -22,8 +22,10 @@ from torch import Tensor, fx, nn
 from leangrad._torch import graph_task, has_global_hooks, runs_only_its_forward
 from leangrad.nn.abn.converted import Act, ConvertedNorm
 from leangrad.nn.abn.recipe import rebuilding
+from leangrad.nn.rewriting.guards import MODULE, Global, Guard, submodule
 from leangrad.nn.rewriting.norm_act import NormAct
-from leangrad.nn.rewriting.trace import MODULE, Guard, Trace, submodule
+from leangrad.nn.rewriting.reads import QuietBase
+from leangrad.nn.rewriting.trace import Trace
 from leangrad.switch import disabled
 
 __all__ = ["FusedCall", "PairsInSequence", "RewrittenForward", "change_class"]
@@ -31,17 +33,25 @@ __all__ = ["FusedCall", "PairsInSequence", "RewrittenForward", "change_class"]
 
 @dataclass(frozen=True)
 class FusedCall:
-    """A norm and the activation after it, as paths from the module; `act_path` is None for a function."""
+    """A norm and the activation after it, as paths from the module; `act_path` is None for a function.
+
+    maker: the path and the class of the module that made the norm's input, if the norm runs later than in the original.
+    """
 
     norm: str
     act_path: str | None
     act: Act
+    maker: tuple[str, type[nn.Module]] | None = None
 
     def holds(self, module: nn.Module) -> bool:
         """Whether norm and activation are still those that were fused."""
         norm = submodule(module, self.norm)
         if not isinstance(norm, ConvertedNorm):
             return False
+        if self.maker is not None:
+            made_by = submodule(module, self.maker[0])
+            if type(made_by) is not self.maker[1] or not runs_only_its_forward(made_by):
+                return False
         if self.act_path is None:
             return norm.fused_act == self.act and runs_only_its_forward(norm)
         after = submodule(module, self.act_path)
@@ -79,6 +89,7 @@ class RewrittenForward:
     names: _Names
     required: tuple[str, ...]
     guards: tuple[Guard, ...]
+    globals: tuple[Global, ...]
     calls: tuple[FusedCall, ...]
 
     @staticmethod
@@ -86,7 +97,9 @@ class RewrittenForward:
         """Returns the forward that runs `graph`, which was made from the graph of `trace`."""
         graph.lint()
         code = graph.python_code("self")
-        return RewrittenForward(code.src, _Names(code.src, code.globals), trace.required, trace.guards, calls)
+        return RewrittenForward(
+            code.src, _Names(code.src, code.globals), trace.required, trace.guards, trace.globals, calls
+        )
 
     def forward_of(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Returns the forward."""
@@ -98,6 +111,7 @@ class RewrittenForward:
         fused = {name for call in self.calls for name in (call.norm, call.act_path)}  # `FusedCall.holds` finds these
         children = [g.name for g in self.guards if g.value == MODULE and not g.path and g.name not in fused]
         others = [g for g in self.guards if g.value != MODULE or g.path]
+        functions = [(one.namespace(), one.name, one.function) for one in self.globals]
 
         def holds(module: nn.Module) -> bool:
             """Whether everything that forward read, and all that was fused, is as it was."""
@@ -105,13 +119,16 @@ class RewrittenForward:
             for name in children:  # loops: a generator would take twice as long
                 if modules.get(name) is None:
                     return False
+            for namespace, name, function in functions:
+                if namespace.get(name) is not function:
+                    return False
             for guard in others:
                 if not guard.holds(module):
                     return False
             return all(call.holds(module) for call in self.calls)
 
         @functools.wraps(original)
-        def forward(module: nn.Module, *args: Any, **named: Any) -> Any:
+        def forward(module: nn.Module, /, *args: Any, **named: Any) -> Any:
             if not holds(module):
                 return original(module, *args, **named)
             inputs = args if len(args) == count and not named else self.inputs(signature, module, args, named)
@@ -142,31 +159,32 @@ def _must_be_original() -> bool:
 
 
 Rewrite = PairsInSequence | RewrittenForward | NormAct | None
+Rebuilds = Literal["recipes", "region"] | None
 
 
-def change_class(module: nn.Module, *, rewrite: Rewrite = None, is_outermost: bool = False) -> None:
+def change_class(module: nn.Module, *, rewrite: Rewrite = None, rebuilds: Rebuilds = None) -> None:
     """Give `module` the forward of `rewrite`; None leaves the one it has.
 
-    is_outermost: forward runs inside `rebuilding()`.
+    rebuilds: forward runs inside `rebuilding()`, by recipes or in a region; None: it is a part of such a module.
     """
     base: Any
-    base, old, _ = getattr(type(module), "_abn_recipe", (type(module), None, False))
-    module.__class__ = _class_of(base, old if rewrite is None else rewrite, is_outermost)
+    base, old, _ = getattr(type(module), "_abn_recipe", (type(module), None, None))
+    module.__class__ = _class_of(base, old if rewrite is None else rewrite, rebuilds)
 
 
 @functools.cache
-def _class_of(base: type[nn.Module], rewrite: Rewrite, is_outermost: bool) -> type[nn.Module]:
+def _class_of(base: type[nn.Module], rewrite: Rewrite, rebuilds: Rebuilds) -> type[nn.Module]:
     original = base.forward
     inner = original if rewrite is None else rewrite.forward_of(original)
 
     @functools.wraps(original)
-    def forward(self: nn.Module, *args: Any, **named: Any) -> Any:
+    def forward(self: nn.Module, /, *args: Any, **named: Any) -> Any:
         if base.forward is not original:  # it was replaced on the class since then
             return base.forward(self, *args, **named)
         if _must_be_original():
             return original(self, *args, **named)
-        if is_outermost:
-            with rebuilding(self):
+        if rebuilds is not None:
+            with rebuilding(self, in_region=rebuilds == "region"):
                 return inner(self, *args, **named)
         if graph_task() < 0:
             return inner(self, *args, **named)
@@ -174,7 +192,7 @@ def _class_of(base: type[nn.Module], rewrite: Rewrite, is_outermost: bool) -> ty
             return inner(self, *args, **named)
 
     def reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
-        return _new, (base, rewrite, is_outermost), self.__getstate__()
+        return _new, (base, rewrite, rebuilds), self.__getstate__()
 
     body: dict[str, Any] = {
         "forward": forward,
@@ -182,9 +200,9 @@ def _class_of(base: type[nn.Module], rewrite: Rewrite, is_outermost: bool) -> ty
         "__module__": base.__module__,
         "__doc__": base.__doc__,
         "__qualname__": base.__qualname__,
-        "_abn_recipe": (base, rewrite, is_outermost),
+        "_abn_recipe": (base, rewrite, rebuilds),
     }
-    return type(base.__name__, (base, *getattr(rewrite, "mixins", ())), body)
+    return type(base.__name__, (QuietBase, base, *getattr(rewrite, "mixins", ())), body)
 
 
 class _Names:

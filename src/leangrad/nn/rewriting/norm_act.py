@@ -18,7 +18,9 @@ from leangrad._torch import has_hooks, runs_only_its_forward
 from leangrad.nn.abn.converted import IDENTITY, Act, act_of, fused_state
 from leangrad.nn.abn.layers import ABN
 from leangrad.nn.rewriting.activations import act_of_node
-from leangrad.nn.rewriting.trace import Guard, UntraceableError, submodule, trace
+from leangrad.nn.rewriting.frames import UntraceableError
+from leangrad.nn.rewriting.guards import Global, Guard, submodule
+from leangrad.nn.rewriting.trace import trace
 
 __all__ = ["NormAct", "convert_norm_act", "norm_act_of"]
 
@@ -35,6 +37,7 @@ class NormAct:
     """
 
     guards: tuple[Guard, ...]
+    globals: tuple[Global, ...]
     act_path: str | None
     act: Act
     skipped: tuple[str, ...]
@@ -43,7 +46,7 @@ class NormAct:
     def forward_of(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Returns the forward."""
 
-        def forward(module: Any, *args: Any, **named: Any) -> Any:
+        def forward(module: Any, /, *args: Any, **named: Any) -> Any:
             if len(args) != 1 or named or not isinstance(args[0], Tensor) or not self.holds(module):
                 return original(module, *args, **named)
             module._check_input_dim(args[0])
@@ -54,6 +57,8 @@ class NormAct:
     def holds(self, module: nn.Module) -> bool:
         """Whether everything that the module's forward read is as it was."""
         if not all(guard.holds(module) for guard in self.guards):
+            return False
+        if not all(one.namespace().get(one.name) is one.function for one in self.globals):
             return False
         for path in self.skipped:
             child = submodule(module, path)
@@ -99,7 +104,7 @@ def norm_act_of(norm: nn.Module) -> NormAct:
     (output,) = (node for node in traced.graph.nodes if node.op == "output")
     if output.args != (last,):
         raise UntraceableError("its forward returns something else than its activation")
-    return NormAct(traced.guards, act_path, act, tuple(skipped))
+    return NormAct(traced.guards, traced.globals, act_path, act, tuple(skipped))
 
 
 def convert_norm_act(norm: nn.Module, found: NormAct) -> None:
