@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 SETTINGS = {"negative": False}
@@ -23,3 +24,29 @@ def forward_of_a_closure(factors: list[float]) -> Callable[[Any, Tensor], Tensor
         return out
 
     return forward
+
+
+def halved(x: Tensor) -> Tensor:
+    """Returns x / 2."""
+    return x / 2
+
+
+class _Reverse(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return -g
+
+
+def reversed_gradient(x: Tensor) -> Tensor:
+    """Returns x; its gradient is reversed."""
+    out: Tensor = apply_reversed(_Reverse, x)
+    return out
+
+
+def apply_reversed(function: Any, x: Tensor) -> Any:
+    """Apply an autograd function."""
+    return function.apply(x)
