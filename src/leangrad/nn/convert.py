@@ -141,7 +141,7 @@ def convert_abn(model: nn.Module) -> nn.Module:
             results = _convert_sequential(module, times)
         elif isinstance(module, NORMS):
             results = _convert_norm_act(module)
-        elif next(_norms(module), None) is not None:
+        elif type(module) not in (nn.ModuleList, nn.ModuleDict) and next(_norms(module), None) is not None:
             results = _convert_forward(module, times)
         else:
             continue
@@ -313,15 +313,14 @@ def _maker(module: nn.Module, match: _Match) -> tuple[str, type[nn.Module]] | No
     """
     if match.addition is not None and match.addition.next is not match.last:
         return None
-    source, node = match.call.args[0], match.call.next
-    while node is not match.last:
-        if node.op == "get_attr" and str(node.target).startswith(f"{match.call.target}."):
-            return None
-        node = node.next
+    source, own = match.call.args[0], f"{match.call.target}."
+    if any(node.op == "get_attr" and str(node.target).startswith(own) for node in match.call.graph.nodes):
+        return None
     if not isinstance(source, fx.Node) or len(source.users) != 1 or source.op != "call_module":
         return None
     maker = module.get_submodule(str(source.target))
-    return (str(source.target), type(maker)) if isinstance(maker, MAKES_NEW) and not has_hooks(maker) else None
+    of_torch = isinstance(maker, MAKES_NEW) and type(maker).forward.__module__.startswith("torch.")
+    return (str(source.target), type(maker)) if of_torch and not has_hooks(maker) else None
 
 
 def _only_user(node: fx.Node | None) -> fx.Node | None:
@@ -330,9 +329,20 @@ def _only_user(node: fx.Node | None) -> fx.Node | None:
 
 def _is_addition_to(call: fx.Node, add: fx.Node) -> bool:
     """Whether `add` is `norm(x) + y` for another tensor y, and writes to none but norm(x)."""
-    if add.target not in ADDITIONS or add.kwargs or len(add.args) != 2:
+    if add.op not in ("call_function", "call_method") or add.target not in ADDITIONS:
+        return False  # a child may be named `add`
+    if add.kwargs or len(add.args) != 2:
         return False
     other = add.args[1] if add.args[0] is call else add.args[0]
     if not isinstance(other, fx.Node) or other is call:
         return False
+    if any(_is_written_by(user, other) for user in other.users):
+        return False  # backward would need the sum's other operand as it was
     return add.target not in IN_PLACE_ADDITIONS or add.args[0] is call
+
+
+def _is_written_by(user: fx.Node, tensor: fx.Node) -> bool:
+    """Whether a node is an in-place op on a tensor."""
+    name = getattr(user.target, "__name__", str(user.target))
+    writes = name.endswith("_") or user.target in IN_PLACE.values() or bool(user.kwargs.get("inplace"))
+    return user.op in ("call_function", "call_method") and writes and user.args[:1] == (tensor,)

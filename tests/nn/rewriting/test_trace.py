@@ -237,7 +237,7 @@ class UnknownAttribute(Base):
         (Notes, "`noted` has the global `LOG`"),
         (MutableDefaultOfHelper, "`counted` has a default that may change"),
         (ClassAttribute, "the class attribute `Constants.scale`"),
-        (OwnClass, "reads the class"),
+        (OwnClass, "`.__class__`"),
         (LooseTensor, "reads `.anchors`, a Tensor"),
         (TwoNames, "which has other names too"),
         (OwnCall, "a `__call__` of its own"),

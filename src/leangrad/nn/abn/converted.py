@@ -104,13 +104,21 @@ class ConvertedNorm(ABN):
         self._check_input_dim(x)  # type: ignore[operator]
         if not is_fused and self.fused_act.kind != "identity":
             return self.plain.forward(self, x)  # type: ignore[no-any-return]
+        if x.shape[1] != self.num_features:  # other code has cut channels off, and batch norm does not look
+            y = self.plain.forward(self, x)
+            return self._sum(y, residual, adds_in_place)
         if residual is None:
             return super().forward(x)
         alike = isinstance(residual, Tensor) and residual.shape == x.shape and residual.dtype == x.dtype
         if alike and residual.device == x.device:
             return super().forward(x, residual)
-        y = self.plain.forward(self, x)
-        return self._activate(y.add_(residual) if adds_in_place else y + residual, None)
+        return self._sum(self.plain.forward(self, x), residual, adds_in_place)
+
+    def _sum(self, y: Tensor, residual: Any, adds_in_place: bool) -> Tensor:
+        """Returns act(y + residual), op by op."""
+        if residual is not None:
+            y = y.add_(residual) if adds_in_place else y + residual
+        return self._activate(y, None)
 
     def fuses_with(self, after: nn.Module) -> bool:
         """Whether this norm, and then `after`, can be one call: `after` is its activation, and neither has hooks."""

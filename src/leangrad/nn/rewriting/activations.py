@@ -18,6 +18,11 @@ FUNCTIONS: dict[Any, str] = {
     F.leaky_relu: "leaky_relu", F.leaky_relu_: "leaky_relu", F.elu: "elu", F.elu_: "elu",
     F.silu: "silu", F.gelu: "gelu",
 }  # fmt: skip
+CLASSES: dict[Any, type[nn.Module]] = {
+    F.relu6: nn.ReLU6, F.hardswish: nn.Hardswish, F.hardsigmoid: nn.Hardsigmoid, F.mish: nn.Mish,
+    torch.tanh: nn.Tanh, F.tanh: nn.Tanh, "tanh": nn.Tanh,
+    torch.sigmoid: nn.Sigmoid, F.sigmoid: nn.Sigmoid, "sigmoid": nn.Sigmoid,
+}  # fmt: skip
 # The one argument of each function beside its input that ABN supports (and gelu's `approximate`), and its default.
 OPTION = {"leaky_relu": ("negative_slope", 0.01), "elu": ("alpha", 1.0)}
 
@@ -28,6 +33,8 @@ def act_of_node(module: nn.Module, node: fx.Node, source: fx.Node) -> Act | None
         return None
     if node.op == "call_module":
         return bare_act_of(module.get_submodule(str(node.target))) if len(node.args) == 1 and not node.kwargs else None
+    if (kind := CLASSES.get(node.target)) is not None:
+        return act_of(kind()) if len(node.args) == 1 and not node.kwargs.keys() - {"inplace"} else None
     name = FUNCTIONS.get(node.target)
     options = {k: v for k, v in node.kwargs.items() if k != "inplace"}
     if name is None or len(node.args) > 2 or any(isinstance(v, fx.Node) for v in options.values()):

@@ -49,7 +49,12 @@ class NormAct:
         def forward(module: Any, /, *args: Any, **named: Any) -> Any:
             if len(args) != 1 or named or not isinstance(args[0], Tensor) or not self.holds(module):
                 return original(module, *args, **named)
-            module._check_input_dim(args[0])
+            try:
+                module._check_input_dim(args[0])
+            except ValueError:
+                return original(module, *args)
+            if args[0].shape[1] != module.num_features:
+                return original(module, *args)
             return ABN.forward(module, args[0])
 
         return forward
@@ -83,7 +88,7 @@ def norm_act_of(norm: nn.Module) -> NormAct:
     """
     traced = trace(norm)
     nodes = [node for node in traced.graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
-    nodes = [node for node in nodes if getattr(node.target, "__name__", node.target) not in CHECKS]
+    nodes = [n for n in nodes if n.op == "call_module" or getattr(n.target, "__name__", n.target) not in CHECKS]
     if norm.num_batches_tracked is not None and nodes and _counts(nodes[0]):
         nodes = nodes[1:]
     elif norm.num_batches_tracked is not None:
@@ -104,7 +109,15 @@ def norm_act_of(norm: nn.Module) -> NormAct:
     (output,) = (node for node in traced.graph.nodes if node.op == "output")
     if output.args != (last,):
         raise UntraceableError("its forward returns something else than its activation")
-    return NormAct(traced.guards, traced.globals, act_path, act, tuple(skipped))
+    # Whether or not the forward reads them: `ABN` does.
+    own = {name: Guard("", name, getattr(norm, name)) for name in ("momentum", "eps", "track_running_stats")}
+    guards = (
+        {guard.name: guard for guard in traced.guards if not guard.path}
+        | own
+        | {"training": Guard("", "training", True)}
+    )
+    others = tuple(guard for guard in traced.guards if guard.path)
+    return NormAct((*guards.values(), *others), traced.globals, act_path, act, tuple(skipped))
 
 
 def convert_norm_act(norm: nn.Module, found: NormAct) -> None:
@@ -116,12 +129,14 @@ def _counts(node: fx.Node) -> bool:
     """Whether a node is `self.num_batches_tracked.add_(1)`."""
     counter = node.args[0] if node.args else None
     own = isinstance(counter, fx.Node) and (counter.op, counter.target) == ("get_attr", "num_batches_tracked")
-    return own and node.target == "add_" and node.args[1:] == (1,) and not node.kwargs
+    return own and (node.op, node.target) == ("call_method", "add_") and node.args[1:] == (1,) and not node.kwargs
 
 
 def _is_batch_norm(norm: Any, node: fx.Node) -> bool:
     """Whether a node is the batch norm that `nn.BatchNorm2d` computes in training mode."""
     if node.target is not F.batch_norm or norm.momentum is None:
+        return False
+    if norm.track_running_stats != (norm.running_mean is not None):
         return False
     given = inspect.signature(F.batch_norm).bind(*node.args, **node.kwargs)
     given.apply_defaults()

@@ -112,6 +112,8 @@ class Reads:
             return value
         if name == "training":
             value = True
+        if isinstance(value, nn.Module) and value not in self._paths:
+            raise UntraceableError(f"its forward reads `.{name}`, a module that is no child")
         if isinstance(value, (FunctionType, MethodType, BuiltinFunctionType)):
             return self._note_function(cls, module, path, name, value)
         if isinstance(value, fx.Proxy):
@@ -128,6 +130,8 @@ class Reads:
         return value
 
     def _note_function(self, cls: type, module: nn.Module, path: str, name: str, value: Any) -> Any:
+        if isinstance(value, MethodType) and value.__self__ is not module:
+            raise UntraceableError(f"its forward reads `.{name}`, a method of another object, which may change")
         function = getattr(value, "__func__", value) if isinstance(value, MethodType) else value
         if isinstance(value, MethodType) and _file_of(function).startswith(TORCH):
             if not isinstance(module, CONTAINERS):

@@ -16,9 +16,22 @@ from leangrad.nn.rewriting.guards import Global
 __all__ = ["global_functions", "why_not_traceable"]
 
 # Code that uses one of these may depend on values that a trace does not see, or have effects that it does not record.
-NAMES = {"isinstance", "type", "hasattr", "callable", "print", "open", "input", "super", "id", "hash"}
+NAMES = {
+    "isinstance",
+    "type",
+    "hasattr",
+    "issubclass",
+    "dir",
+    "callable",
+    "print",
+    "open",
+    "input",
+    "super",
+    "id",
+    "hash",
+}
 NAMES |= {"locals", "globals", "vars", "eval", "exec", "setattr", "delattr", "random", "np", "numpy"}
-ATTRIBUTES = {"requires_grad", "rand", "data", "item", "detach_"}
+ATTRIBUTES = {"requires_grad", "rand", "data", "item", "detach_", "__class__", "__dict__"}
 STATEMENTS = (ast.With, ast.AsyncWith, ast.Global, ast.Nonlocal, ast.Try, ast.Delete, ast.Assert, ast.Yield, ast.Import)
 STATEMENTS += (ast.ImportFrom, ast.Match, ast.Await, ast.ClassDef)  # type: ignore[assignment]
 # Functions of torch that return a setting, which may be another one when the trace is used, or that set one.
@@ -26,7 +39,7 @@ SETTING = re.compile(
     r"(is|get|are|has|current|set|use|enable|disable|manual|initial|fork)_|seed|no_grad|inference_mode"
 )
 NO_SETTING = ("is_scripting",)
-BINDINGS = ("property", "staticmethod", "classmethod")  # decorators that leave the function as it is
+BINDINGS = ("property", "staticmethod")  # decorators that leave the function as it is
 
 
 def why_not_traceable(code: CodeType, scope: dict[str, Any], *, is_forward: bool = False) -> str:
@@ -192,6 +205,8 @@ def _global_value(node: ast.AST, local: set[str], scope: dict[str, Any]) -> str:
     """Finds a global that may have another value when the trace is used, and a function that returns a setting."""
     if isinstance(node, ast.Name) and node.id not in local:
         name, value = node.id, scope.get(node.id, getattr(builtins, node.id, None))
+    elif isinstance(node, ast.Attribute) and _is_global_function(node.value, local, scope):
+        return "an attribute of a function"
     elif isinstance(node, ast.Attribute) and (owner := _module_of(node.value, local, scope)) is not None:
         name, value = f"{owner.__name__}.{node.attr}", getattr(owner, node.attr, None)
         if isinstance(owner, type):
@@ -217,6 +232,10 @@ def _module_of(node: ast.AST, local: set[str], scope: dict[str, Any]) -> ModuleT
     else:
         return None
     return value if isinstance(value, (ModuleType, type)) else None
+
+
+def _is_global_function(node: ast.AST, local: set[str], scope: dict[str, Any]) -> bool:
+    return isinstance(node, ast.Name) and node.id not in local and isinstance(scope.get(node.id), FunctionType)
 
 
 def _is_fixed(value: object) -> bool:

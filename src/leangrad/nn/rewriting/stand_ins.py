@@ -50,7 +50,10 @@ class _Strict:
     def __getattr__(self, name: str) -> Any:
         if type(self) is StandIn and name not in TENSOR_NAMES and is_of_model(sys._getframe(1)):
             raise UntraceableError(f"its forward reads `.{name}` of what may be no tensor")
-        return _AttributeStandIn(self, name)  # type: ignore[arg-type]
+        attribute = _AttributeStandIn(self, name)  # type: ignore[arg-type]
+        if not callable(getattr(Tensor, name, None)):
+            attribute.node  # noqa: B018  (fx would read it when it is first used: a shape may have changed by then)
+        return attribute
 
 
 class StandIn(_Strict, fx.Proxy):
