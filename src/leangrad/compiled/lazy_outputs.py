@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from leangrad._torch import is_gathered, saved_tensor_hooks_active
+from leangrad._torch import is_gathered, same_storage, saved_tensor_hooks_active
 from leangrad.compiled.logits_chain import Chain, known, logits_of
 from leangrad.loss.lazy.heads import Head
 from leangrad.loss.lazy.logits import project
@@ -169,6 +169,5 @@ def _has_other_names(x: Tensor, outputs: Sequence[Any]) -> bool:
 
     AOTAutograd returns views with version counters of their own: a write through one would not be seen.
     """
-    memory = x.untyped_storage().data_ptr()
     tensors = (one for one in outputs if isinstance(one, Tensor) and one is not x)
-    return any(type(one) is not Tensor or one.untyped_storage().data_ptr() == memory for one in tensors)
+    return any(type(one) is not Tensor or same_storage(x, one) for one in tensors) and type(x) is Tensor

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import fx, nn
 
+from leangrad.ledger.gc_pause import GcPause
 from leangrad.nn.rewriting.frames import TORCH, UntraceableError, is_of_model, is_of_torch, is_ours
 from leangrad.nn.rewriting.guards import Global
 from leangrad.nn.rewriting.source_check import global_functions, why_not_traceable
@@ -27,9 +28,13 @@ DISPATCH = tuple(TORCH + path.replace("/", os.sep) for path in OF_OPS)
 
 
 class Functions:
-    """Raises UntraceableError in this thread, while it is entered, where a trace would lose what a function does."""
+    """Raises UntraceableError in this thread, while it is entered, where a trace would lose what a function does.
+
+    Garbage is not collected meanwhile: finalizers and callbacks of the collector would run as if forward called them.
+    """
 
     def __init__(self) -> None:
+        self._reason = ""
         self.globals: dict[tuple[str, str], Global] = {}
         self._seen: set[CodeType] = set()
 
@@ -37,12 +42,23 @@ class Functions:
         self._before = sys.getprofile()
         if self._before is not None and not callable(self._before):
             raise UntraceableError("a profiler runs, which cannot be put aside while its forward is traced")
+        self._pause = GcPause()
         sys.setprofile(self._note)
 
     def __exit__(self, *error: object) -> None:
         sys.setprofile(self._before)
+        self._pause.end()
+        if self._reason and error[0] is None:  # the error was raised where Python drops it, such as in `__del__`
+            raise UntraceableError(self._reason)
 
     def _note(self, frame: FrameType, event: str, arg: Any) -> None:
+        try:
+            self._check(frame, event, arg)
+        except UntraceableError as error:
+            self._reason = self._reason or str(error)
+            raise
+
+    def _check(self, frame: FrameType, event: str, arg: Any) -> None:
         if event == "call":
             self._note_call(frame)
         elif event == "c_call" and is_of_model(frame) and not _is_plain_c(arg) and not _is_below_torch(frame):
