@@ -782,3 +782,43 @@ def test_a_norm_with_an_activation_keeps_one_map() -> None:
     one_map = 8 * 4 * 32 * 32 * 8
     assert kept[0] >= 3 * one_map
     assert kept[1] <= 1.1 * one_map
+
+
+class AlwaysTrains(NormAct):
+    """What it passes on is written in it, and not read from the module."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_batches_tracked.add_(1)
+        mean, var = self.running_mean, self.running_var
+        return self.act(F.batch_norm(x, mean, var, self.weight, self.bias, True, 0.1, 1e-5))
+
+
+def _set_eval(norm: Any) -> None:
+    norm.eval()
+
+
+def _stop_tracking(norm: Any) -> None:
+    norm.track_running_stats = False
+
+
+@pytest.mark.parametrize("change", [_set_eval, _set_momentum, _set_eps, _stop_tracking])
+def test_a_norm_that_does_not_read_its_settings(change: Callable[[Any], None]) -> None:
+    plain, converted = plain_and_converted(nn.Sequential(nn.Conv2d(3, 4, 1), AlwaysTrains(4), nn.Conv2d(4, 3, 1)))
+    assert_alike(plain, converted, call)
+    for model in (plain, converted):
+        change(model[1])  # type: ignore[index]
+    assert_alike(plain, converted, call)
+
+
+def test_channels_that_were_cut_off() -> None:
+    """As pruning does, which leaves `num_features` as it was; batch norm does not look at that."""
+    plain, converted = plain_and_converted(Block())
+    for model in (plain, converted):
+        model.conv.weight = nn.Parameter(model.conv.weight.detach()[:2])  # type: ignore[union-attr, index, operator]
+        model.conv.bias = nn.Parameter(model.conv.bias.detach()[:2])  # type: ignore[union-attr, index, operator]
+        for name in ("weight", "bias"):
+            setattr(model.bn, name, nn.Parameter(getattr(model.bn, name).detach()[:2]))
+        for name in ("running_mean", "running_var"):
+            setattr(model.bn, name, getattr(model.bn, name)[:2])
+        model.last.weight = nn.Parameter(model.last.weight.detach()[:, :2])  # type: ignore[union-attr, index, operator]
+    assert_alike(plain, converted, call)

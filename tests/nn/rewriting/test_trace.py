@@ -262,6 +262,109 @@ def test_what_a_trace_would_lose_is_left_alone(make: type[Base], reason: str) ->
     assert len(counted.__defaults__[0]) == 0  # type: ignore[index, arg-type]
 
 
+class Weighted(nn.Module):
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        return a + 0.5 * b
+
+
+class ChildNamedAdd(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.add = Weighted()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.add(self.bn(self.conv(x)), x))
+
+
+class ShapeThatChanges(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.act(self.bn(self.conv(x)))
+        z = y * 1
+        shape = z.shape
+        z.unsqueeze_(0)
+        return y * shape[0]
+
+
+class ResidualChangesLater(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        other = self.last(x)
+        y = self.act(self.bn(self.conv(x)) + other)
+        other.mul_(3)
+        return y + other
+
+
+@pytest.mark.parametrize("make", [ChildNamedAdd, ShapeThatChanges, ResidualChangesLater])
+def test_forwards_that_are_converted_in_part(make: type[Base]) -> None:
+    assert_alike(*plain_and_converted(make(), fused=None), call)
+
+
+class Scaler:
+    def __init__(self) -> None:
+        self.factor = 2.0
+
+    def apply(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
+class MethodOfAnother(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.function = Scaler().apply
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self.act(self.bn(self.conv(x))))
+
+
+class ClassMethod(Base):
+    factor = 2.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scaled(self.act(self.bn(self.conv(x))))
+
+    @classmethod
+    def scaled(cls, x: Tensor) -> Tensor:
+        return x * cls.factor
+
+
+class Owned(nn.Module):
+    def __init__(self, owner: nn.Module) -> None:
+        super().__init__()
+        vars(self)["owner"] = owner
+
+    def factor(self) -> float:
+        return float(self.owner.alpha)  # type: ignore[union-attr, arg-type]
+
+
+class AsksItsOwner(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Owned(Base())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.bn(self.conv(x))) * self.inner.factor()
+
+
+class AsksForTheClass(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.act(self.bn(self.conv(x)))
+        return y * 2 if x.__class__ == Tensor else y
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (MethodOfAnother, "a method of another object"),
+        (ClassMethod, "a method of another object"),
+        (AsksItsOwner, "a module that is no child"),
+        (AsksForTheClass, "`.__class__`"),
+    ],
+)
+def test_what_others_may_change_is_left_alone(make: type[Base], reason: str) -> None:
+    with pytest.warns(UserWarning, match="converted none"):
+        converted = convert_abn(make())
+    assert reason in converted.abn_conversions[0].reason, converted.abn_conversions  # type: ignore[index]
+
+
 # ------------------------------------------------------------------------------------------------- what changes later
 
 
@@ -505,6 +608,7 @@ def test_transforms_inference_mode_meta_tensors_and_traces() -> None:
     assert converted.to("meta")(x.to("meta")).shape == x.shape
 
 
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="cProfile leaves the profile function of a thread free")
 def test_a_profiler_leaves_models_alone() -> None:
     profile = cProfile.Profile()
     profile.enable()
