@@ -31,7 +31,9 @@ def halved(x: Tensor) -> Tensor:
     return x / 2
 
 
-class _Reverse(torch.autograd.Function):
+class Reverse(torch.autograd.Function):
+    """Returns its argument, and the gradient with the other sign."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         return x * 1
@@ -43,10 +45,10 @@ class _Reverse(torch.autograd.Function):
 
 def reversed_gradient(x: Tensor) -> Tensor:
     """Returns x; its gradient is reversed."""
-    out: Tensor = apply_reversed(_Reverse, x)
+    out: Tensor = apply_function(Reverse, x)
     return out
 
 
-def apply_reversed(function: Any, x: Tensor) -> Any:
+def apply_function(function: Any, x: Tensor) -> Any:
     """Apply an autograd function."""
     return function.apply(x)

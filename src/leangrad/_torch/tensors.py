@@ -100,14 +100,18 @@ def storage_is_shared(tensor: Tensor) -> bool:
 
 
 def same_storage(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors lie in the same memory, also if they are empty; False where torch lacks the name.
+    """Whether two tensors lie in the same memory, also if they are empty.
+
+    False where torch lacks the name, and for tensors without a storage, such as sparse ones.
 
     >>> x = torch.zeros(3)
     >>> same_storage(x[:0], x[1:]), same_storage(x[:0], torch.zeros(0))
     (True, False)
     """
-    address = getattr(one.untyped_storage(), "_cdata", None)
-    return address is not None and address == other.untyped_storage()._cdata
+    try:
+        return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
+    except (AttributeError, NotImplementedError, RuntimeError):
+        return False
 
 
 def has_aliases(tensor: Tensor) -> bool:

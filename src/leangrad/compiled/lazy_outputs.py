@@ -169,5 +169,5 @@ def _has_other_names(x: Tensor, outputs: Sequence[Any]) -> bool:
 
     AOTAutograd returns views with version counters of their own: a write through one would not be seen.
     """
-    tensors = (one for one in outputs if isinstance(one, Tensor) and one is not x)
-    return any(type(one) is not Tensor or same_storage(x, one) for one in tensors) and type(x) is Tensor
+    others = (one for one in outputs if isinstance(one, Tensor) and one is not x)
+    return any(same_storage(x, one) for one in others)

@@ -185,6 +185,11 @@ def _why_not(norm: nn.Module, times: Counter[int]) -> str:
         return "it has hooks"
     if has_own_forward(norm):
         return "its forward was replaced"
+    return _taken(norm)
+
+
+def _taken(norm: nn.Module) -> str:
+    """Returns that a norm has an attribute whose name a converted one needs; an empty string if it has none."""
     taken = vars(norm).keys() & fused_state(IDENTITY).keys()
     return f"it has an attribute `{min(taken)}`" if taken else ""
 
@@ -214,6 +219,8 @@ def _convert_norm_act(norm: nn.Module) -> list[Conversion]:
     """Convert a batch norm of another class, whose forward may apply an activation too."""
     if isinstance(norm, ABN) or is_convertible(norm):
         return []
+    if reason := _taken(norm):
+        return [Conversion("", None, reason=reason)]
     try:
         found = norm_act_of(norm)
     except UntraceableError as error:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from leangrad import lean
+from leangrad import lean, pack_gradients
 from leangrad.ledger.observe.unseen_writes import may_write_unseen
 from leangrad.measure import measure
 from leangrad.nn.abn import ABN
@@ -822,3 +822,37 @@ def test_channels_that_were_cut_off() -> None:
             setattr(model.bn, name, getattr(model.bn, name)[:2])
         model.last.weight = nn.Parameter(model.last.weight.detach()[:, :2])  # type: ignore[union-attr, index, operator]
     assert_alike(plain, converted, call)
+
+
+def test_a_norm_with_an_attribute_of_the_same_name_is_left_alone() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), NormAct(4))
+    model[1].invert = True
+    with pytest.warns(UserWarning, match="it has an attribute `invert`"):
+        converted = convert_abn(model)
+    assert type(converted[1]) is NormAct  # type: ignore[index]
+
+
+COMPANY: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "lean": lean,
+    "lean, no logits": lambda model: lean(model, exact=False),
+    "packed": lambda model: pack_gradients(model) and model,
+    "compiled": lambda model: torch.compile(model, backend="aot_eager"),  # type: ignore[dict-item, return-value]
+    "compiled by ours": lambda model: torch.compile(model, backend="leangrad", options={"leangrad.exact": True}),  # type: ignore[dict-item, return-value]
+}
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("name", COMPANY)
+def test_norms_with_an_activation_in_company(name: str, checkpointed: bool) -> None:
+    plain, converted = plain_and_converted(norm_act_net(act=nn.SiLU()))
+    wrapped = COMPANY[name](converted)
+
+    def step(model: nn.Module, x: Tensor) -> list[Tensor]:
+        model.zero_grad()
+        out = checkpoint(model, x, use_reentrant=False) if checkpointed else model(x)
+        out.square().sum().backward()
+        return [parameter.grad.clone() for parameter in model.parameters()]  # type: ignore[union-attr]
+
+    for _ in range(3):
+        x = image().requires_grad_()
+        torch.testing.assert_close(step(wrapped, x), step(plain, x))

@@ -18,18 +18,7 @@ from leangrad.nn.convert import convert_abn
 from tests.support import forwards, same_bits
 from tests.support.converted import Base, assert_alike, call, image, is_fused, plain_and_converted
 
-
-class Reverse(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 1
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Tensor:
-        return -g
-
-
-reverse = Reverse.apply
+reverse = forwards.Reverse.apply
 
 
 class UsesFunction(Base):

@@ -43,7 +43,7 @@ class Functions:
         if self._before is not None and not callable(self._before):
             raise UntraceableError("a profiler runs, which cannot be put aside while its forward is traced")
         self._pause = GcPause()
-        sys.setprofile(self._note)
+        sys.setprofile(self._watch)
 
     def __exit__(self, *error: object) -> None:
         sys.setprofile(self._before)
@@ -51,7 +51,7 @@ class Functions:
         if self._reason and error[0] is None:  # the error was raised where Python drops it, such as in `__del__`
             raise UntraceableError(self._reason)
 
-    def _note(self, frame: FrameType, event: str, arg: Any) -> None:
+    def _watch(self, frame: FrameType, event: str, arg: Any) -> None:
         try:
             self._check(frame, event, arg)
         except UntraceableError as error:
@@ -75,18 +75,14 @@ class Functions:
                 return
             if reason := why_not_traceable(code, frame.f_globals):
                 raise UntraceableError(reason)
-            self._note_globals(code, frame.f_globals)
+            self.note(code, frame.f_globals)
 
-    def note_root(self, code: CodeType, scope: dict[str, Any]) -> None:
-        """Note the forward itself, whose source was read."""
-        self._note_globals(code, scope)
-
-    def _note_globals(self, code: CodeType, scope: dict[str, Any]) -> None:
-        """Note the functions that a function finds by global names."""
+    def note(self, code: CodeType, scope: dict[str, Any]) -> None:
+        """Note a function whose source was read, and the functions that it finds by global names."""
         self._seen |= {code, *_nested(code)}
         for found in global_functions(code, scope):
             try:
-                is_found = found.namespace().get(found.name) is found.function
+                is_found = found.holds()
             except ImportError:
                 is_found = False
             if not is_found:

@@ -40,7 +40,7 @@ class Guard:
         if name == CLASS:
             kind = type(owner)
             return getattr(kind, "_abn_recipe", (kind,))[0] is value
-        if value is TENSOR or value == TENSOR:
+        if value == TENSOR:
             return owner._parameters.get(name) is not None or owner._buffers.get(name) is not None
         now = getattr(owner, name, MISSING)
         if isinstance(value, (FunctionType, BuiltinFunctionType)):
@@ -61,6 +61,10 @@ class Global:
     def namespace(self) -> dict[str, Any]:
         """Returns the dict that has the name."""
         return vars(importlib.import_module(self.module))
+
+    def holds(self) -> bool:
+        """Whether the name still has this function."""
+        return self.namespace().get(self.name) is self.function
 
 
 def is_plain(value: object) -> bool:

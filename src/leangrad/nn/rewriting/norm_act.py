@@ -63,7 +63,7 @@ class NormAct:
         """Whether everything that the module's forward read is as it was."""
         if not all(guard.holds(module) for guard in self.guards):
             return False
-        if not all(one.namespace().get(one.name) is one.function for one in self.globals):
+        if not all(one.holds() for one in self.globals):
             return False
         for path in self.skipped:
             child = submodule(module, path)
@@ -111,13 +111,9 @@ def norm_act_of(norm: nn.Module) -> NormAct:
         raise UntraceableError("its forward returns something else than its activation")
     # Whether or not the forward reads them: `ABN` does.
     own = {name: Guard("", name, getattr(norm, name)) for name in ("momentum", "eps", "track_running_stats")}
-    guards = (
-        {guard.name: guard for guard in traced.guards if not guard.path}
-        | own
-        | {"training": Guard("", "training", True)}
-    )
-    others = tuple(guard for guard in traced.guards if guard.path)
-    return NormAct((*guards.values(), *others), traced.globals, act_path, act, tuple(skipped))
+    own["training"] = Guard("", "training", True)
+    guards = {(guard.path, guard.name): guard for guard in (*traced.guards, *own.values())}
+    return NormAct(tuple(guards.values()), traced.globals, act_path, act, tuple(skipped))
 
 
 def convert_norm_act(norm: nn.Module, found: NormAct) -> None:

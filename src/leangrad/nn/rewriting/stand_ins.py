@@ -1,5 +1,4 @@
-"""Stand-ins for tensors while a forward is traced: those of torch.fx, which would let some code pass that they cannot
-record."""
+"""Stand-ins for tensors while a forward is traced: torch.fx's proxies, made strict about what they cannot record."""
 
 from __future__ import annotations
 
@@ -39,9 +38,7 @@ class _Strict:
         _refuse("formats")
         return fx.Proxy.__repr__(self)  # type: ignore[arg-type]
 
-    def __str__(self) -> str:
-        _refuse("formats")
-        return fx.Proxy.__repr__(self)  # type: ignore[arg-type]
+    __str__ = __repr__
 
     def __format__(self, spec: str) -> str:
         _refuse("formats")
@@ -59,13 +56,9 @@ class _Strict:
 class StandIn(_Strict, fx.Proxy):
     """Stands for a tensor."""
 
-    __hash__ = _Strict.__hash__
-
 
 class _AttributeStandIn(_Strict, fx.proxy.Attribute):
     """Stands for an attribute of a tensor, or a method of it."""
-
-    __hash__ = _Strict.__hash__
 
 
 def _refuse(what: str) -> None:

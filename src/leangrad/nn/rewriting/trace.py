@@ -54,7 +54,7 @@ def trace(module: nn.Module) -> Trace:
     if reason := why_not_traceable(code, scope, is_forward=True):
         raise UntraceableError(reason)
     tracer = _Tracer(module, _required(forward))
-    tracer.functions.note_root(code, scope)
+    tracer.functions.note(code, scope)
     try:
         graph = tracer.trace(module)
     except UntraceableError:
