@@ -52,7 +52,12 @@ def plain_and_converted(model: nn.Module, *, fused: bool | None = True) -> tuple
 
 def is_fused(model: nn.Module, use: Use) -> bool:
     """Whether a step runs the layer of norm and activation."""
-    todo: list[Any] = [use(copy.deepcopy(model), image().requires_grad_()).grad_fn]
+    return has_layer(use(copy.deepcopy(model), image().requires_grad_()))
+
+
+def has_layer(out: Tensor) -> bool:
+    """Whether the layer of norm and activation is in the graph of a tensor."""
+    todo: list[Any] = [out.grad_fn]
     names = set()
     while todo:
         node = todo.pop()
