@@ -837,7 +837,6 @@ COMPANY: dict[str, Callable[[nn.Module], nn.Module]] = {
     "lean, no logits": lambda model: lean(model, exact=False),
     "packed": lambda model: pack_gradients(model) and model,
     "compiled": lambda model: torch.compile(model, backend="aot_eager"),  # type: ignore[dict-item, return-value]
-    "compiled by ours": lambda model: torch.compile(model, backend="leangrad", options={"leangrad.exact": True}),  # type: ignore[dict-item, return-value]
 }
 
 
