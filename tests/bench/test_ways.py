@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from leangrad.bench import peers
 from leangrad.bench.peers import NotForThisError
@@ -181,6 +183,7 @@ def test_language_models_are_found_inside_of_others_and_refusals_are_told(monkey
         seen.append(model)
         model.forward = lambda x: x
 
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     stand_in(monkeypatch, "cut_cross_entropy.transformers", cce_patch=patch)
     stand_in(monkeypatch, "liger_kernel.transformers", _apply_liger_kernel_to_instance=lambda model: None)
     inner = HfModel(2, 2)
@@ -197,6 +200,33 @@ def test_language_models_are_found_inside_of_others_and_refusals_are_told(monkey
     stand_in(monkeypatch, "cut_cross_entropy.transformers", cce_patch=refuse)
     with pytest.raises(NotForThisError, match="refuses HfModel: Unsupported model type"):
         peers.apply_cce(inner)
+
+
+def test_cut_cross_entropy_without_a_patch_of_its_own_is_called_for_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a stand-in that computes the loss from logits: the same loss and gradients as the model's own."""
+
+    def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, *, shift: bool) -> Tensor:
+        assert shift
+        return F.cross_entropy((hidden @ weight.T)[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)  # of cut_cross_entropy.transformers
+    stand_in(monkeypatch, "cut_cross_entropy", linear_cross_entropy=linear_cross_entropy)
+    config = LlamaConfig(
+        hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=64
+    )
+    model = LlamaForCausalLM(config)
+    words = torch.randint(64, (2, 8))
+    model(input_ids=words, labels=words).loss.backward()
+    expected = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    peers.apply_cce(nn.Sequential(model))
+    model(input_ids=words, labels=words).loss.backward()
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
+    other = HfModel(2, 2)
+    other.get_output_embeddings = lambda: None
+    with pytest.raises(NotForThisError, match="refuses HfModel: it is no causal language model"):
+        peers.apply_cce(other)
 
 
 def test_inplace_abn_takes_the_place_of_a_norm_and_its_leaky_relu(monkeypatch: pytest.MonkeyPatch) -> None:

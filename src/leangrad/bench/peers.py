@@ -4,8 +4,10 @@ Each function raises `NotForThisError`, with a sentence that says why, if it doe
 """
 
 import importlib
+import importlib.util
 import itertools
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -74,8 +76,28 @@ def apply_liger(model: nn.Module) -> None:
 
 
 def apply_cce(model: nn.Module) -> None:
-    """Replace the loss of a transformers language model by Apple's cut cross entropy."""
-    _apply_to_language_model(model, "cut_cross_entropy.transformers", lambda cce, one: cce.cce_patch(one))
+    """Replace the loss of a transformers language model by Apple's cut cross entropy.
+
+    Uses the package's own patch. A release without one (25.1.1) has only the function, which is then called.
+    """
+    if importlib.util.find_spec("cut_cross_entropy.transformers") is not None:
+        _apply_to_language_model(model, "cut_cross_entropy.transformers", lambda cce, one: cce.cce_patch(one))
+    else:
+        _apply_to_language_model(model, "cut_cross_entropy", _call_cce)
+
+
+def _call_cce(package: Any, model: Any) -> None:
+    """Make a causal language model compute its loss by ``package.linear_cross_entropy``, without logits."""
+    head = model.get_output_embeddings()
+    if not type(model).__name__.endswith(("ForCausalLM", "LMHeadModel")) or not isinstance(head, nn.Linear):
+        raise ValueError("it is no causal language model with a linear head")
+
+    def forward(input_ids: torch.Tensor, labels: torch.Tensor, **others: Any) -> Any:
+        hidden = model.base_model(input_ids, **others).last_hidden_state
+        weight = head.weight.to(hidden.dtype)  # under autocast the hidden states may be in another dtype
+        return SimpleNamespace(loss=package.linear_cross_entropy(hidden, weight, labels, shift=True), logits=None)
+
+    model.forward = forward
 
 
 def find_language_model(package: str, model: nn.Module) -> nn.Module:
