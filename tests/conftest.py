@@ -98,13 +98,15 @@ def backend_name() -> Iterator[None]:
 
     from leangrad.compiled import compile_lean
 
-    is_known = "leangrad" in registry._COMPILER_FNS
-    if not is_known:
+    torch._dynamo.list_backends()  # torch looks for entry points once in a process: not in here
+    tables = (registry._COMPILER_FNS, registry._BACKENDS)
+    before = [dict(table) for table in tables]
+    if "leangrad" not in registry._COMPILER_FNS:
         torch._dynamo.register_backend(compile_lean, name="leangrad")
     yield
-    if not is_known:
-        del registry._COMPILER_FNS["leangrad"]
-        registry._BACKENDS.pop("leangrad", None)
+    for table, content in zip(tables, before, strict=True):
+        table.clear()
+        table.update(content)
 
 
 @pytest.fixture

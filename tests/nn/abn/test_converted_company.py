@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from leangrad import lean, pack_gradients
+from leangrad.compiled import compile_lean
 from leangrad.ledger.observe.unseen_writes import may_write_unseen
 from leangrad.measure import measure
 from leangrad.nn.abn import ABN
@@ -837,6 +838,9 @@ COMPANY: dict[str, Callable[[nn.Module], nn.Module]] = {
     "lean, no logits": lambda model: lean(model, exact=False),
     "packed": lambda model: pack_gradients(model) and model,
     "compiled": lambda model: torch.compile(model, backend="aot_eager"),  # type: ignore[dict-item, return-value]
+    "compiled, exact": lambda model: torch.compile(  # type: ignore[dict-item, return-value]
+        model, backend=compile_lean, options={"leangrad.exact": True}
+    ),
 }
 
 
