@@ -72,6 +72,7 @@ origins: where tensors come from
     UnsavedInput                    an input that a node does not save because it needs no gradient
     WalkRegion                      protocol: what the Walk needs from its Region
     upstream_anchors                smaller tensors kept in place of a saved one: recent products, narrower dtypes
+    NarrowRegion                    protocol: what keeping a tensor in fewer bits needs of the Region
     RecentProducts, ProductsRegion  the latest products, held for a while; the protocol they need from the Region
     shards, Shards                  how recipes read FSDP2-sharded parameters: in place, or from a copy
     functions, FunctionRule         rules for autograd Functions written in Python

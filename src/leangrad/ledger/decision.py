@@ -15,7 +15,13 @@ from leangrad import _torch
 from leangrad.ledger.observe.rng import Draw
 from leangrad.ledger.origins.functions import NoRecipeError
 from leangrad.ledger.origins.graph_walk import Walk, WalkRegion
-from leangrad.ledger.origins.upstream_anchors import RecentProducts, keep_narrow, keep_source, narrow_bytes
+from leangrad.ledger.origins.upstream_anchors import (
+    NarrowRegion,
+    RecentProducts,
+    keep_narrow,
+    keep_source,
+    narrow_bytes,
+)
 from leangrad.ledger.values.cast import NODE, Cast, Packed, may_be_of_another_thread
 from leangrad.ledger.values.node_metadata import CAST, OPAQUE, VALUES, AccumulateGrad, enter, join
 from leangrad.ledger.values.pending_inputs import wait
@@ -75,7 +81,7 @@ class StepListener(Protocol):
         """Backward reads only the shape of a saved tensor; ``number``: of the node that made it."""
 
 
-class DecidingRegion(WalkRegion, Protocol):
+class DecidingRegion(WalkRegion, NarrowRegion, Protocol):
     """What the Decider needs from its Region."""
 
     min_bytes: int
@@ -331,10 +337,12 @@ class Decider:
             else:
                 cap = UNBOUNDED if self._region.max_products else DEEPEST
                 recorded, fleeting, is_narrow = learned.nbytes, learned.fleeting, learned.is_narrow
-                source = keep_source(tensor, node, self._region.trusted_from) if is_narrow else None
+                source = keep_source(tensor, node, self._region) if is_narrow else None
         value = self.recipe(tensor, node, metadata, cap, recorded, waiting)
-        if is_narrow and source is None and (own := keep_narrow(value, tensor, cap)) is not None:  # a cast view
-            own.forget_recipe()
+        if is_narrow and source is None:  # a cast view
+            own = keep_narrow(value, tensor, cap, self._region)
+            if own is not None:
+                own.forget_recipe()
         del source  # the recipe holds it
         if fleeting:
             value.fleeting = True
@@ -405,7 +413,7 @@ class Decider:
             limit = f"{cap} residual sums" if value.depth > cap else f"{LONGEST_RECIPE} ops"
             if value.products > self._region.max_products:
                 limit = f"{self._region.max_products} products"
-            source = keep_narrow(value, tensor, cap)
+            source = keep_narrow(value, tensor, cap, self._region)
             if source is None:
                 value.keep(tensor)
             if self._recorder is None:
@@ -415,7 +423,7 @@ class Decider:
             return "" if source is not None else f"it lies more than {limit} after the last kept tensor"
         if not value.blocked or self._products.catch(value):
             return ""
-        source = keep_narrow(value, tensor, cap)
+        source = keep_narrow(value, tensor, cap, self._region)
         if source is not None:
             self._region.waiting.append(weakref.ref(source))  # its recipe waits already
             return ""

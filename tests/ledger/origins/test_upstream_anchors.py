@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import leangrad
+from leangrad import _torch
 from leangrad.errors import BudgetError
 from leangrad.ledger import Ledger
 from tests.support import assert_same_bits
@@ -234,7 +235,43 @@ def changed_before(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     return norm(x).cos() + (x * x).float()
 
 
+def of_a_product(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """Which is alive when it is cast, so it is kept itself."""
+    x = a @ b
+    return norm(x).cos() + norm(x @ c).sin()
+
+
+def of_a_product_that_changes(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    x = a @ b
+    y = norm(x).cos()
+    x += c
+    return y + norm(x).sin()
+
+
+def of_a_product_that_changes_unseen(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    x, z = a @ b, b @ c
+    y = norm(x).cos() + norm(z).cos()
+    x.data.mul_(2)
+    z.detach()[1:5].mul_(3)
+    return y + (x * z).float()
+
+
+def of_a_product_that_changed_before(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    x, z = a @ b, b @ c
+    x.data.mul_(2)
+    with torch.no_grad():
+        z.mul_(3)
+    return norm(x).cos() + norm(z).cos()
+
+
+def of_a_part_of_a_product(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    x = (a @ b)[:4]
+    return norm(x).cos().sum(0) + norm((b @ c).t()).sin()
+
+
 PROGRAMS = (
+    of_a_product, of_a_product_that_changes, of_a_product_that_changes_unseen, of_a_product_that_changed_before,
+    of_a_part_of_a_product,
     sliced, transposed, saved_too, saved_before, twice, changed, changed_in_data, changed_under_no_grad, of_a_function,
     joined, extremes, of_eight_bits, changed_before,
 )  # fmt: skip
@@ -272,6 +309,31 @@ def test_the_same_bits_whatever_was_cast(
             continue
         for a, b in zip(mine, plain, strict=True):
             assert_same_bits(a, b)
+
+
+@pytest.mark.parametrize("is_held", [False, True])
+def test_a_product_that_the_model_holds_is_not_copied(is_held: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits that a model returns: a copy beside them would raise the peak of forward by as much."""
+    copies, copy_unseen = [], _torch.copy_unseen
+
+    def counted(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        copies.append(tensor.shape)
+        return copy_unseen(tensor, dtype)
+
+    monkeypatch.setattr(_torch, "copy_unseen", counted)
+    ledger, held = Ledger(residual_depth=0, min_bytes=0, products=1), list[Tensor]()
+
+    def program(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+        held.append((a @ b) @ c)  # two products in a row: one of them is kept
+        return (held[-1] if is_held else held.pop()).float().sin()
+
+    for _ in range(4):
+        held.clear()
+        copies.clear()
+        plain, mine = run(program, nullcontext()), run(program, ledger)
+        for a, b in zip(mine, plain, strict=True):
+            assert_same_bits(a, b)  # type: ignore[arg-type]
+        assert copies == ([] if is_held else [(8, 8)])
 
 
 @pytest.mark.filterwarnings("error")

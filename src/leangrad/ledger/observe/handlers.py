@@ -37,6 +37,7 @@ from leangrad.ledger.observe.mutation import (
 from leangrad.ledger.observe.random_ops import dropout, dropout_inside
 from leangrad.ledger.origins.graph_walk import UnsavedInput, noted
 from leangrad.ledger.origins.rule_builder import origin_of
+from leangrad.ledger.origins.upstream_anchors import note_half
 from leangrad.ledger.values.node_metadata import NOTE, OPAQUE
 from leangrad.ledger.values.value import Value
 from leangrad.overridable import is_product
@@ -234,6 +235,7 @@ def _product(mode: FunctionMode, func: Any, args: tuple[Any, ...], kwargs: dict[
             region.distrust()
         if func in BIASED:
             _note_frozen(out, args[2] if len(args) > 2 else kwargs.get("bias"))
+        note_half(out)
     elif region.catches:
         _hold(mode, out)
     return out

@@ -8,6 +8,10 @@ be kept only while it is alive, so the last products are held for a while.
 sum in bfloat16 whose terms are not kept: a residual stream, a skip connection. A cast to more bits loses nothing. So
 the ledger casts the saved tensor back to bfloat16 and keeps that copy of the sum; it is an anchor for all that is made
 from the sum. In backward the cast to float32 runs once more.
+
+Where products may be computed twice, the plan also keeps products in bfloat16 that were cast, such as logits. The model
+often holds these itself until its forward ends, because it returns them. So no copy is made of a product that is still
+alive and unchanged: `note_half` has noted a weak reference to it.
 """
 
 from __future__ import annotations
@@ -20,11 +24,12 @@ import torch
 from torch import Tensor
 
 from leangrad import _torch
+from leangrad.engine.ownership import fills_storage
 from leangrad.ledger.origins.functions import FUNCTIONS
 from leangrad.ledger.origins.rules import PRODUCTS, RULES
 from leangrad.ledger.origins.rules.products import FOLLOWING, FOLLOWS
 from leangrad.ledger.values.cast import NODE
-from leangrad.ledger.values.node_metadata import LIVE, OPAQUE, VALUES, Node
+from leangrad.ledger.values.node_metadata import HALF, LIVE, OPAQUE, VALUES, Node
 from leangrad.ledger.values.pending_inputs import released
 from leangrad.ledger.values.value import Value
 
@@ -32,6 +37,19 @@ RECENT = 4  # how many products are held: query, key, value and one more
 _HALVES = (torch.bfloat16, torch.float16)
 # For each dtype: those with at most half its bits that can be cast to it and back without loss.
 NARROWER = {torch.float32: _HALVES, torch.float64: (*_HALVES, torch.float32)}
+
+
+class NarrowRegion(Protocol):
+    """What keeping a tensor in fewer bits needs of its region."""
+
+    trusted_from: int  # the number of the first node whose output recipes may read
+
+    @property
+    def is_dropped(self) -> bool:
+        """Whether a checkpoint drops what the running call saves: to hold its product would keep what it frees."""
+
+    def watch(self, value: Value) -> None:
+        """Let ``value`` get a copy of its tensor before the caller changes that tensor in place."""
 
 
 def narrow_bytes(value: Value, tensor: Tensor, *, is_alone: bool = False) -> int:
@@ -48,7 +66,14 @@ def narrow_bytes(value: Value, tensor: Tensor, *, is_alone: bool = False) -> int
     return tensor.numel() * narrow.itemsize
 
 
-def keep_narrow(value: Value, tensor: Tensor, cap: int) -> Value | None:
+def note_half(made: object) -> None:
+    """Note ``made``, which a product has just returned: see [Note: kept in fewer bits]."""
+    node: Any = made.grad_fn if type(made) is Tensor and made.dtype in _HALVES else None
+    if type(made) is Tensor and node is not None:
+        node.metadata[HALF] = ref(made), made._version
+
+
+def keep_narrow(value: Value, tensor: Tensor, cap: int, region: NarrowRegion) -> Value | None:
     """Keep the tensor that ``tensor`` was cast from, instead of ``tensor``: see [Note: kept in fewer bits].
 
     Returns the value that is kept; None: ``tensor`` is no such cast.
@@ -65,7 +90,7 @@ def keep_narrow(value: Value, tensor: Tensor, cap: int) -> Value | None:
         return None
     value.blocked = ()
     if _is_known(source):
-        _keep(source, tensor, narrow)
+        _keep(source, tensor, narrow, region)
         source.cap = cap
         value.settle_lineage()
         return source
@@ -73,7 +98,7 @@ def keep_narrow(value: Value, tensor: Tensor, cap: int) -> Value | None:
     own.max_products = source.max_products
     if source.function is not None:  # a recipe for the plan, which may decide not to keep it
         own.set_recipe(source.function, source.args, source.kwargs)
-    _keep(own, tensor, narrow)
+    _keep(own, tensor, narrow, region)
     source.recipe_reads -= 1
     source.release_inputs()
     assert value.function is not None
@@ -82,14 +107,15 @@ def keep_narrow(value: Value, tensor: Tensor, cap: int) -> Value | None:
     return own
 
 
-def keep_source(tensor: Tensor, node: Node, trusted_from: int) -> Value | None:
+def keep_source(tensor: Tensor, node: Node, region: NarrowRegion) -> Value | None:
     """Keep the tensor that ``tensor``, the output of ``node``, was cast from, as the plan says.
 
     Returns the value that is kept now; None: it cannot be kept in this way, or it is kept already.
 
     This step may differ from the recorded one, so two cases are refused. A tensor made by a node before
-    ``trusted_from`` may have been changed unseen, and other recipes read it as it was. The strides of a view, or of the
-    output of an op without a rule, are not known; `keep_narrow` keeps these when the recipe of ``tensor`` is known.
+    ``region.trusted_from`` may have been changed unseen, and other recipes read it as it was. The strides of a view, or
+    of the output of an op without a rule, are not known; `keep_narrow` keeps these when the recipe of ``tensor`` is
+    known.
     """
     narrow = _narrow_dtype(tensor)
     if narrow is None or OPAQUE in node.metadata:
@@ -97,7 +123,7 @@ def keep_source(tensor: Tensor, node: Node, trusted_from: int) -> Value | None:
     below, nr = node.next_functions[0]
     kind = type(below).__name__
     is_known = kind not in FOLLOWING and (kind in RULES or kind in PRODUCTS or type(below) in FUNCTIONS)
-    if not is_known or below._sequence_nr() < trusted_from or OPAQUE in below.metadata:
+    if not is_known or below._sequence_nr() < region.trusted_from or OPAQUE in below.metadata:
         return None
     known = below.metadata.get(VALUES[nr])
     value = known() if known is not None else None
@@ -106,14 +132,31 @@ def keep_source(tensor: Tensor, node: Node, trusted_from: int) -> Value | None:
         below.metadata[VALUES[nr]] = ref(value)
     elif type(value) is not Value or value.tensor is not None:
         return None
-    _keep(value, tensor, narrow)
+    _keep(value, tensor, narrow, region)
     value.forget_recipe()
     return value
 
 
-def _keep(value: Value, tensor: Tensor, narrow: torch.dtype) -> None:
+def _keep(value: Value, tensor: Tensor, narrow: torch.dtype, region: NarrowRegion) -> None:
+    product = _half_of(tensor, narrow, region)
+    if product is not None:
+        value.keep(product)
+        region.watch(value)
+        return
     value.keep(_torch.copy_unseen(tensor.detach(), narrow))
     value.recipe_tensor = value.tensor  # recipes read this copy, whatever happens to the user's own tensor
+
+
+def _half_of(tensor: Tensor, narrow: torch.dtype, region: NarrowRegion) -> Tensor | None:
+    """Returns the product that ``tensor`` was cast from, if that is alive, unchanged and all of its memory."""
+    node: Any = tensor.grad_fn
+    below, nr = node.next_functions[0]
+    known = below.metadata.get(HALF)
+    product = None if known is None or region.is_dropped or below._sequence_nr() < region.trusted_from else known[0]()
+    if product is None or product._version != known[1] or product.output_nr != nr or product.grad_fn is not below:
+        return None
+    is_whole = product.dtype is narrow and product.shape == tensor.shape and fills_storage(product)
+    return product if is_whole else None
 
 
 def _is_known(source: Value) -> bool:
@@ -129,7 +172,7 @@ def _narrow_dtype(tensor: Tensor) -> torch.dtype | None:
     return narrow if narrow in NARROWER[tensor.dtype] else None
 
 
-class ProductsRegion(Protocol):
+class ProductsRegion(NarrowRegion, Protocol):
     """What `RecentProducts` needs of its region."""
 
     call: int  # the number of the call that runs, while a step is recorded
@@ -140,13 +183,6 @@ class ProductsRegion(Protocol):
     @property
     def is_on_trace(self) -> bool:
         """Whether the step has been like the recorded one so far."""
-
-    @property
-    def is_dropped(self) -> bool:
-        """Whether a checkpoint drops what the running call saves: to hold its product would keep what it frees."""
-
-    def watch(self, value: Value) -> None:
-        """Let ``value`` get a copy of its tensor before the caller changes that tensor in place."""
 
 
 class RecentProducts:

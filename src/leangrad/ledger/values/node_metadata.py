@@ -29,6 +29,8 @@ NOTE = "leangrad.note"  # constants that the node does not record: {name: consta
 DRAW = "draw"
 # Set for an op that is never computed twice: (weak reference to its output, version of that, number of the call).
 LIVE = "leangrad.live"
+# Set for a product in few bits that may be computed twice: the same pair without the number of the call.
+HALF = "leangrad.half"
 CAST = "leangrad.cast"  # True: tensors saved from this cast of a parameter are packed as `Cast`, see ``cast.py``
 # Set if the node was made by a call inside a region, in a checkpointed segment that is run again: an object that
 # identifies the region, see ``checkpoint.py``.
