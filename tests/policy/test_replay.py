@@ -267,13 +267,24 @@ def test_the_plan_of_many_links_that_may_be_made_again_is_soon_made(monkeypatch)
 
 
 def test_forward_holds_what_it_makes_whether_it_is_kept_or_not() -> None:
-    values = (Value(100), Value(30, (0,)), Value(500, (1,)), Value(20, (2,)))
+    values = (Value(100), Value(30), Value(500), Value(20))
     ops = [Value(0, (n,), is_backward=True) for n in (3, 2, 1, 0)]
     replay = Replay(Graph((*values, *ops)))
     assert replay.play(frozenset({0})).forward_bytes == 100 + 500
     assert replay.play(frozenset({0, 1})).forward_bytes == 130 + 500
     assert replay.play(frozenset({0, 2})).forward_bytes == 100 + 500 + 20  # it stands while the next one is made
     assert replay.play(frozenset({0, 2})).kept_bytes == 600
+
+
+def test_forward_holds_what_it_has_yet_to_read_once() -> None:
+    """Logits and their cast: the logits are there while they are cast, whether the plan keeps them or not."""
+    values = (Value(100), Value(200, (0,)), Value(400, (1,)), Value(10, (0,)), Value(50))
+    ops = [Value(0, (n,), is_backward=True) for n in (4, 3, 2, 0)]
+    replay = Replay(Graph((*values, *ops)))
+    assert replay.play(frozenset({0})).forward_bytes == 100 + 200 + 400
+    assert replay.play(frozenset({0, 1})).forward_bytes == 100 + 200 + 400
+    assert replay.play(frozenset()).forward_bytes == 100 + 200 + 400  # the first one is read once more
+    assert replay._run(frozenset(), frozenset()).forward == [100, 300, 700, 110, 50]  # and then freed
 
 
 def test_what_was_not_foreseen_is_the_scratch_of_the_ops_that_ran_then() -> None:

@@ -13,6 +13,10 @@ addition and activation as one layer), may be freed instead and rebuilt again fo
 length takes the memory of one feature map. Such a link is held where that does not raise the peak. All of them are held
 where anything else would rebuild too much.
 
+[Note: what forward holds] While a value of forward is made, the kept ones before it are held, and the others as long as
+a later value is made from them: a residual sum until the next one, logits until they are cast. So what the model holds
+itself counts once, whether a plan keeps it too or not.
+
 [Note: what was not foreseen] An op may allocate more than the graph says: a convolution its workspace, the first layers
 feature maps that are not saved. This shows most where forward begins and backward ends, when little else is held. If a
 step was measured from one saved tensor to the next, what it held beyond the simulated bytes is counted as scratch of
@@ -61,6 +65,11 @@ class Replay:
         self._reads = [[i for i in values[n].inputs if not values[i].is_backward] for n in self._ops]
         self._readers = [sum(values[r].is_backward for r in readers) for readers in graph.readers]
         self._outputs = [n for n, value in enumerate(values) if value.is_output and not value.is_backward]
+        # By value of forward, the last value of forward that is made from it; and the other way round.
+        self._last_made = {i: n for n in self._made for i in values[n].inputs}
+        self._ends_at: dict[int, list[int]] = {}
+        for i, n in self._last_made.items():
+            self._ends_at.setdefault(n, []).append(i)
 
     @cached_property
     def repeatable(self) -> frozenset[int]:
@@ -130,14 +139,17 @@ class Replay:
     def _run(self, kept: AbstractSet[int], held: AbstractSet[int]) -> _Run:
         values, costs = self.graph.values, self.costs
         change = [0] * (len(self._reads) + 1)
-        standing, forward = 0, list[int]()
+        standing, passing, forward = 0, 0, list[int]()  # ``passing``: see [Note: what forward holds]
         last_uses = self._last_uses(kept)
-        for n, value in enumerate(values):
-            if not value.is_backward:
-                forward.append(standing + value.nbytes + value.scratch)
+        for n in self._made:
+            value = values[n]
+            forward.append(standing + passing + value.nbytes + value.scratch)
             if n in last_uses:
                 standing += value.nbytes
                 change[last_uses[n] + 1] -= value.nbytes
+            elif n in self._last_made:
+                passing += value.nbytes
+            passing -= sum(values[i].nbytes for i in self._ends_at.get(n, ()) if i not in last_uses)
         left = self._readers.copy()
         there: set[int] = set()  # values that were rebuilt and are held
         work: float = 0
