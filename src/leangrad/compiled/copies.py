@@ -32,8 +32,10 @@ class NamedCopy:
 
 def insert_copies(graph: fx.Graph, copies: Sequence[NamedCopy]) -> None:
     """Insert copies of recomputed values into the graph of backward; a copy that lacks one of its nodes is left out."""
-    nodes = {node.name: node for node in graph.nodes if "unbacked_bindings" not in node.meta}  # those define a size
+    nodes = {node.name: node for node in graph.nodes if _may_be_copied(node)}
     copies = [copy for copy in copies if copy.names() <= nodes.keys()]
+    if not copies:
+        return
     readers = {copy.value: copy.readers for copy in copies}
     repeated = frozenset[str]().union(*(copy.ops | copy.inlined for copy in copies))
     for name in sorted(frozenset[str]().union(*(copy.kernels for copy in copies))):
@@ -41,21 +43,28 @@ def insert_copies(graph: fx.Graph, copies: Sequence[NamedCopy]) -> None:
     graph.eliminate_dead_code()
 
 
+def _may_be_copied(node: fx.Node) -> bool:
+    """Whether the node is an op, and not one that defines a size: that may have one definition only."""
+    return node.op == "call_function" and "unbacked_bindings" not in node.meta
+
+
 def _copy_for(kernel: fx.Node, readers: dict[str, frozenset[str]], repeated: frozenset[str]) -> None:
     """Give one kernel its own copies of all ops in ``repeated`` that it is computed from.
 
-    readers: for each copied value, the nodes that use the copy; other nodes read the value itself.
+    readers: for each copied value, the nodes that use a copy, each one of its own; other nodes read the value itself.
     """
-    done: dict[fx.Node, fx.Node] = {}
+    done: dict[tuple[fx.Node, fx.Node | None], fx.Node] = {}
 
-    def own(node: fx.Node, reader: fx.Node) -> fx.Node:
+    def own(node: fx.Node, reader: fx.Node, user: fx.Node | None) -> fx.Node:
+        """Return the copy of ``node`` that its ``reader`` uses; ``user``: of the value it is computed for, if any."""
         if node.name not in repeated or reader.name not in readers.get(node.name, (reader.name,)):
             return node
-        if node not in done:
-            inputs = {i: own(i, node) for i in node.all_input_nodes}
+        user = reader if node.name in readers else user
+        if (node, user) not in done:
+            inputs = {i: own(i, node, user) for i in node.all_input_nodes}
             with kernel.graph.inserting_before(kernel):
-                done[node] = kernel.graph.node_copy(node, inputs.__getitem__)
-        return done[node]
+                done[node, user] = kernel.graph.node_copy(node, inputs.__getitem__)
+        return done[node, user]
 
     for node in kernel.all_input_nodes:
-        kernel.replace_input_with(node, own(node, kernel))
+        kernel.replace_input_with(node, own(node, kernel, None))

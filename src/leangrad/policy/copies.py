@@ -10,6 +10,7 @@ because a code generator never computes again what is in memory.
 
 from __future__ import annotations
 
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from leangrad.policy.kernels import Kernels, Pass
@@ -84,7 +85,7 @@ def _copy(kernels: Kernels, n: int, read: dict[tuple[int, bool], set[int]]) -> C
         else:
             needed |= passes
     ops = _ops(kernels, n)
-    if not wanted - needed or any(values[i].is_fixed for i in ops):
+    if not wanted - needed or any(values[i].is_fixed for i in ops) or _would_be_written(kernels, n, ops, inlined, ends):
         return None
     return Copy(n, ops, frozenset(readers), frozenset(inlined), frozenset(ends), frozenset(wanted - needed))
 
@@ -103,7 +104,7 @@ def _ops(kernels: Kernels, n: int) -> frozenset[int]:
 def _kernels_of(kernels: Kernels, reader: int, n: int) -> tuple[bool, set[int], set[int]]:
     """Return whether a reader can use a copy of value ``n``, what is computed from it in registers, and the kernels.
 
-    A product cannot use a copy. Neither can a value that would then be computed from too many memories.
+    A product cannot use a copy.
     """
     graph, values = kernels.graph, kernels.graph.values
     inlined: set[int] = set()
@@ -119,6 +120,43 @@ def _kernels_of(kernels: Kernels, reader: int, n: int) -> tuple[bool, set[int], 
             ends.add(x)
         elif x not in inlined:
             inlined.add(x)
-            can_copy &= len(kernels.reads[x] - {n} | kernels.reads[n]) <= kernels.fusion.reads
             frontier += [r for r in graph.readers[x] if r in kernels.place]
     return can_copy, inlined, ends
+
+
+def _would_be_written(
+    kernels: Kernels, n: int, ops: AbstractSet[int], inlined: AbstractSet[int], ends: AbstractSet[int]
+) -> bool:
+    """Whether a part of the copy of value ``n``, or what is computed from it, would get a buffer of its own.
+
+    That depends on the readers within one kernel, since each kernel has its own copy; value ``n`` itself has one reader
+    in each copy. A value with a single reader may get a buffer, which the kernel of the reader takes in. See `Fusion`.
+    """
+    graph, fusion = kernels.graph, kernels.fusion
+    most = min(fusion.reused_reads, fusion.reads)
+
+    def is_too_large(x: int) -> bool:
+        if x in ops:
+            return len(kernels.reads[x]) > most or len(ops) > fusion.ops
+        return len(kernels.reads[x] - {n} | kernels.reads[n]) > most or kernels.ops[x] + len(ops) > fusion.ops
+
+    def is_reused(x: int, within: AbstractSet[int]) -> bool:
+        return sum(r in within for r in graph.readers[x]) > 1
+
+    if any(is_reused(x, ops) and is_too_large(x) for x in ops):
+        return True
+    suspects = {x for x in inlined - ops if len(graph.readers[x]) > 1 and is_too_large(x)}
+    return bool(suspects) and any(
+        is_reused(x, within) for within in (_made_in(kernels, end, inlined) for end in ends) for x in suspects & within
+    )
+
+
+def _made_in(kernels: Kernels, end: int, inlined: AbstractSet[int]) -> set[int]:
+    """Return the values of ``inlined`` that the kernel of value ``end`` computes, and ``end``."""
+    found, frontier = {end}, [end]
+    while frontier:
+        for i in kernels.graph.values[frontier.pop()].inputs:
+            if i in inlined and i not in found:
+                found.add(i)
+                frontier.append(i)
+    return found
