@@ -90,7 +90,8 @@ Change = Callable[[Parts], None]
 
 def setting(name: str, **attributes: Any) -> Change:
     def change(parts: Parts) -> None:
-        vars(getattr(parts, name)).update(attributes)
+        for attribute, content in attributes.items():
+            setattr(getattr(parts, name), attribute, content)
 
     return change
 
@@ -114,7 +115,9 @@ def making(name: str) -> Change:
 def alike(value: Value) -> Value:
     """Another value that is made as this one is."""
     other = Value(value.op)
-    vars(other).update(vars(value))
+    for name in Value.__slots__:
+        if name != "__weakref__":
+            setattr(other, name, getattr(value, name))
     return other
 
 
