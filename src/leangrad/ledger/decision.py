@@ -137,15 +137,18 @@ class Decider:
             return value
         if type(tensor) not in PLAIN_TYPES and (part := self._part(tensor)) is not None:
             return part
-        base = tensor._base
-        owner: Any = node if base is None else base.grad_fn
-        if type(owner).__name__ == NODE and _is_strided(tensor):
-            if may_be_of_another_thread(owner, in_backward=self._region.runs_again and tensor.is_cuda):
-                owner.metadata[OPAQUE] = True
-            short = None if self._recorder is not None else self._cast(tensor, tensor if base is None else base, owner)
-            if short is not None:
-                return short
-        found = self.find(tensor)
+        found: Value | SavedView | None = None
+        if _is_strided(tensor):
+            base = tensor._base
+            owner: Any = node if base is None else base.grad_fn
+            if type(owner).__name__ == NODE:
+                if may_be_of_another_thread(owner, in_backward=self._region.runs_again and tensor.is_cuda):
+                    owner.metadata[OPAQUE] = True
+                if self._recorder is None:
+                    short = self._cast(tensor, tensor if base is None else base, owner)
+                    if short is not None:
+                        return short
+            found = self._found(tensor, node, base, owner)
         if found is None:
             return Bare(tensor.detach(), tensor._version, type(node))
         value = found.owner if isinstance(found, SavedView) else found
@@ -169,9 +172,13 @@ class Decider:
         node, base = tensor.grad_fn, tensor._base
         if node is None or not _is_strided(tensor):
             return None
+        return self._found(tensor, node, base, node if base is None else base.grad_fn)
+
+    def _found(self, tensor: Tensor, node: Any, base: Tensor | None, owner: Any) -> Value | SavedView | None:
+        """`find`, for a tensor made by ``node``, and a view of ``base``, which was made by ``owner``."""
         if base is None or type(node).__name__ == TO_LOCAL:
             return self.value(tensor, node)
-        return None if base.grad_fn is None else self.value_of_view(tensor, base, node)
+        return None if owner is None else self._value_of_view(tensor, base, node, owner)
 
     def value(self, tensor: Tensor, node: Any) -> Value:
         """Return the value of a tensor that has a node and is not a view; if it has none, decide about it."""
@@ -220,7 +227,7 @@ class Decider:
         self._region.anchors.append(metadata[key])
         return value
 
-    def value_of_view(self, tensor: Tensor, base: Tensor, node: Any) -> Value | SavedView:
+    def _value_of_view(self, tensor: Tensor, base: Tensor, node: Any, owner: Any) -> Value | SavedView:
         """Return a SavedView of the value of ``base``, which is kept or rebuilt once for all its views.
 
         Returns a value for the view alone if its node is not trusted, or if strides cannot express it over ``base``.
@@ -232,8 +239,7 @@ class Decider:
             return self._kept(tensor, type(node).__name__)
         key = VALUES[tensor.output_nr]
         found: Value | SavedView
-        owner: Any = base.grad_fn
-        if owner is None or base.dtype != tensor.dtype or tensor.is_conj() or tensor.is_neg():
+        if base.dtype != tensor.dtype or tensor.is_conj() or tensor.is_neg():
             known = metadata.get(key)
             value = known() if known is not None else None
             if (
@@ -245,7 +251,7 @@ class Decider:
             ):
                 self._share(value)
                 return value
-            found = self._kept(tensor, type(node).__name__, free=owner is None)
+            found = self._kept(tensor, type(node).__name__)
             self._region.anchors.append(ref(found))
         else:
             found = SavedView(self.value(base, owner), tensor, base)
