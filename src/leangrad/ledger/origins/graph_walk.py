@@ -130,9 +130,10 @@ class Walk:
         """
         self.steps = self.operand_bytes = 0
         self.early.clear()
-        origin = self.origin(node, nr) if self.max_products else origin_of(node, nr)
+        kind = type(node)
+        origin = ONLY[kind] if nr == 0 and kind in ONLY else self.origin(node, nr)
         if origin is None or (metadata and LIVE in metadata):
-            raise NoRecipeError(f"{type(node).__name__} is never computed twice")
+            raise NoRecipeError(f"{kind.__name__} is never computed twice")
         if not self.max_products:
             return origin(self, node, nr, metadata, made if nr == 0 else None)
         try:
@@ -255,8 +256,10 @@ class Walk:
             if region.sharded or not is_there(variable):
                 raise NoRecipeError("a sharded parameter, which is gone by the time a recipe runs")
             value = self._leaves[id(variable)] = leaf_value(variable, version)
-        watched = region.watched_parameters.setdefault(id(variable), [])
-        if not watched or watched[-1]() is not value:
+        watched = region.watched_parameters.get(id(variable))
+        if watched is None:
+            region.watched_parameters[id(variable)] = [ref(value)]
+        elif not watched or watched[-1]() is not value:
             watched.append(ref(value))
         return value
 

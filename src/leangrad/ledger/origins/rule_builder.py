@@ -105,7 +105,7 @@ def _build(rule: Rule, node: Node) -> Origin:
     if statistics and rule.constants[-1][0] == "~" and not fuses():  # only fused kernels read "~" statistics
         statistics = ()
     op, function, twins, numbered = rule.node, rule.function, rule.twins, rule.numbered
-    is_product, names = rule.product, rule.operands
+    is_product, names, follows = rule.product, rule.operands, function in FOLLOWS
 
     def origin(walk: Any, node: Node, nr: int, metadata: dict[Any, Any], made: Any = None) -> Value:
         if metadata and OPAQUE in metadata:
@@ -136,7 +136,8 @@ def _build(rule: Rule, node: Node) -> Origin:
             value.kwargs = {key: get(walk, node, metadata, made) for key, get in keywords}
         if walk.max_products:
             value.max_products = walk.max_products
-            value.free = function in FOLLOWS and args[0].free  # the cast or view of a weight begins no lineage
+            if follows and args[0].free:  # the cast or view of a weight begins no lineage
+                value.free = True
         value.read_arguments()
         if numbered:
             value.part = nr
