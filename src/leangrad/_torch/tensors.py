@@ -250,7 +250,9 @@ def has_memory(tensor: Tensor) -> bool:
 
 def wrapped_tensors(tensor: Tensor) -> list[Tensor]:
     """Return the tensors that a wrapper subclass such as DTensor consists of; empty for any other tensor."""
-    flatten = None if type(tensor) in (Tensor, torch.nn.Parameter) else getattr(tensor, "__tensor_flatten__", None)
+    if type(tensor) is Tensor or type(tensor) is torch.nn.Parameter:
+        return []
+    flatten = getattr(tensor, "__tensor_flatten__", None)
     parts = [] if flatten is None else [getattr(tensor, name) for name in flatten()[0]]
     return [part for part in parts if isinstance(part, Tensor)]  # a DTensor lists its mesh too
 

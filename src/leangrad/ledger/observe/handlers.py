@@ -243,13 +243,14 @@ def _product(mode: FunctionMode, func: Any, args: tuple[Any, ...], kwargs: dict[
 
 def _note_frozen(out: Any, bias: Any) -> None:
     """Record a frozen bias of a product in the product's node, which does not store it."""
+    if bias is None or not isinstance(bias, Tensor) or bias.requires_grad:
+        return
     node: Any = out.grad_fn if type(out) is Tensor else None
     if type(node).__name__ == "ViewBackward0":  # the input had three dimensions
         node = node.next_functions[0][0]
     name = FROZEN_BIAS.get(type(node).__name__)
-    if name is None or not isinstance(bias, Tensor) or bias.requires_grad:
-        return
-    if bias.dtype == out.dtype and bias.is_contiguous():  # no cast by autocast; a copy would not keep other strides
+    # No cast by autocast; and a copy would not keep other strides.
+    if name is not None and bias.dtype == out.dtype and bias.is_contiguous():
         node.metadata[NOTE] = {name: UnsavedInput(bias)}
 
 
