@@ -53,13 +53,13 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 class Captured:
     """A step of a model (forward, loss, backward, AdamW) in one CUDA graph."""
 
-    def __init__(self, model: nn.Module, shape: tuple[int, ...]) -> None:
+    def __init__(self, model: nn.Module, shape: tuple[int, ...], steps: int = 5) -> None:
         self.model, self.batch = model, torch.zeros(shape, device="cuda")
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, capturable=True)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            for _ in range(5):  # lean records in its first steps what it follows later
+            for _ in range(steps):  # lean records in its first steps what it follows later
                 self._step()
         torch.cuda.current_stream().wait_stream(stream)
         self.optimizer.zero_grad(set_to_none=True)
@@ -100,6 +100,34 @@ def test_a_captured_lean_step_is_the_captured_plain_step(name: str) -> None:
     (losses, weights, buffers), (lean_losses, lean_weights, lean_buffers) = runs
     assert len({float(loss) for loss in losses}) == REPLAYS
     for plain, ours in zip([*losses, *weights, *buffers], [*lean_losses, *lean_weights, *lean_buffers], strict=True):
+        assert_same_bits(ours, plain)
+
+
+def test_a_captured_step_with_a_budget_is_the_captured_plain_step() -> None:
+    """With a budget below the floor, under which products run again. The plan is final before the capture."""
+    runs, budget = [], 0
+    for way in ("measured", "plain", "budget"):
+        torch.manual_seed(0)
+        model: nn.Module = nn.Sequential(*(Block(512) for _ in range(6))).cuda()
+        if way == "measured":
+            step = Captured(leangrad.lean(model), (4096, 512))
+            step.optimizer.zero_grad(set_to_none=True)
+            del step.graph
+            torch.cuda.empty_cache()
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            step._step()
+            budget = before + int(0.9 * (torch.cuda.max_memory_allocated() - before))
+            del step, model
+            continue
+        step = Captured(leangrad.lean(model, budget=budget) if way == "budget" else model, (4096, 512), 40)
+        if way == "budget":
+            assert leangrad.ledger_of(model).is_settled
+        torch.manual_seed(1)
+        losses = [step.replay(torch.randn(4096, 512, device="cuda")) for _ in range(REPLAYS)]
+        runs.append([one.detach().cpu() for one in (*losses, *model.parameters())])  # a budget counts all on the device
+        del step, model, losses
+    for plain, ours in zip(*runs, strict=True):
         assert_same_bits(ours, plain)
 
 
