@@ -58,7 +58,7 @@ def row_in(name: str, **keys: Any) -> dict[str, Any] | None:
 # ------------------------------------------------------------------------------------------------------------- one H200
 
 
-BUDGETS = "budgets_h200"
+BUDGETS, CAPTURED = "budgets_h200", "captured_h200"
 Cell = tuple[float, float] | None  # peak above state in GiB, and time over plain; None: there is no row
 
 
@@ -78,6 +78,13 @@ def h200_cell(way: str, case: str) -> Cell:
             return None
         return above - (base["peak"] - row["peak"]) / GIB, row["ms"] / base["ms"]
 
+    def of_run(name: str, **keys: Any) -> Cell:
+        """A way whose rows are in ``CAPTURED``, all from one machine; of a case that is not there, as `of_budgets`."""
+        base, row = (row_in(CAPTURED, case=case, way=one) for one in ("plain", name))
+        if base is None or row is None:
+            return of_budgets(BUDGETS, way=name, **keys)
+        return row["peak_gib"] - row["standing_gib"], row["ms"] / base["ms"]
+
     def of_compiled(name: str) -> Cell:
         row, base = row_in("compiled_h200", case=case, way=name), row_in(BUDGETS, case=case, way="plain")
         return None if row is None or base is None or "ms" not in row else (row["peak_gib"], row["ms"] / base["ms"])
@@ -92,14 +99,14 @@ def h200_cell(way: str, case: str) -> Cell:
         return None if row is None else (row["lean_peak_gib"], row["time_ratio"])
 
     sources: dict[str, Callable[[], Cell]] = {
-        "plain": lambda: of_budgets(BUDGETS, way="plain"),
-        "checkpoint": lambda: of_budgets(BUDGETS, way="checkpoint"),
+        "plain": lambda: of_run("plain"),
+        "checkpoint": lambda: of_run("checkpoint"),
         "selective": lambda: of_budgets("budgets_peers_h200", way="selective"),
         "save_on_cpu": lambda: of_budgets("budgets_peers_h200", way="save_on_cpu"),
         "compile": lambda: of_compiled("compile"),
         "compile_budget": lambda: of_compiled("budget"),
-        "lean": lambda: of_budgets(BUDGETS, way="lean"),
-        "lean_budget": lambda: of_budgets(BUDGETS, way="budget", at="checkpoint's peak"),
+        "lean": lambda: of_run("lean"),
+        "lean_budget": lambda: of_run("budget", at="checkpoint's peak"),
         "no_logits": lambda: of_loss("lean, exact=False"),
         "compile_leangrad": lambda: of_compiled("leangrad"),
         "convert_abn": of_abn,

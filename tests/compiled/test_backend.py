@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import pickle
 import re
 import sys
 import threading
@@ -24,6 +25,7 @@ from leangrad.compiled.partitioner import REMEMBERED, Partitioner, Settings, cho
 from leangrad.errors import LeangradError
 from leangrad.policy.kernels import Fusion
 from tests.support import assert_same_bits
+from tests.support.partitions import Partitions
 from tests.support.processes import in_a_process
 
 ROOT = Path(__file__).parent.parent.parent
@@ -287,6 +289,18 @@ def test_without_torchs_names_it_compiles_with_torchs_partitioner_and_says_so_on
 
 def test_every_name_of_torch_is_there() -> None:
     assert compiler.missing() == ()
+
+
+def test_what_is_pickled_does_not_change_with_what_was_chosen() -> None:
+    """Inductor hashes the pickled partitioner of a backward graph. Times and choices in it would miss the caches."""
+    found = Partitions(Settings(slowdown=1.2))
+    before = pickle.dumps(Partitioner(found.settings, found.limits))
+    torch._dynamo.reset()
+    torch.compile(mlp(), backend=found.backend)(torch.randn(4, 8)).sum().backward()
+    assert found.chosen is not None
+    assert pickle.dumps(found) == before
+    again = pickle.loads(before)
+    assert (again.settings, again.limits, again.chosen) == (found.settings, found.limits, None)
 
 
 def test_the_key_of_the_caches_holds_every_setting() -> None:

@@ -94,8 +94,10 @@ def _call_cce(package: Any, model: Any) -> None:
 
     def forward(input_ids: torch.Tensor, labels: torch.Tensor, **others: Any) -> Any:
         hidden = model.base_model(input_ids, **others).last_hidden_state
-        weight = head.weight.to(hidden.dtype)  # under autocast the hidden states may be in another dtype
-        return SimpleNamespace(loss=package.linear_cross_entropy(hidden, weight, labels, shift=True), logits=None)
+        kind = hidden.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+        loss = package.linear_cross_entropy(hidden.to(dtype), head.weight.to(dtype), labels, shift=True)
+        return SimpleNamespace(loss=loss, logits=None)
 
     model.forward = forward
 
