@@ -264,6 +264,15 @@ def of_a_product_that_changed_before(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     return norm(x).cos() + norm(z).cos()
 
 
+def of_a_product_that_changes_by_an_alias(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """Autograd records the change of the alias, and knows nothing of one of the product."""
+    x, z = a @ b, b @ c
+    d, e = x.data, z.detach()
+    d.addcmul_(c, b)
+    e.mul_(a)
+    return norm(x * c).cos() + norm(z * a).sin() + d.float() + e.float()
+
+
 def of_a_part_of_a_product(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     x = (a @ b)[:4]
     return norm(x).cos().sum(0) + norm((b @ c).t()).sin()
@@ -271,7 +280,7 @@ def of_a_part_of_a_product(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
 
 PROGRAMS = (
     of_a_product, of_a_product_that_changes, of_a_product_that_changes_unseen, of_a_product_that_changed_before,
-    of_a_part_of_a_product,
+    of_a_part_of_a_product, of_a_product_that_changes_by_an_alias,
     sliced, transposed, saved_too, saved_before, twice, changed, changed_in_data, changed_under_no_grad, of_a_function,
     joined, extremes, of_eight_bits, changed_before,
 )  # fmt: skip
@@ -334,6 +343,41 @@ def test_a_product_that_the_model_holds_is_not_copied(is_held: bool, monkeypatch
         for a, b in zip(mine, plain, strict=True):
             assert_same_bits(a, b)  # type: ignore[arg-type]
         assert copies == ([] if is_held else [(8, 8)])
+
+
+IN_FLIGHT: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "itself": lambda x, t, z: x.addcmul_(t, z),
+    "a view": lambda x, t, z: x[:4].addcmul_(t[:4], z[:4]),
+    "detached": lambda x, t, z: x.detach().addcmul_(t, z),
+    "data": lambda x, t, z: x.data.addcmul_(t, z),
+    "an op of ATen": lambda x, t, z: torch.ops.aten.addcmul_(x.data, t, z),
+    "a list": lambda x, t, z: _in_a_list(x.data, t, z),
+}
+
+
+def _in_a_list(x: Tensor, t: Tensor, z: Tensor) -> Tensor:
+    torch._foreach_addcmul_([x], [t], [z])
+    return x
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", IN_FLIGHT)
+def test_a_product_is_copied_while_an_op_changes_it(name: str, dtype: torch.dtype) -> None:
+    """The op saves the product's cast, and then writes into the product: a copy made before has the right numbers."""
+    held = list[Tensor]()
+
+    def program(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+        x = (a @ b) @ c
+        held.append(x)
+        return IN_FLIGHT[name](x, a.to(dtype), x.float()).float().sin()
+
+    ledger = Ledger(residual_depth=0, min_bytes=0, products=1)
+    for _ in range(4):
+        held.clear()
+        plain, mine = run(program, nullcontext()), run(program, ledger)
+        assert not isinstance(plain, str)
+        for a, b in zip(mine, plain, strict=True):
+            assert_same_bits(a, b)  # type: ignore[arg-type]
 
 
 @pytest.mark.filterwarnings("error")

@@ -200,6 +200,11 @@ def _overlaps(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> boo
     return bool(others) and _memory_of(target) in map(_memory_of, others)
 
 
+def _is_alias(target: Any) -> bool:
+    """Whether ``target`` is no view that autograd knows, and yet shares its memory: ``x.data``, ``x.detach()``."""
+    return isinstance(target, Tensor) and target._base is None and not is_private(_torch.unwrapped(target))
+
+
 # The nodes of functions whose results are contiguous, except for the in-place form.
 _CONTIGUOUS = "Cumprod Cumsum IndexAdd IndexCopy MaskedFill MaskedScatter Scatter ScatterAdd Tril Triu"
 CONTIGUOUS = frozenset(f"{name}Backward{n}" for name in _CONTIGUOUS.split() for n in (0, 1))
@@ -231,13 +236,14 @@ def mutating(names: str = "", choose: str | None = None) -> Handler:
         overlaps = _overlaps(target, args, kwargs)
         note = constants_of(names_, args, kwargs) if names_ and not overlaps and _needs_gradient(args) else None
         before = _node_of(target)
+        is_alias = before is None and _is_alias(target)
         mode.region.changing = target
         try:
             out = func(*args, **kwargs)
         finally:
             mode.region.changing = None
         node = _node_of(target)
-        if node is before:  # autograd did not record it
+        if node is before or is_alias:  # autograd did not record it, or only for an alias such as ``x.data``
             after_change(mode.region, target)
         elif (
             overlaps or _has_own_strides(target, node) or (mode.region.max_products and type(node).__name__ in PRODUCTS)

@@ -43,6 +43,7 @@ class NarrowRegion(Protocol):
     """What keeping a tensor in fewer bits needs of its region."""
 
     trusted_from: int  # the number of the first node whose output recipes may read
+    changing: Any  # the tensor, or list of tensors, that a function is changing in place right now; else None
 
     @property
     def is_dropped(self) -> bool:
@@ -148,7 +149,12 @@ def _keep(value: Value, tensor: Tensor, narrow: torch.dtype, region: NarrowRegio
 
 
 def _half_of(tensor: Tensor, narrow: torch.dtype, region: NarrowRegion) -> Tensor | None:
-    """Returns the product that ``tensor`` was cast from, if that is alive, unchanged and all of its memory."""
+    """Returns the product that ``tensor`` was cast from, if that is alive, unchanged and all of its memory.
+
+    None while a function changes any tensor in place: it saves its operands first, and may then change the product.
+    """
+    if region.changing is not None:
+        return None
     node: Any = tensor.grad_fn
     below, nr = node.next_functions[0]
     known = below.metadata.get(HALF)
@@ -177,7 +183,6 @@ class ProductsRegion(NarrowRegion, Protocol):
 
     call: int  # the number of the call that runs, while a step is recorded
     catches: int  # along a trace: the bytes that the product of this call had in the recorded step
-    changing: Any  # the tensor that a function is changing in place right now
     max_products: int  # products that a recipe may run one inside the other; if any, none need be held
 
     @property
@@ -241,7 +246,7 @@ class RecentProducts:
         that can be dropped for them.
         """
         tensors = [b.catchable() for b in value.blocked]
-        if any(t is None or self._is_changing(t) for t in tensors):
+        if any(t is None or _is_changed_by(self._region.changing, t) for t in tensors):
             return False
         cost = sum(t.nbytes for t in tensors if t is not None)
         gain = value.nbytes
@@ -264,8 +269,11 @@ class RecentProducts:
         """Drop all held products."""
         self._recent.clear()
 
-    def _is_changing(self, tensor: Tensor) -> bool:
-        changing = self._region.changing
-        if not isinstance(changing, Tensor) or changing.layout is not torch.strided:
-            return False
-        return tensor.untyped_storage().data_ptr() == changing.untyped_storage().data_ptr()
+
+def _is_changed_by(changing: Any, tensor: Tensor) -> bool:
+    """Whether the tensor or the tensors ``changing``, which a function is changing in place, may lie in ``tensor``."""
+    if isinstance(changing, list | tuple):
+        return any(_is_changed_by(one, tensor) for one in changing)
+    if not isinstance(changing, Tensor) or changing.layout is not torch.strided:
+        return False
+    return tensor.untyped_storage().data_ptr() == changing.untyped_storage().data_ptr()
