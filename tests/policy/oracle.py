@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from itertools import chain, combinations
 
+from leangrad.policy.copies import Copy, find_copies
 from leangrad.policy.graph import Graph
 from leangrad.policy.kernels import Fusion, Kernels
 
@@ -79,7 +80,8 @@ def peak(graph: Graph, kept: frozenset[int]) -> int:
     held = {graph.base(n) for n in kept} | handed
     first = phase(Kernels(graph, forward, held, Fusion(), is_backward=False), set())
     lasting = handed | gradients | {graph.base(n) for n in asked}
-    return max(first, phase(Kernels(graph, backward, lasting, Fusion(), is_backward=True), held))
+    second = Kernels(graph, backward, lasting, Fusion(), is_backward=True)
+    return max(first, phase(second, held, find_copies(second)))
 
 
 def ancestors(graph: Graph, ends: AbstractSet[int], there: AbstractSet[int]) -> set[int]:
@@ -92,8 +94,9 @@ def ancestors(graph: Graph, ends: AbstractSet[int], there: AbstractSet[int]) -> 
     return found
 
 
-def phase(kernels: Kernels, held: AbstractSet[int]) -> int:
+def phase(kernels: Kernels, held: AbstractSet[int], copies: Sequence[Copy] = ()) -> int:
     """The most that is held while the values of a phase are made."""
+    using = {copy.value: copy.readers for copy in copies}
     graph, order, place, lasting = kernels.graph, kernels.order, kernels.place, kernels.lasting
     values = graph.values
 
@@ -101,7 +104,7 @@ def phase(kernels: Kernels, held: AbstractSet[int]) -> int:
         """When the numbers of a value are read: by an op that writes, or inside it."""
         found: set[int] = set()
         for r in order:
-            if n in values[r].inputs:
+            if n in values[r].inputs and r not in using.get(n, ()):
                 found |= {place[r]} if kernels.written[r] else ticks(r) or {place[r]}
         return found
 
@@ -110,6 +113,10 @@ def phase(kernels: Kernels, held: AbstractSet[int]) -> int:
     for n in range(len(values)):
         if graph.base(n) in memories:
             busy[graph.base(n)] |= ticks(n) | ({place[n]} if n in place else set())
+    for n, readers in using.items():  # they read what the value is made from
+        read = set().union(*({place[r]} if kernels.written[r] else ticks(r) or {place[r]} for r in readers))
+        for m in kernels.reads[n]:
+            busy.setdefault(m, set()).update(read)
     sizes = [sum(values[m].nbytes for m in held if not values[m].is_standing)]
     for tick in range(len(order)):
         live = {

@@ -29,13 +29,13 @@ def sums(count: int, *, is_reused: bool = False) -> Kernels:
 def test_a_value_of_many_memories_gets_a_buffer() -> None:
     for count, buffers in ((8, 0), (9, 1), (16, 1), (17, 2)):
         kernels = sums(count)
-        assert sum(kernels._has_buffer[n] for n in range(count, 2 * count - 1)) == buffers
+        assert sum(kernels.has_buffer[n] for n in range(count, 2 * count - 1)) == buffers
 
 
 def test_a_value_with_several_readers_sooner() -> None:
     for count, has_buffer in ((4, False), (5, True)):
         kernels = sums(count, is_reused=True)
-        assert kernels._has_buffer[2 * count - 2] is has_buffer
+        assert kernels.has_buffer[2 * count - 2] is has_buffer
         assert kernels.written[2 * count - 2] is False  # its readers are in the same kernel
 
 

@@ -228,6 +228,24 @@ def is_channels_last(node: fx.Node) -> bool:
     return strides[1] != 0
 
 
+def is_laid_out_like(node: fx.Node, other: fx.Node) -> bool:
+    """Whether two nodes' tensors have the same shape, strides, dtype and device; symbolic sizes equal by expression."""
+    mine, its = node.meta.get("val"), other.meta.get("val")
+    if not isinstance(mine, Tensor) or not isinstance(its, Tensor):
+        return False
+    if mine.layout is not torch.strided or its.layout is not torch.strided:
+        return False
+    if (mine.dtype, mine.device, mine.dim()) != (its.dtype, its.device, its.dim()):
+        return False
+    sizes, others = ([*one.shape, *one.stride()] for one in (mine, its))
+    return [*map(_expression, sizes)] == [*map(_expression, others)]
+
+
+def _expression(size: Any) -> Any:
+    """Return a size in a form that is compared without a guard."""
+    return size if isinstance(size, int) else size.node.expr
+
+
 def _hint(size: Any) -> int:
     if isinstance(size, int):
         return size

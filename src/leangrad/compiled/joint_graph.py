@@ -30,13 +30,12 @@ from torch import Tensor, fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from leangrad._torch import compiler
-from leangrad.compiled.layouts import is_weight_of_one_channel
+from leangrad.compiled.convolutions import is_weight_of_one_channel
 from leangrad.loss.graph_op import LOSS_OP
 from leangrad.ops.linear_cross_entropy import chunk_bytes
 from leangrad.policy.graph import Graph, Value
 from leangrad.policy.kernels import WINDOWS
-from leangrad.policy.ops import is_discrete, is_heavy, is_source
-from leangrad.policy.work import work_of
+from leangrad.policy.ops import is_discrete, is_heavy, is_source, work_of
 
 __all__ = ["copy_changed_inputs", "op_name", "read_joint_graph"]
 

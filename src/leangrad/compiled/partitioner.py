@@ -13,13 +13,16 @@ from torch import fx
 
 from leangrad import __version__
 from leangrad._torch import compiler
+from leangrad.compiled.convolutions import handed_out, lay_out_convolutions, split_convolutions
+from leangrad.compiled.copies import NamedCopy, insert_copies
 from leangrad.compiled.dropout import restore_dropout, write_out_dropout
 from leangrad.compiled.first_step import FirstStep
 from leangrad.compiled.joint_graph import copy_changed_inputs, read_joint_graph
-from leangrad.compiled.layouts import handed_out, lay_out_convolutions
 from leangrad.errors import BudgetError
 from leangrad.loss.graph_op import LOSS_OP
 from leangrad.policy.choice import REUSED_READS, Choice, choose
+from leangrad.policy.copies import Copy
+from leangrad.policy.peak import copies_of
 from leangrad.sizes import size_text
 
 __all__ = ["Partitioner", "Settings"]
@@ -43,11 +46,13 @@ class Partitioner(compiler.partitioner_class()):  # type: ignore[misc]
         self.limits = tuple(limits)  # values of ``Fusion.reused_reads`` for backward; the first is the default one
         self.reused_reads = self.limits[0]  # the limit that was chosen together with the cut
         self.chosen: Chosen | None = None  # for the graph that was partitioned; None before that
+        self._copies: list[NamedCopy] = []  # what backward computes once more, for the graph that is being partitioned
 
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Partition one joint graph into forward and backward."""
+        self._copies = []
         written = write_out_dropout(gm.graph) if self.settings.exact else []
         try:
             with compiler.choosing(self._keep):
@@ -58,7 +63,9 @@ class Partitioner(compiler.partitioner_class()):  # type: ignore[misc]
                 forward, backward = compiler.partition(gm, joint_inputs, **kwargs)
         restore_dropout(forward, written)
         if not self.settings.exact:
+            insert_copies(backward.graph, self._copies)
             lay_out_convolutions(backward.graph)
+            split_convolutions(backward.graph)
             backward.recompile()
         return forward, backward
 
@@ -88,6 +95,7 @@ class Partitioner(compiler.partitioner_class()):  # type: ignore[misc]
         self.chosen = Chosen(choice, time.perf_counter() - began, fused_losses=losses)
         chosen.append(self.chosen)
         del chosen[:-REMEMBERED]
+        self._copies = [_named(copy, nodes) for copy in copies_of(step, choice.kept, reused_reads=choice.reused_reads)]
         views = {node for node, value in zip(nodes, step.values, strict=True) if value.view_of is not None}
         return [handed_out(nodes[n], views) if step.values[n].is_inlined else nodes[n] for n in sorted(choice.kept)]
 
@@ -102,6 +110,11 @@ class Partitioner(compiler.partitioner_class()):  # type: ignore[misc]
             return self._keep(graph, info)
         except OverflowError:
             return None  # a value can neither be kept nor recomputed: torch's own choice is used
+
+
+def _named(copy: Copy, nodes: list[fx.Node]) -> NamedCopy:
+    groups = (copy.ops, copy.readers, copy.inlined, copy.kernels)
+    return NamedCopy(nodes[copy.value].name, *(frozenset(nodes[n].name for n in group) for group in groups))
 
 
 @dataclass

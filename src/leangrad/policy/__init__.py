@@ -5,11 +5,11 @@ that converts its step to such a graph: ``leangrad.compiled.joint_graph`` for th
 ``leangrad.ledger.learn.reads`` for the recorded step of a lean model, ``leangrad.floor`` for all ops that eager PyTorch
 runs.
 
-Read in this order: ``graph`` (values, their bytes and their inputs), ``ops`` (which ops never run twice, by name),
-``work`` (the cost of an op), ``max_flow`` and ``cut`` (the cheapest set of values to keep), ``kernels`` (which values a
-code generator writes to memory), ``peak`` (the peak memory of a compiled step under a cut), ``replay`` (the same for an
-eager backward), ``chains`` (where chains of recomputed values end), ``choice`` (the cut that an engine uses), ``relax``
-(cuts that keep more, up to a budget or down to a time).
+Read in this order: ``graph`` (values, their bytes and their inputs), ``ops`` (which ops never run twice, by name, and
+the work of an op), ``max_flow`` and ``cut`` (the cheapest set of values to keep), ``kernels`` (which values a code
+generator writes to memory), ``copies`` (which readers compute a recomputed value once more), ``peak`` (the peak memory
+of a compiled step under a cut), ``replay`` (the same for an eager backward), ``chains`` (where chains of recomputed
+values end), ``choice`` (the cut that an engine uses), ``relax`` (cuts that keep more, within a budget or a time).
 
 heavy       an op that never runs twice: a product, a convolution, an attention, a sort, a collective
 source      an op that draws random numbers; it never runs twice either

@@ -15,14 +15,15 @@ everything that is recomputed from any of its links is computed and held from th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 from leangrad.policy.graph import Graph
 
-__all__ = ["LARGEST", "WINDOWS", "Fusion", "Kernels"]
+__all__ = ["LARGEST", "WINDOWS", "Fusion", "Kernels", "Pass"]
 
+Pass = tuple[int, bool, int, int]  # a stage, whether a wide reduction makes the pass, the memory, how often it is read
 
 # By default Inductor writes up to 64 buffers in one kernel. A kernel with 35 of them, links of a residual stream and
 # values computed from each, ran at 1/13 of the speed of one with 11: its threads hold more values than registers.
@@ -50,15 +51,15 @@ class Kernels:
     is_backward: bool
     place: dict[int, int] = field(default_factory=dict)  # of each value: its position when it is computed
     stage: dict[int, int] = field(default_factory=dict)  # of each value: how many heavy ops run before it
+    has_buffer: dict[int, bool] = field(default_factory=dict)  # whether each value is the result of a kernel
     written: dict[int, bool] = field(default_factory=dict)  # whether each value is written to memory
+    ops: dict[int, int] = field(default_factory=dict)  # of a value without a buffer: the ops that compute it
     reads: dict[int, frozenset[int]] = field(default_factory=dict)  # the memories that a value is computed from
     across: dict[int, frozenset[int]] = field(default_factory=dict)  # those of them that it reads across their rows
     windows: dict[int, frozenset[int]] = field(default_factory=dict)  # those of them that it reads by windows
 
     def __post_init__(self) -> None:
         values = self.graph.values
-        self._has_buffer: dict[int, bool] = {}
-        self._ops: dict[int, int] = {}
         self._kernel: dict[int, int] = {}  # of a value fused into an earlier kernel: the first value of that kernel
         self._size: dict[int, int] = {}
         heavy = 0
@@ -71,16 +72,16 @@ class Kernels:
     def _add(self, n: int) -> None:
         graph, fusion = self.graph, self.fusion
         value = graph.values[n]
-        inlined = [i for i in value.inputs if i in self.place and not self._has_buffer[i]]
+        inlined = [i for i in value.inputs if i in self.place and not self.has_buffer[i]]
         found = {graph.base(i) for i in value.inputs if i not in inlined}.union(*(self.reads[i] for i in inlined))
-        ops = 1 + len(set(value.inputs).difference(inlined)) + sum(self._ops[i] for i in inlined)
+        ops = 1 + len(set(value.inputs).difference(inlined)) + sum(self.ops[i] for i in inlined)
         self.across[n] = self._read_across(n, inlined)
         self.windows[n] = self._read_by_windows(n, inlined)
         if value.view_of is not None:
-            self._has_buffer[n] = self._has_buffer.get(value.view_of, True)
+            self.has_buffer[n] = self.has_buffer.get(value.view_of, True)
             self.written[n] = False
-            self.reads[n] = frozenset({graph.base(n)} if self._has_buffer[n] else self.reads[value.view_of])
-            self._ops[n] = self._ops.get(value.view_of, 1)
+            self.reads[n] = frozenset({graph.base(n)} if self.has_buffer[n] else self.reads[value.view_of])
+            self.ops[n] = self.ops.get(value.view_of, 1)
             return
         readers = self._readers(n)
         must = n in self.lasting or not value.is_inlined or any(not graph.values[r].can_inline for r in readers)
@@ -90,10 +91,10 @@ class Kernels:
         has_buffer = must or len(found) > most or ops > fusion.ops
         if has_buffer and self.is_backward and value.can_inline and not value.is_backward:
             self._fuse(n, found)
-        self._has_buffer[n] = has_buffer
+        self.has_buffer[n] = has_buffer
         self.written[n] = must or (has_buffer and any(self.stage[r] > self.stage[n] for r in readers))
         self.reads[n] = frozenset(found)
-        self._ops[n] = 1 if has_buffer else ops
+        self.ops[n] = 1 if has_buffer else ops
 
     def _read_across(self, n: int, inlined: Sequence[int]) -> frozenset[int]:
         """Return the memories that value ``n`` reads across their rows; inlined inputs are computed in its order."""
@@ -149,33 +150,42 @@ class Kernels:
                     (found if graph.values[r].view_of is None else frontier).append(r)
         return found
 
-    def work(self) -> int:
-        """Return the work of the kernels of the phase, in bytes moved.
+    def passes(self, n: int) -> Iterator[Pass]:
+        """Yield the passes over memories that the kernel of value ``n`` needs, if the value has a kernel that inlines.
 
         Pointwise kernels between two heavy ops read each memory once. A reduction over a whole map (see ``WIDE``) needs
-        a pass of its own, and so does a read by windows. The work of a heavy op is that of its value.
+        a pass of its own, and so does a read by windows.
+        """
+        values = self.graph.values
+        value = values[n]
+        if value.view_of is not None or not self.has_buffer[n] or not value.can_inline:
+            return
+        made = value.nbytes or sum(values[r].nbytes for r in self.graph.readers[n])  # of a tuple: its elements
+        is_wide = any(values[b].nbytes > WIDE * max(made, 1) for b in self.reads[n])
+        for b in self.reads[n]:
+            is_from_here = self.stage.get(b) == self.stage[n] and values[b].can_inline
+            by_windows = b in self.windows[n]
+            if self.written.get(b, True) and (is_wide or by_windows or not is_from_here):
+                yield self.stage[n], is_wide, b, WINDOWS if by_windows else ACROSS if b in self.across[n] else 1
+
+    def work(self, spared: AbstractSet[Pass] = frozenset()) -> int:
+        """Return the work of the kernels of the phase, in bytes moved: that of heavy ops, and what the others move.
+
+        spared: passes that are not made.
         """
         values = self.graph.values
         total = 0
-        passes: set[tuple[int, bool, int, int]] = set()
+        passes: set[Pass] = set()
         for n in self.order:
             value = values[n]
-            if value.view_of is not None or not self._has_buffer[n]:
+            if value.view_of is not None or not self.has_buffer[n]:
                 continue
             if not value.can_inline:
                 total += value.work
                 continue
             total += value.nbytes if self.written[n] else 0
-            made = value.nbytes or sum(values[r].nbytes for r in self.graph.readers[n])  # of a tuple: its elements
-            is_wide = any(values[b].nbytes > WIDE * max(made, 1) for b in self.reads[n])
-            for b in self.reads[n]:
-                is_from_here = self.stage.get(b) == self.stage[n] and values[b].can_inline
-                by_windows = b in self.windows[n]
-                if self.written.get(b, True) and (is_wide or by_windows or not is_from_here):
-                    passes.add(
-                        (self.stage[n], is_wide, b, WINDOWS if by_windows else ACROSS if b in self.across[n] else 1)
-                    )
-        return total + sum(values[b].nbytes * times for _, _, b, times in passes)
+            passes.update(self.passes(n))
+        return total + sum(values[b].nbytes * times for _, _, b, times in passes - spared)
 
 
 WINDOWS = 4  # cost of reading a memory by windows that overlap, as a multiple of reading it once

@@ -14,10 +14,11 @@ from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 
+from leangrad.policy.copies import Copy, find_copies
 from leangrad.policy.graph import Graph, Value
 from leangrad.policy.kernels import Fusion, Kernels
 
-__all__ = ["EQUAL", "Outcome", "play"]
+__all__ = ["EQUAL", "Outcome", "copies_of", "play"]
 
 EQUAL = 1.002  # peaks within this factor of each other count as equal, where work does not matter
 
@@ -43,13 +44,25 @@ def play(graph: Graph, kept: frozenset[int], *, reused_reads: int | None = None)
     held = graph.handed_out.union(graph.base(n) for n in kept)
     order = sorted(_made_for([*handed_out, *kept], values, frozenset()))
     forward = Kernels(graph, order, held, Fusion(), is_backward=False)
+    backward = _backward(graph, kept, reused_reads)
+    copies = find_copies(backward)
+    peak, at = max(_peak(forward, frozenset(), ()), _peak(backward, held, copies), key=lambda one: one[0])
+    work = forward.work() + backward.work(frozenset().union(*(copy.spared for copy in copies)))
+    return Outcome(peak, at, graph.kept_bytes(kept), work)
+
+
+def copies_of(graph: Graph, kept: frozenset[int], *, reused_reads: int | None = None) -> list[Copy]:
+    """Return the recomputed values that some readers in backward compute once more, with ``kept`` held from forward."""
+    return find_copies(_backward(graph, kept, reused_reads))
+
+
+def _backward(graph: Graph, kept: frozenset[int], reused_reads: int | None) -> Kernels:
+    values = graph.values
     order = _backward_order(graph, kept)
     gradients = {graph.base(n) for n in order if values[n].is_backward and values[n].is_output}
     lasting = gradients.union(graph.handed_out, (graph.base(n) for n in graph.asked_for))
     fusion = Fusion() if reused_reads is None else replace(Fusion(), reused_reads=reused_reads)
-    backward = Kernels(graph, order, lasting, fusion, is_backward=True)
-    peak, at = max(_peak(forward, frozenset()), _peak(backward, held), key=lambda one: one[0])
-    return Outcome(peak, at, graph.kept_bytes(kept), forward.work() + backward.work())
+    return Kernels(graph, order, lasting, fusion, is_backward=True)
 
 
 def _backward_order(graph: Graph, kept: AbstractSet[int]) -> list[int]:
@@ -80,17 +93,20 @@ def _made_for(ends: Iterable[int], values: Sequence[Value], there: AbstractSet[i
     return found
 
 
-def _peak(kernels: Kernels, held: AbstractSet[int]) -> tuple[int, int]:
+def _peak(kernels: Kernels, held: AbstractSet[int], copies: Iterable[Copy]) -> tuple[int, int]:
     """Return the most bytes that are held in a phase, and the value that is computed then.
 
     held: memories that are held when the phase begins; each is freed after its last reader.
+    copies: what readers compute once more; the value is held for the others, its inputs for these.
     """
     graph, order, place, written = kernels.graph, kernels.order, kernels.place, kernels.written
     values = graph.values
     until: dict[int, int] = {}  # of each value: the position at which it is last read
     last = dict.fromkeys(held, -1)  # the same of each memory
+    copied = {copy.value: copy.readers for copy in copies}
     for n in reversed(order):
-        reads = (place[r] if written[r] else until[r] for r in graph.readers[n] if r in place)
+        readers = (r for r in graph.readers[n] if r in place and r not in copied.get(n, ()))
+        reads = (place[r] if written[r] else until[r] for r in readers)
         until[n] = max(reads, default=place[n])
         base = graph.base(n)
         last[base] = max(last.get(base, -1), until[n], place[n])
@@ -98,6 +114,9 @@ def _peak(kernels: Kernels, held: AbstractSet[int]) -> tuple[int, int]:
             if i not in place:  # it was held before the phase
                 below = graph.base(i)
                 last[below] = max(last.get(below, -1), place[n] if written[n] else until[n])
+    for n, using in copied.items():
+        end = max(place[r] if written[r] else until[r] for r in using)
+        last.update((base, max(last.get(base, -1), end)) for base in kernels.reads[n])
     live = sum(values[base].nbytes for base in held if not values[base].is_standing)
     change = [0] * (len(order) + 1)
     for n in order:

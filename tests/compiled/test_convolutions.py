@@ -8,7 +8,7 @@ from torch import Tensor, fx, nn
 
 from leangrad._torch import compiler
 from leangrad.compiled import compile_lean
-from leangrad.compiled.layouts import lay_out_convolutions
+from leangrad.compiled.convolutions import lay_out_convolutions
 from leangrad.compiled.partitioner import Settings
 from tests.support.compiling import is_near
 from tests.support.partitions import Partitions
@@ -56,14 +56,18 @@ def cut(model: nn.Module, x: Tensor, **autocast: bool) -> fx.Graph:
     return part.backward.graph
 
 
+def of_weights(graph: fx.Graph) -> list[fx.Node]:
+    """The ops that compute the gradient of a convolution's weight: one for each convolution."""
+    return [node for node in graph.find_nodes(op="call_function", target=BACKWARD) if node.args[-1][1]]
+
+
 @pytest.mark.parametrize("memory_format", [torch.channels_last, torch.contiguous_format])
 def test_what_is_made_again_has_the_format_of_the_weight(memory_format: torch.memory_format) -> None:
     model = nn.Sequential(nn.Conv2d(3, 8, 3), Block(), Block()).to(memory_format=memory_format)
     x = torch.randn(2, 3, 16, 16).to(memory_format=memory_format)
     graph = cut(model, x, enabled=False)
-    nodes = graph.find_nodes(op="call_function", target=BACKWARD)
-    made = [node.args[1] for node in nodes if node.args[1].op != "placeholder"]
-    assert len(nodes) == 5
+    made = [node.args[1] for node in of_weights(graph) if node.args[1].op != "placeholder"]
+    assert len(of_weights(graph)) == 5
     assert len(made) >= 2
     for given in made:
         assert compiler.is_channels_last(given) == (memory_format is torch.channels_last)
@@ -74,7 +78,7 @@ def test_what_is_made_again_has_the_format_of_the_weight(memory_format: torch.me
 def test_the_cast_of_a_weight_of_one_channel_is_kept() -> None:
     model = nn.Sequential(nn.Conv2d(3, 8, 3), Block(groups=8), Block(groups=8)).to(memory_format=torch.channels_last)
     graph = cut(model, torch.randn(2, 3, 16, 16).to(memory_format=torch.channels_last), enabled=True)
-    weights = [node.args[2] for node in graph.find_nodes(op="call_function", target=BACKWARD)]
+    weights = [node.args[2] for node in of_weights(graph)]
     for weight in weights:
         is_one_channel = weight.meta["val"].shape[1] == 1
         assert (weight.op == "placeholder") == is_one_channel
