@@ -1,6 +1,8 @@
-"""Convolutions in channels_last: what backward makes again for them has their format."""
+"""Convolutions: what backward makes again for them has their format; their two gradients are two ops."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
@@ -8,10 +10,10 @@ from torch import Tensor, fx, nn
 
 from leangrad._torch import compiler
 from leangrad.compiled import compile_lean
-from leangrad.compiled.convolutions import lay_out_convolutions
+from leangrad.compiled.convolutions import lay_out_convolutions, split_convolutions
 from leangrad.compiled.partitioner import Settings
-from tests.support.compiling import is_near
-from tests.support.partitions import Partitions
+from tests.support.compiling import is_near, no_caches
+from tests.support.partitions import Partitions, moved_by_backward
 
 BACKWARD = torch.ops.aten.convolution_backward.default
 
@@ -43,8 +45,8 @@ class ChannelAttention(nn.Module):
         return (weights @ q.transpose(-2, -1)).transpose(-2, -1).transpose(1, 2).reshape(rows, length, width)
 
 
-def cut(model: nn.Module, x: Tensor, **autocast: bool) -> fx.Graph:
-    """The backward graph of a step."""
+def cut(model: nn.Module, x: Tensor, *, is_same: bool = False, **autocast: bool) -> fx.Graph:
+    """The backward graph of a step; with `is_same`, its gradients are those of torch's own cut to the bit."""
     found = Partitions(Settings(slowdown=10.0))
     torch._dynamo.reset()
     step = torch.compile(model, backend=found.backend)
@@ -52,7 +54,8 @@ def cut(model: nn.Module, x: Tensor, **autocast: bool) -> fx.Graph:
         out = step(x)
     out.float().square().sum().backward()
     (part,) = found.found
-    assert part.compared > 0  # bits may differ: a product in another memory format may add in another order
+    assert part.compared > 0
+    assert not (is_same and part.differences)  # a product in another memory format may add in another order
     return part.backward.graph
 
 
@@ -73,6 +76,92 @@ def test_what_is_made_again_has_the_format_of_the_weight(memory_format: torch.me
         assert compiler.is_channels_last(given) == (memory_format is torch.channels_last)
     copies = [node for node in made if node.target is torch.ops.aten.clone.default]
     assert bool(copies) == (memory_format is torch.channels_last)
+
+
+class Normed(nn.Module):
+    """A convolution, then norms and activations, each with another convolution after it."""
+
+    def __init__(self, dimensions: int, bias: bool, **options: Any) -> None:
+        super().__init__()
+        convolution, norm = getattr(nn, f"Conv{dimensions}d"), getattr(nn, f"BatchNorm{dimensions}d")
+        if options.pop("transposed", False):
+            convolution = getattr(nn, f"ConvTranspose{dimensions}d")
+        layers = [(norm(8), nn.ReLU(), convolution(8, 8, 3, padding=1, bias=bias, **options)) for _ in range(3)]
+        self.layers = nn.Sequential(convolution(8, 8, 1), *(module for layer in layers for module in layer))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+def halves(graph: fx.Graph) -> tuple[list[fx.Node], list[fx.Node]]:
+    """The ops that compute only the gradient of the input, and only those of the weight and the bias."""
+    nodes = graph.find_nodes(op="call_function", target=BACKWARD)
+    masks = [(node, node.args[-1]) for node in nodes]
+    return [n for n, mask in masks if not any(mask[1:])], [n for n, mask in masks if not mask[0]]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("options", [{}, {"groups": 8}, {"dilation": 2}, {"stride": 2}, {"transposed": True}])
+@pytest.mark.parametrize("dimensions", [1, 2, 3])
+def test_the_two_gradients_are_two_ops(dimensions: int, options: dict[str, Any], bias: bool) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 8, *[9] * dimensions, requires_grad=True)
+    graph = cut(Normed(dimensions, bias, **options), x, enabled=False, is_same=True)
+    of_inputs, of_weights = halves(graph)
+    assert (len(of_inputs), len(of_weights)) == (3, 3)  # the first convolution reads what stands anyway
+    for one, other in zip(of_inputs, of_weights, strict=True):
+        stand_in, given = one.args[1], other.args[1]
+        assert (stand_in.op, given.op) == ("placeholder", "call_function")
+        assert compiler.is_laid_out_like(stand_in, given)
+        assert [one.args[0], *one.args[2:-1]] == [other.args[0], *other.args[2:-1]]
+        assert [value is not None for value in other.meta["val"]] == [False, True, bias]
+        assert len(stand_in.users) > 1  # the derivative of the norm reads it too
+
+
+@pytest.mark.parametrize("between", [nn.AvgPool2d(2), nn.Upsample(scale_factor=2), nn.ZeroPad2d(1), nn.Flatten(0, 1)])
+def test_without_a_kept_value_of_that_layout_they_stay_one_op(between: nn.Module) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.norm, self.second = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            read = between(self.norm(self.first(x)).relu())
+            return self.second(read.view(-1, 8, *read.shape[-2:]))
+
+    graph = cut(Net(), torch.randn(2, 3, 12, 12), enabled=False, is_same=True)
+    of_inputs, _ = halves(graph)
+    assert bool(of_inputs) == isinstance(between, nn.Flatten)  # which changes nothing for the convolution
+
+
+def test_sizes_that_are_symbols_get_no_guard() -> None:
+    found, guards = Partitions(Settings(slowdown=10.0)), []
+    for split in (lambda graph: None, split_convolutions):
+        torch._dynamo.reset()
+        with pytest.MonkeyPatch.context() as patch, no_caches():
+            patch.setattr("leangrad.compiled.partitioner.split_convolutions", split)
+            step = torch.compile(Normed(2, bias=False), backend=found.backend, dynamic=True)
+            for rows, side in ((2, 9), (3, 9), (2, 11), (5, 12)):
+                step(torch.randn(rows, 8, side, side, requires_grad=True)).sum().backward()
+        (node, *_) = found.found[-1].backward.graph.find_nodes(op="call_function", target=BACKWARD)
+        guards.append([str(guard.expr) for guard in node.args[0].meta["val"].fake_mode.shape_env.guards])
+    without, ours = found.found
+    assert not ours.differences
+    assert [[len(half) for half in halves(part.backward.graph)] for part in (without, ours)] == [[0, 0], [3, 3]]
+    assert guards[0] == guards[1]
+
+
+def test_inductor_makes_no_pass_of_its_own_over_memory_for_the_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the scheduler's own count: the input is written by a kernel that reads the gradient and the norm's input."""
+    monkeypatch.setattr("torch._inductor.ir.is_cpu", lambda value: False)
+    model, x = Normed(2, bias=False), torch.randn(2, 8, 16, 16)
+    moved = []
+    for split in (split_convolutions, lambda graph: None):
+        monkeypatch.setattr("leangrad.compiled.partitioner.split_convolutions", split)
+        moved.append(moved_by_backward(model, x))
+    ours, before = moved
+    assert ours.kernels == before.kernels - 3
+    assert ours.pointwise_bytes <= before.pointwise_bytes - 3 * x.nbytes
 
 
 def test_the_cast_of_a_weight_of_one_channel_is_kept() -> None:

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import copy
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, fx, nn
-from torch._inductor import config
-from torch._inductor.compile_fx import compile_fx_inner
-from torch._inductor.exc import InductorError
-from torch._inductor.graph import GraphLowering
 
 from leangrad.compiled import compile_lean
 from leangrad.compiled.copies import NamedCopy, insert_copies
 from leangrad.compiled.joint_graph import op_name
 from leangrad.compiled.partitioner import Settings
 from tests.support.compiling import is_near, no_caches
-from tests.support.partitions import Partition, Partitions
+from tests.support.partitions import Partition, Partitions, moved_by_backward
 
 CONVOLUTION = torch.ops.aten.convolution_backward.default
 
@@ -121,7 +114,7 @@ def test_inductor_moves_fewer_bytes(activation: type[nn.Module], change: str, mo
     moved = []
     for insert in (insert_copies, lambda graph, copies: None):
         monkeypatch.setattr("leangrad.compiled.partitioner.insert_copies", insert)
-        moved.append(bytes_of_backward(model, torch.randn(2, 3, 16, 16), dynamic=change == "dynamic"))
+        moved.append(moved_by_backward(model, torch.randn(2, 3, 16, 16), dynamic=change == "dynamic").nbytes)
     layers, size = 3, 2 * 8 * 16 * 16 * 4
     assert moved[0] <= moved[1] - layers * size
 
@@ -141,37 +134,3 @@ class Dense(nn.Module):
         for norm, convolution in zip(self.norms, self.convolutions, strict=True):
             found.append(convolution(self.activation(norm(torch.cat(found, 1)))))
         return torch.cat(found, 1)
-
-
-class EnoughError(Exception):
-    """Raised in place of generating code."""
-
-
-class Counting(Partitions):
-    """Partitions that ask Inductor's scheduler how many bytes the kernels of backward move."""
-
-    moved: int = 0
-
-    def _inner_compile(self, gm: fx.GraphModule, inputs: Any, **named: Any) -> Any:
-        run = super()._inner_compile(gm, inputs, **named)
-        if named.get("is_backward"):
-            with pytest.MonkeyPatch.context() as patch, config.patch(realize_reads_threshold=self.reused_reads):
-                patch.setattr(GraphLowering, "compile_to_module", lambda lowering: self._count(lowering))
-                with pytest.raises((EnoughError, InductorError)):
-                    compile_fx_inner(copy.deepcopy(gm), inputs, **named)
-        return run
-
-    def _count(self, lowering: Any) -> None:
-        lowering.init_wrapper_code()
-        lowering._update_scheduler()
-        self.moved = sum(node.get_read_write_buffers_sizes() for node in lowering.scheduler.nodes)
-        raise EnoughError
-
-
-def bytes_of_backward(model: nn.Module, x: Tensor, *, dynamic: bool) -> int:
-    found = Counting(Settings(slowdown=10.0))
-    torch._dynamo.reset()
-    with no_caches():
-        torch.compile(model, backend=found.backend, dynamic=dynamic)(x).square().sum().backward()
-    assert found.moved
-    return found.moved

@@ -6,13 +6,18 @@ with its random numbers, after its passes over the joint graph.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
-from torch import Tensor, fx
-from torch._inductor.compile_fx import compile_fx
+from torch import Tensor, fx, nn
+from torch._inductor import config
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._inductor.exc import InductorError
+from torch._inductor.graph import GraphLowering
 
 from leangrad._torch import compiler
 from leangrad.compiled.joint_graph import op_name, read_joint_graph
@@ -20,6 +25,7 @@ from leangrad.compiled.partitioner import Partitioner, Settings
 from leangrad.policy.choice import REUSED_READS
 from leangrad.policy.ops import is_heavy
 from tests.support.bits import difference
+from tests.support.compiling import no_caches
 
 
 @dataclass
@@ -187,3 +193,49 @@ def kept_bytes(forward: fx.GraphModule, outputs: int) -> int:
         if isinstance(value, Tensor) and storage is not None and storage not in free:
             sizes[storage] = max(sizes.get(storage, 0), int(value.untyped_storage().nbytes()))
     return sum(sizes.values())
+
+
+@dataclass(frozen=True)
+class Moved:
+    """What Inductor's scheduler says of a graph."""
+
+    nbytes: int  # that its kernels read and write
+    pointwise_bytes: int  # the same of those that Inductor generates
+    kernels: int  # that Inductor generates
+
+
+def moved_by_backward(model: nn.Module, x: Tensor, *, dynamic: bool = False) -> Moved:
+    """What the backward of a step moves, by Inductor's scheduler, with our partitioner; no code is generated."""
+    found = _Scheduled(Settings(slowdown=10.0))
+    torch._dynamo.reset()
+    with no_caches():
+        torch.compile(model, backend=found.backend, dynamic=dynamic)(x).square().sum().backward()
+    assert found.moved is not None
+    return found.moved
+
+
+class _EnoughError(Exception):
+    """Raised in place of generating code."""
+
+
+class _Scheduled(Partitions):
+    """Partitions that ask Inductor's scheduler about the backward graph."""
+
+    moved: Moved | None = None
+
+    def _inner_compile(self, gm: fx.GraphModule, inputs: Any, **named: Any) -> Any:
+        run = super()._inner_compile(gm, inputs, **named)
+        if named.get("is_backward"):
+            with pytest.MonkeyPatch.context() as patch, config.patch(realize_reads_threshold=self.reused_reads):
+                patch.setattr(GraphLowering, "compile_to_module", lambda lowering: self._count(lowering))
+                with pytest.raises((_EnoughError, InductorError)):
+                    compile_fx_inner(copy.deepcopy(gm), inputs, **named)
+        return run
+
+    def _count(self, lowering: Any) -> None:
+        lowering.init_wrapper_code()
+        lowering._update_scheduler()
+        sizes = [(node.is_extern(), node.get_read_write_buffers_sizes()) for node in lowering.scheduler.nodes]
+        own = [size for is_extern, size in sizes if not is_extern]
+        self.moved = Moved(sum(size for _, size in sizes), sum(own), len(own))
+        raise _EnoughError
