@@ -104,6 +104,7 @@ def main() -> None:
             if way == "checkpoint" and "peak_gib" in row:
                 budget = int(row["peak_gib"] * GIB)
             gc.collect()
+            torch._C._cuda_clearCublasWorkspaces()  # one for each stream that was ever used: the next way has its own
             torch.cuda.empty_cache()
             rows.append(row)
             print(json.dumps(row), flush=True)
