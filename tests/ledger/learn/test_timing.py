@@ -15,6 +15,7 @@ import leangrad
 from leangrad.ledger.learn import timing
 from leangrad.ledger.learn.timing import Cost, SavedMarks, Timing
 from leangrad.ledger.values import value as value_module
+from leangrad.ledger.values.pending_save import PendingSave
 from leangrad.ledger.values.rebuild import replays
 from leangrad.ledger.values.rebuild.replays import timed_by
 from leangrad.ledger.values.value import Value, leaf_value
@@ -78,6 +79,20 @@ def test_what_was_made_on_the_way_and_is_no_item_is_part_of_what_it_was_made_for
     values = chain(clock.slow(5.0), clock.slow(0.5), clock.slow(0.25))
     watch = timed([values[0], None, values[2]], [values[2]])
     assert watch.costs(items(100, 100), [0, -1, 1], frozenset()) == {0: Cost(5.0, 5.0), 1: Cost(0.75, 0.75)}
+
+
+def test_what_was_undecided_when_it_was_saved_has_its_own_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that may need only a tensor's shape packs a slot, which is filled when the call has ended."""
+    clock = Clock(monkeypatch)
+    values = chain(clock.slow(5.0), clock.slow(0.5), clock.slow(0.25))
+    slots = [PendingSave(torch.ones(4), number) for number in range(3)]
+    watch = Timing(on_gpu=False)
+    for slot, value in zip(slots, values, strict=True):
+        watch.note(slot, slot.number)
+        slot.packed = value
+    watch.unpack(slots[2])
+    found = watch.costs(items(100, 100, 1000), [0, 1, 2], frozenset())
+    assert found == {0: Cost(5.0, 5.0), 1: Cost(0.5, 0.5), 2: Cost(0.25, 0.25)}
 
 
 def test_what_is_read_again_costs_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:

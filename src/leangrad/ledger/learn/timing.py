@@ -123,6 +123,7 @@ class Timing:
     def __init__(self, *, on_gpu: bool) -> None:
         self._stopwatch = Stopwatch(on_gpu=on_gpu)
         self._numbers: dict[int, int] = {}  # number of a saved tensor by the id of what it was packed as
+        self._pending: list[tuple[PendingSave, int]] = []  # saved tensors that may be undecided, with their numbers
         self._made: dict[int, int] = {}  # number of a saved tensor by the id of its Value
         self._reads: list[_Read] = []
         self._ops: list[_Op] = []  # outermost ops of the rebuild that is running
@@ -132,14 +133,18 @@ class Timing:
     def note(self, packed: Any, number: int) -> None:
         """Note that saved tensor ``number`` was packed as ``packed``."""
         self._numbers[id(packed)] = number
-        if (value := value_of(packed)) is not None:
+        if type(packed) is PendingSave:
+            self._pending.append((packed, number))
+        elif (value := value_of(packed)) is not None:
             self._made.setdefault(id(value), number)
 
     def unpack(self, packed: Any) -> Tensor:
         """Return the saved tensor for backward, and record how long that took."""
+        for pending, place in self._pending:  # all are decided now, and this rebuild may make any of them on its way
+            if (value := value_of(pending.packed)) is not None:
+                self._made.setdefault(id(value), place)
+        self._pending.clear()
         number = self._numbers.get(id(packed), -1)
-        if type(packed) is PendingSave and (value := value_of(packed.packed)) is not None:
-            self._made.setdefault(id(value), number)
         self._ops, self._open, self._spent = [], [], 0.0
         with timed_by(self):
             began = time.perf_counter()
