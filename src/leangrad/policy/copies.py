@@ -58,7 +58,7 @@ def _may_be_copied(kernels: Kernels, n: int) -> bool:
         return False
     if kernels.across[n] or kernels.windows[n]:
         return False
-    return kernels.reads[n].isdisjoint(kernels.place)
+    return not any(b in kernels.place for b in kernels.reads[n])
 
 
 def _copy(kernels: Kernels, n: int, read: dict[tuple[int, bool], set[int]]) -> Copy | None:
