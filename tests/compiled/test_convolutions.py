@@ -135,21 +135,39 @@ def test_without_a_kept_value_of_that_layout_they_stay_one_op(between: nn.Module
     assert bool(of_inputs) == isinstance(between, nn.Flatten)  # which changes nothing for the convolution
 
 
-def test_sizes_that_are_symbols_get_no_guard() -> None:
+@pytest.mark.parametrize("symbols", ["rows", "sides"])
+def test_sizes_that_are_symbols_get_no_guard(symbols: str) -> None:
+    """Rows make no stride a symbol; sides do, and then the two stay one op: see [Note: two gradients]."""
     found, guards = Partitions(Settings(slowdown=10.0)), []
     for split in (lambda graph: None, split_convolutions):
         torch._dynamo.reset()
         with pytest.MonkeyPatch.context() as patch, no_caches():
             patch.setattr("leangrad.compiled.partitioner.split_convolutions", split)
-            step = torch.compile(Normed(2, bias=False), backend=found.backend, dynamic=True)
+            step = torch.compile(Normed(2, bias=False), backend=found.backend)
             for rows, side in ((2, 9), (3, 9), (2, 11), (5, 12)):
-                step(torch.randn(rows, 8, side, side, requires_grad=True)).sum().backward()
+                x = torch.randn(rows, 8, side, side) if symbols == "sides" else torch.randn(rows, 8, 9, 9)
+                for dimension in (0,) if symbols == "rows" else (0, 2, 3):
+                    torch._dynamo.maybe_mark_dynamic(x, dimension)
+                step(x.requires_grad_()).sum().backward()
         (node, *_) = found.found[-1].backward.graph.find_nodes(op="call_function", target=BACKWARD)
         guards.append([str(guard.expr) for guard in node.args[0].meta["val"].fake_mode.shape_env.guards])
     without, ours = found.found
     assert not ours.differences
-    assert [[len(half) for half in halves(part.backward.graph)] for part in (without, ours)] == [[0, 0], [3, 3]]
+    expected = [3, 3] if symbols == "rows" else [0, 0]
+    assert [[len(half) for half in halves(part.backward.graph)] for part in (without, ours)] == [[0, 0], expected]
     assert guards[0] == guards[1]
+
+
+def test_the_input_of_a_frozen_convolution_is_not_recomputed() -> None:
+    """Its gradient is all there is to compute, and that reads only the input's shape and strides."""
+    model = Normed(2, bias=False)
+    for convolution in model.modules():
+        if isinstance(convolution, nn.Conv2d):
+            convolution.weight.requires_grad_(False)
+    graph = cut(model, torch.randn(2, 8, 9, 9), enabled=False, is_same=True)
+    nodes = [node for node in graph.find_nodes(op="call_function", target=BACKWARD) if node.args[-1][0]]
+    assert [list(node.args[-1]) for node in nodes] == [[True, False, False]] * 3
+    assert [node.args[1].op for node in nodes] == ["placeholder"] * 3
 
 
 def test_inductor_makes_no_pass_of_its_own_over_memory_for_the_input(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,14 +315,17 @@ class RandomNet(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(n, marks=pytest.mark.slow) for n in range(3, 18) if n != 10)])
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(n, marks=pytest.mark.slow) for n in range(3, 8))])
 def test_two_ops_compute_what_one_does(seed: int) -> None:
-    """In these nets at least one input is recomputed from a value of its layout; not so with seeds 2 and 10."""
+    """In these nets at least one input is recomputed from a value of its layout; not so with seed 2."""
     model, found = RandomNet(seed), Partitions(Settings(slowdown=10.0))
     torch._dynamo.reset()
-    step: Any = torch.compile(model, backend=found.backend, dynamic=seed % 3 == 2)
+    step: Any = torch.compile(model, backend=found.backend)
+    x = torch.randn(2, 3, *[7] * model.dims)
+    if seed % 3 == 2:
+        torch._dynamo.mark_dynamic(x, 0)
     with torch.autocast("cpu", torch.bfloat16, enabled=seed % 3 == 1):
-        out = step(torch.randn(2, 3, *[7] * model.dims))
+        out = step(x)
     out.float().square().sum().backward()
     (part,) = found.found
     assert part.compared > 0

@@ -241,6 +241,14 @@ def is_laid_out_like(node: fx.Node, other: fx.Node) -> bool:
     return [*map(_expression, sizes)] == [*map(_expression, others)]
 
 
+def has_known_strides(node: fx.Node) -> bool:
+    """Whether a node's tensor has strides, and none of them is a symbol."""
+    value = node.meta.get("val")
+    if not isinstance(value, Tensor) or value.layout is not torch.strided:
+        return False
+    return all(isinstance(stride, int) for stride in value.stride())
+
+
 def _expression(size: Any) -> Any:
     """Return a size in a form that is compared without a guard."""
     return size if isinstance(size, int) else size.node.expr

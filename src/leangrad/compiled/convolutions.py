@@ -21,12 +21,16 @@ strides that were traced.
 though only the weight's gradient reads it. If the input is recomputed, a pass over memory is made for that alone: the
 gradient, which the derivative of the norm before the convolution reads with the very same memories, is not there yet.
 So the op becomes two, as the gradients of a linear layer are: first the input's gradient, then the weight's. Inductor
-then recomputes the input in the kernel that computes the norm's derivative, between the two. No kernel is added, for
-the one op calls two kernels.
+then recomputes the input in the kernel that computes the derivative of a batch norm, between the two. The one op calls
+two kernels, so none is added.
 
 The first op reads only the input's shape, strides and dtype. So it is given another value of these, which forward has
-kept. That must be a value from which the input is recomputed, and which the derivative reads too: it is in memory until
-then in any case.
+kept: one from which the input is recomputed, and from which something near the gradient is computed too, so that it is
+in memory until then in any case. If the weight is frozen, the first op is the only one, and the input is not recomputed
+for it.
+
+A gradient with symbolic strides has them checked by Inductor once it has two readers, and torch 2.13 fails at some of
+these checks (`Mod` of a size that a stride has divided). Its op stays whole. A batch of any size has no such strides.
 """
 
 from __future__ import annotations
@@ -68,14 +72,20 @@ def lay_out_convolutions(backward: fx.Graph) -> None:
 def split_convolutions(backward: fx.Graph) -> None:
     """Split the backward of each convolution whose input is recomputed into two ops: see [Note: two gradients]."""
     for node in backward.find_nodes(op="call_function", target=_BACKWARD):
-        gradients = {user.args[1]: user for user in node.users if user.target is operator.getitem}
-        is_whole = len(gradients) == len(node.users) and gradients.keys() >= {0, 1} and all(node.args[-1][:2])
-        if is_whole and node.args[1].op != "placeholder" and (like := _kept_like(node.args[1], gradients[0])):
-            _split(node, like, gradients)
+        gradient, given, mask = node.args[0], node.args[1], node.args[-1]
+        readers = {user.args[1]: user for user in node.users if user.target is operator.getitem}
+        is_known = len(readers) == len(node.users) and mask[0] and 0 in readers
+        if given.op == "placeholder" or not is_known or not compiler.has_known_strides(gradient):
+            continue
+        like = _kept_like(given, readers[0])
+        if like is not None and mask[1]:
+            _split(node, like, readers)
+        elif like is not None:
+            node.update_arg(1, like)
 
 
 def _kept_like(given: fx.Node, gradient: fx.Node) -> fx.Node | None:
-    """Return a kept value that is laid out like ``given``, and is read to compute it and what ``gradient`` reaches."""
+    """Return a kept value laid out like ``given``; ``given`` and a reader of ``gradient`` are both computed from it."""
     similar = [node for node in _kept_for([given]) if compiler.is_laid_out_like(node, given)]
     if not similar:
         return None
@@ -110,7 +120,7 @@ def _reached(gradient: fx.Node) -> dict[fx.Node, None]:
     return reached
 
 
-def _split(node: fx.Node, like: fx.Node, gradients: dict[int, fx.Node]) -> None:
+def _split(node: fx.Node, like: fx.Node, readers: dict[int, fx.Node]) -> None:
     arguments: tuple[Any, ...] = node.args
     gradient, given, *rest, mask = arguments
     results = node.meta["val"]
@@ -119,8 +129,8 @@ def _split(node: fx.Node, like: fx.Node, gradients: dict[int, fx.Node]) -> None:
             half = node.graph.call_function(_BACKWARD, (gradient, its_input, *rest, its_mask))
         half.meta = {key: value for key, value in node.meta.items() if key not in _ITS_OWN}
         half.meta["val"] = tuple(one if is_made else None for one, is_made in zip(results, its_mask, strict=True))
-        for n in (n for n in gradients if its_mask[n]):
-            gradients[n].replace_input_with(node, half)
+        for n in (n for n in readers if its_mask[n]):
+            readers[n].replace_input_with(node, half)
     node.graph.erase_node(node)
 
 
