@@ -62,6 +62,26 @@ def test_no_copy_where_the_kernel_would_read_another_memory_for_it() -> None:
     assert copies_of(graph, cheapest_cut(graph)) == []
 
 
+@pytest.mark.parametrize("results", [1, 2])
+def test_no_copy_that_gives_a_buffer_to_another_value_than_the_one_that_is_read(results: int) -> None:
+    """With the copy the sum is made from nine memories and gets a buffer: its cast does so then only if it must."""
+    product, mean, deviation, relu, gradient, other, statistics = 0, 1, 2, 3, 4, 5, (6, 7, 8, 9, 10)
+    values = [
+        Value(MAP, is_fixed=True, work=5000),
+        *(Value(STATISTIC, (product,), is_fixed=True, can_inline=True) for _ in (mean, deviation)),
+        Value(MAP, (product, mean, deviation), **POINTWISE),
+        Value(MAP, (), is_backward=True),
+        Value(MAP, (relu, gradient), is_backward=True, work=5000),
+        *(Value(STATISTIC, (other,), is_backward=True, can_inline=True) for _ in statistics),
+        Value(2 * MAP, (relu, other, product, *statistics), is_backward=True, **POINTWISE),
+        Value(MAP, (11,), is_backward=True, **POINTWISE),
+        *(Value(MAP, (12,), is_backward=True, is_output=True, **POINTWISE) for _ in range(results)),
+    ]
+    graph = Graph(values)
+    found = copies_of(graph, cheapest_cut(graph))
+    assert [copy.value for copy in found] == ([relu] if results == 1 else [])
+
+
 def test_no_copy_where_another_kernel_needs_the_value_after_all() -> None:
     """The second one reads no product's output, in the same stage: the pass is made anyway."""
     values = [*block().values, Value(MAP, (RELU, OTHER), is_backward=True, is_output=True, **POINTWISE)]

@@ -134,20 +134,32 @@ def _would_be_written(
     """Whether a part of the copy of value ``n``, or what is computed from it, would get a buffer of its own.
 
     That depends on the readers within one kernel, since each kernel has its own copy; value ``n`` itself has one reader
-    in each copy. A value with a single reader may get a buffer, which the kernel of the reader takes in. See `Fusion`.
+    in each copy. A value with a single reader may get a buffer if its kernel's result must have one, or the only value
+    made from that: the kernel takes it in. Else the result is computed from the buffer alone, and its readers read the
+    buffer in its place: a norm's derivative in single precision, not its cast. See `Fusion`.
     """
     graph, fusion = kernels.graph, kernels.fusion
     most = min(fusion.reused_reads, fusion.reads)
 
-    def is_too_large(x: int) -> bool:
+    def is_too_large(x: int, most: int = most) -> bool:
         if x in ops:
             return len(kernels.reads[x]) > most or len(ops) > fusion.ops
         return len(kernels.reads[x] - {n} | kernels.reads[n]) > most or kernels.ops[x] + len(ops) > fusion.ops
+
+    def takes_in(end: int) -> bool:
+        while not kernels.must[end]:
+            readers = [r for r in graph.readers[end] if r in kernels.place]
+            if len(readers) != 1:
+                return False
+            (end,) = readers
+        return True
 
     def is_reused(x: int, within: AbstractSet[int]) -> bool:
         return sum(r in within for r in graph.readers[x]) > 1
 
     if any(is_reused(x, ops) and is_too_large(x) for x in ops):
+        return True
+    if any(is_too_large(x, fusion.reads) for x in inlined) and not all(map(takes_in, ends)):
         return True
     suspects = {x for x in inlined - ops if len(graph.readers[x]) > 1 and is_too_large(x)}
     return bool(suspects) and any(

@@ -51,6 +51,7 @@ class Kernels:
     is_backward: bool
     place: dict[int, int] = field(default_factory=dict)  # of each value: its position when it is computed
     stage: dict[int, int] = field(default_factory=dict)  # of each value: how many heavy ops run before it
+    must: dict[int, bool] = field(default_factory=dict)  # whether each value is, however few memories it is made from
     has_buffer: dict[int, bool] = field(default_factory=dict)  # whether each value is the result of a kernel
     written: dict[int, bool] = field(default_factory=dict)  # whether each value is written to memory
     ops: dict[int, int] = field(default_factory=dict)  # of a value without a buffer: the ops that compute it
@@ -78,6 +79,7 @@ class Kernels:
         self.across[n] = self._read_across(n, inlined)
         self.windows[n] = self._read_by_windows(n, inlined)
         if value.view_of is not None:
+            self.must[n] = self.must.get(value.view_of, True)
             self.has_buffer[n] = self.has_buffer.get(value.view_of, True)
             self.written[n] = False
             self.reads[n] = frozenset({graph.base(n)} if self.has_buffer[n] else self.reads[value.view_of])
@@ -91,7 +93,7 @@ class Kernels:
         has_buffer = must or len(found) > most or ops > fusion.ops
         if has_buffer and self.is_backward and value.can_inline and not value.is_backward:
             self._fuse(n, found)
-        self.has_buffer[n] = has_buffer
+        self.must[n], self.has_buffer[n] = must, has_buffer
         self.written[n] = must or (has_buffer and any(self.stage[r] > self.stage[n] for r in readers))
         self.reads[n] = frozenset(found)
         self.ops[n] = 1 if has_buffer else ops
