@@ -253,22 +253,24 @@ def test_convolutions_take_it_for_channels_last_as_torch_does() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:TF32 acceleration on top of oneDNN")
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("seed", range(100))
-def test_the_gradient_of_an_input_does_not_read_its_values(seed: int) -> None:
+def test_the_gradient_of_an_input_does_not_read_its_values(seed: int, device: str) -> None:
     """See [Note: two gradients]: neither in value nor in layout does it depend on what the input holds."""
     choose = random.Random(seed)
     dims, transposed, groups = choose.choice((1, 2, 2, 3)), choose.random() < 0.3, choose.choice((1, 1, 2, 4))
     shape = (choose.choice((0, 1, 2, 2)), 4, *(choose.randint(5, 7) for _ in range(dims)))
     steps, edges, dilation = ([choose.choice(of) for _ in range(dims)] for of in ((1, 2), (0, 1), (1, 1, 2)))
     dtype = choose.choice((torch.float32, torch.float64, torch.bfloat16))
-    x = torch.randn(shape).to(dtype)
+    x = torch.randn(shape).to(device, dtype)
     weight = torch.randn(4 if transposed else 8, (8 if transposed else 4) // groups, *[choose.randint(1, 3)] * dims)
-    weight = weight.to(dtype)
+    weight = weight.to(device, dtype)
     if dims > 1:
         formats = (torch.contiguous_format, torch.channels_last if dims == 2 else torch.channels_last_3d)
         x, weight = (one.contiguous(memory_format=choose.choice(formats)) for one in (x, weight))
     rest = (steps, edges, dilation, transposed, [0] * dims, groups)
-    with torch.backends.mkldnn.flags(enabled=choose.random() < 0.5):
+    has_library = choose.random() < 0.5
+    with torch.backends.mkldnn.flags(enabled=has_library), torch.backends.cudnn.flags(has_library, deterministic=True):
         gradient = torch.randn_like(torch.ops.aten.convolution.default(x, weight, None, *rest))
         both = BACKWARD(gradient, x, weight, [8], *rest, [True, True, True])
         first = BACKWARD(gradient, torch.full_like(x, torch.nan), weight, [8], *rest, [True, False, False])
