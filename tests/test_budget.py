@@ -133,7 +133,7 @@ def test_more_room_never_takes_longer(net: Net, x: Tensor, monkeypatch: pytest.M
     settle(lean, x)
     tuner: Any = leangrad.ledger_of(lean)._tuner
     assert leangrad.ledger_of(lean)._kept_items == tuner.search.smallest
-    assert peak(lean, x) <= 1.02 * least
+    assert max(peak(lean, x) for _ in range(4)) <= 1.02 * least  # what is measured later is no reason to keep more
 
 
 def test_more_room_is_less_work(net: Net, x: Tensor) -> None:

@@ -94,10 +94,11 @@ class BudgetSearch(PlanSearch):
                 yield from self.measure(kept)
                 if peaks.peak is None or peaks.peak <= limit:
                     best = kept
+        found = best
         if best != self.smallest:
-            best = yield from self._fastest(limit, best)
+            found = yield from self._fastest(limit, best)
         peaks.is_settled = True
-        yield from self._correct(limit, best)
+        yield from self._correct(limit, found, may_keep_more=found == best or found != self.smallest)
 
     def _fastest(self, limit: int, best: frozenset[int]) -> Generator[StepMode, None, frozenset[int]]:
         """Time up to three plans that fit and return the fastest, because predicted times may be wrong.
@@ -119,8 +120,11 @@ class BudgetSearch(PlanSearch):
         self.ends_early = found == early != best
         return found
 
-    def _correct(self, limit: int, best: frozenset[int]) -> Iterator[StepMode]:
-        """Run the plan ``best`` from now on, and correct it where its measured peak differs from the predicted one."""
+    def _correct(self, limit: int, best: frozenset[int], *, may_keep_more: bool) -> Iterator[StepMode]:
+        """Run the plan ``best`` from now on, and correct it where its measured peak differs from the predicted one.
+
+        may_keep_more: False if ``best`` is the smallest plan because one that keeps more was slower.
+        """
         peaks = self.peaks
         fitting, corrections, was_above = self.smallest, 0, False
         measured_plan, tries_left, patience = best, MEASURED_STEPS, PATIENCE
@@ -154,7 +158,7 @@ class BudgetSearch(PlanSearch):
                 best = smaller if smaller != best and corrections <= CORRECTIONS else self.smallest
             else:
                 fitting = best
-                if not was_above and corrections < CORRECTIONS:
+                if may_keep_more and not was_above and corrections < CORRECTIONS:
                     best = self._within(limit, 1.0)
                     corrections += best != fitting
 
