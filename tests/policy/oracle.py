@@ -7,6 +7,7 @@ from collections.abc import Set as AbstractSet
 from itertools import chain, combinations
 
 from leangrad.policy.copies import Copy, find_copies
+from leangrad.policy.cut import HANDED_OUT, SCALE
 from leangrad.policy.graph import Graph
 from leangrad.policy.kernels import Fusion, Kernels
 
@@ -30,6 +31,7 @@ def every_set(values: Sequence[int]) -> Iterator[frozenset[int]]:
 def cost(graph: Graph, kept: AbstractSet[int], price: float, pinned: AbstractSet[int]) -> float | None:
     """What keeping this set costs, the price of what is made again included. None: it is not enough.
 
+    What forward returns counts a little less, as in the cut, which so keeps it rather than a value of equal size.
     A value that the user has forced is made again, if anything that backward may make again rests on it.
     """
     values = graph.values
@@ -54,7 +56,8 @@ def cost(graph: Graph, kept: AbstractSet[int], price: float, pinned: AbstractSet
         made.add(n)
         frontier += values[n].inputs
     prices = sum(values[n].price for n in made if values[n].inputs and not values[n].is_forced)
-    return sum(values[n].nbytes for n in kept if not values[n].is_standing) + price * prices
+    scales = {n: HANDED_OUT / SCALE if n in graph.handed_out else 1.0 for n in kept}
+    return sum(scales[n] * values[n].nbytes for n in kept if not values[n].is_standing) + price * prices
 
 
 def cheapest_cost(graph: Graph, price: float, pinned: AbstractSet[int]) -> float | None:
