@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch.utils.checkpoint import checkpoint
 
 from leangrad._torch import compiler
 from leangrad.compiled import compile_lean
@@ -108,9 +109,9 @@ def test_the_two_gradients_are_two_ops(dimensions: int, options: dict[str, Any],
     torch.manual_seed(0)
     x = torch.randn(2, 8, *[9] * dimensions, requires_grad=True)
     graph = cut(Normed(dimensions, bias, **options), x, enabled=False, is_same=True)
-    of_inputs, of_weights = halves(graph)
-    assert (len(of_inputs), len(of_weights)) == (3, 3)  # the first convolution reads what stands anyway
-    for one, other in zip(of_inputs, of_weights, strict=True):
+    firsts, seconds = halves(graph)
+    assert (len(firsts), len(seconds)) == (3, 3)  # the first convolution reads what stands anyway
+    for one, other in zip(firsts, seconds, strict=True):
         stand_in, given = one.args[1], other.args[1]
         assert (stand_in.op, given.op) == ("placeholder", "call_function")
         assert compiler.is_laid_out_like(stand_in, given)
@@ -156,6 +157,21 @@ def test_sizes_that_are_symbols_get_no_guard(symbols: str) -> None:
     expected = [3, 3] if symbols == "rows" else [0, 0]
     assert [[len(half) for half in halves(part.backward.graph)] for part in (without, ours)] == [[0, 0], expected]
     assert guards[0] == guards[1]
+
+
+def test_in_a_checkpoint_the_gradients_are_torchs() -> None:
+    """What the user's checkpoint makes again, convolutions too, is computed in backward, with the same bits."""
+    inner = Normed(2, bias=True)
+
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.inner = nn.Conv2d(8, 8, 1), inner
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.inner, self.first(x), use_reentrant=False)
+
+    cut(Checkpointed(), torch.randn(2, 8, 9, 9), enabled=False, is_same=True)
 
 
 def test_the_input_of_a_frozen_convolution_is_not_recomputed() -> None:

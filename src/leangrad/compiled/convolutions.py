@@ -36,7 +36,7 @@ these checks (`Mod` of a size that a stride has divided). Its op stays whole. A 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Set as AbstractSet
 from typing import Any
 
@@ -89,35 +89,28 @@ def _kept_like(given: fx.Node, gradient: fx.Node) -> fx.Node | None:
     similar = [node for node in _kept_for([given]) if compiler.is_laid_out_like(node, given)]
     if not similar:
         return None
-    reached = _reached(gradient)
+    reached = dict.fromkeys(_near([gradient], lambda node: node.users, _BELOW))
     found = set(_kept_for(i for node in reached for i in node.all_input_nodes if i not in reached))
     return next((node for node in similar if node in found), None)
 
 
 def _kept_for(nodes: Iterable[fx.Node]) -> list[fx.Node]:
     """Return the inputs of the graph from which ``nodes`` are computed, the nearest first, up to `_ABOVE` nodes."""
-    seen = dict.fromkeys(nodes)
+    above = _near(nodes, lambda node: node.all_input_nodes, _ABOVE)
+    return [node for node in above if node.op == "placeholder"]
+
+
+def _near(start: Iterable[fx.Node], neighbours: Callable[[fx.Node], Iterable[fx.Node]], most: int) -> list[fx.Node]:
+    """Return ``start`` and the nodes that are reached from there, the nearest first, about ``most`` of them."""
+    seen = dict.fromkeys(start)
     frontier = [*seen]
     for node in frontier:
-        if len(seen) > _ABOVE:
+        if len(seen) > most:
             break
-        new = [i for i in node.all_input_nodes if i not in seen]
-        seen.update(dict.fromkeys(new))
-        frontier += dict.fromkeys(new)
-    return [node for node in seen if node.op == "placeholder"]
-
-
-def _reached(gradient: fx.Node) -> dict[fx.Node, None]:
-    """Return the nodes that are computed from ``gradient``, and itself, up to `_BELOW`."""
-    reached = {gradient: None}
-    frontier = [gradient]
-    for node in frontier:
-        if len(reached) > _BELOW:
-            break
-        new = [user for user in node.users if user not in reached]
-        reached.update(dict.fromkeys(new))
+        new = dict.fromkeys(i for i in neighbours(node) if i not in seen)
+        seen.update(new)
         frontier += new
-    return reached
+    return frontier
 
 
 def _split(node: fx.Node, like: fx.Node, readers: dict[int, fx.Node]) -> None:

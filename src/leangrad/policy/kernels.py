@@ -51,7 +51,7 @@ class Kernels:
     is_backward: bool
     place: dict[int, int] = field(default_factory=dict)  # of each value: its position when it is computed
     stage: dict[int, int] = field(default_factory=dict)  # of each value: how many heavy ops run before it
-    must: dict[int, bool] = field(default_factory=dict)  # whether each value is, however few memories it is made from
+    must: dict[int, bool] = field(default_factory=dict)  # whether each gets a buffer in any case
     has_buffer: dict[int, bool] = field(default_factory=dict)  # whether each value is the result of a kernel
     written: dict[int, bool] = field(default_factory=dict)  # whether each value is written to memory
     ops: dict[int, int] = field(default_factory=dict)  # of a value without a buffer: the ops that compute it
