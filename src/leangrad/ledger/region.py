@@ -86,6 +86,7 @@ class Region:
         self.watched_parameters: dict[int, list[weakref.ref[Anchor]]] = {}
         self.watched_memory: dict[int, list[weakref.ref[Anchor]]] = {}
         self.anchors: list[weakref.ref[Value]] = []  # values that recipes may read and plain PyTorch keeps too
+        self.split_memory: set[int] = set()
         self.rewritten: dict[int, int] = {}  # memory that changed unrecorded: first node number after that
         self.waiting: list[weakref.ref[Value]] = []  # kept values that drop their recipe when the region ends
         self._ledger = ledger

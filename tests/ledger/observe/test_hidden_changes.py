@@ -52,6 +52,16 @@ hidden(left_as_it_is, rebuilt_bytes=3 * WITNESS_BYTES)
 
 
 @hidden
+def part_of_an_unsafe_split(y):
+    y.unsafe_chunk(2)[0].mul_(0.5)
+
+
+@hidden
+def part_of_an_unsafe_split_in_rows(y):
+    torch.unsafe_split(y, 4, 1)[1].neg_()
+
+
+@hidden
 def no_grad_in_place(y):
     with torch.no_grad():
         y.mul_(0.5)
@@ -216,6 +226,21 @@ def new_data_after_it_was_kept(region):
         z = y.cos()
     backward(z, seen)
     return [w.grad, own.grad]
+
+
+@same
+@rebuilds(WITNESS_BYTES)
+def part_of_a_split_anchor(region):
+    """The product that was split is an anchor, and nothing saves it."""
+    w, v = leaf(8, 8), leaf(8, 8)
+    with region:
+        own, seen = witness()
+        y = w @ v
+        z = (y + v).sin()
+        first, other = y.unsafe_chunk(2, 1)
+        joined = torch.cat([first.mul_(0.5), other], 1).exp()
+    backward(z, joined, seen)
+    return [w.grad, v.grad, own.grad]
 
 
 @same

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import operator
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -94,6 +95,45 @@ def test_hidden_in_code(how: str) -> None:
 
 def update(self: Any, *args: Any) -> None:
     self.weight.data.add_(1)
+
+
+@contextlib.contextmanager
+def updating(self: Any) -> Iterator[None]:
+    self.weight.data.add_(1)
+    yield
+
+
+@functools.singledispatch
+def by_type(self: Any) -> None:
+    raise NotImplementedError
+
+
+@by_type.register
+def _(self: nn.Module) -> None:
+    self.weight.data.add_(1)
+
+
+WRAPPED: dict[str, Callable[..., Any]] = {
+    "no_grad": torch.no_grad()(update),
+    "inference mode": torch.inference_mode()(update),
+    "a context manager": updating,
+    "by type": by_type,
+    "a cache": functools.lru_cache(update),
+    "torch.compiler": torch.compiler.disable(update),
+    "autocast": torch.autocast("cpu")(update),
+    "twice": torch.no_grad()(torch.enable_grad()(update)),
+}
+
+
+@pytest.mark.parametrize("how", WRAPPED)
+def test_wrapped_by_a_known_function(how: str) -> None:
+    wrapped = WRAPPED[how]
+    assert may_write_unseen(made(lambda self, x: wrapped(self)))
+    assert may_write_unseen(made(wrapped))
+
+
+def test_a_wrapped_function_that_writes_nothing() -> None:
+    assert not may_write_unseen(made(torch.no_grad()(lambda self, x: x + 1)))
 
 
 MEMBERS: dict[str, Any] = {

@@ -31,6 +31,7 @@ from leangrad.ledger.observe.mutation import (
     handle_alias,
     handle_data_set,
     handle_exposed_memory,
+    handle_unsafe_split,
     mutating,
     write_out,
 )
@@ -299,6 +300,9 @@ UNSAVED_OPERANDS = {
 }
 
 
+UNSAFE_SPLITS = "unsafe_chunk unsafe_split unsafe_split_with_sizes"
+
+
 def _enter(handler: Handler, *functions: Any) -> None:
     for f in functions:
         HANDLERS[f] = handler
@@ -347,6 +351,8 @@ def _fill_tables() -> None:
     _enter(handle_alias, T.data.__get__, T.detach, torch.detach)  # type: ignore[attr-defined]
     _enter(handle_exposed_memory, T.numpy, T.__array__, T.__dlpack__, T.data_ptr, T.untyped_storage, T.storage)
     _enter(handle_exposed_memory, torch.utils.dlpack.to_dlpack)  # type: ignore[attr-defined]
+    for name in UNSAFE_SPLITS.split():
+        _enter(handle_unsafe_split, *(getattr(home, name) for home in (T, torch) if hasattr(home, name)))
 
     _enter(_product, F.linear, F.bilinear, torch.matmul, T.matmul, T.__matmul__, torch.mm, T.mm, torch.bmm, T.bmm)
     _enter(_product, torch.addmm, T.addmm, torch.baddbmm, T.baddbmm, torch.einsum)

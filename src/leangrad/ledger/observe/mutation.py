@@ -42,6 +42,7 @@ def before_change(region: ObservedRegion, target: Any) -> None:
         if unrecorded and is_private(target):
             return
         node = None if unrecorded else _node_of(target)
+        unrecorded = unrecorded or _is_part(region, target)
         region.changes(-1 if node is None else node._sequence_nr())
         if region.watched_parameters:
             base = target._base
@@ -194,10 +195,27 @@ def handle_exposed_memory(mode: FunctionMode, func: Any, args: tuple[Any, ...], 
     return func(*args, **kwargs)
 
 
+def handle_unsafe_split(mode: FunctionMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Handle a split whose parts lie in the memory of its input and are no views of it.
+
+    Autograd records a change of a part for that part alone, and it moves no version of the input.
+    """
+    out = func(*args, **kwargs)
+    memory = _memory_of(args[0] if args else kwargs.get("input", kwargs.get("tensor")))
+    if memory:
+        mode.region.split_memory.add(memory)
+    return out
+
+
 def _overlaps(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether an operand lies in the memory of ``target``, and so will be changed with it."""
     others = [a for a in (*args[1:], *kwargs.values()) if isinstance(a, Tensor)]
     return bool(others) and _memory_of(target) in map(_memory_of, others)
+
+
+def _is_part(region: ObservedRegion, target: Any) -> bool:
+    """Whether ``target`` is a part of an unsafe split, or that which was split: see `handle_unsafe_split`."""
+    return bool(region.split_memory) and _memory_of(target) in region.split_memory
 
 
 def _is_alias(target: Any) -> bool:
@@ -243,7 +261,8 @@ def mutating(names: str = "", choose: str | None = None) -> Handler:
         finally:
             mode.region.changing = None
         node = _node_of(target)
-        if node is before or is_alias:  # autograd did not record it, or only for an alias such as ``x.data``
+        # Autograd did not record it, or only for an alias such as ``x.data``, or only for a part of an unsafe split.
+        if node is before or is_alias or _is_part(mode.region, target):
             after_change(mode.region, target)
         elif (
             overlaps or _has_own_strides(target, node) or (mode.region.max_products and type(node).__name__ in PRODUCTS)

@@ -11,7 +11,8 @@ containers, objects and other modules. It meets the classes of the model's modul
 are named on the way. Of each of these it follows every method that a searched function names, and those that Python
 calls by itself. It does not follow code in the files of torch, of Python's standard library, of leangrad and of the
 other packages in ``KNOWN``: that code does not write to parameters in this way in forward, except for a few functions,
-which are among the names.
+which are among the names. A function of theirs that is wrapped around another (a decorator such as ``@torch.no_grad()``)
+is followed to that one.
 
 The user's own code is held to more. If it computes the name of an attribute (``getattr(self, f"update_{mode}")``), uses
 NumPy, or has a function under another name (``to_array = Tensor.numpy``), the answer is that it may write.
@@ -52,7 +53,7 @@ from torch import Tensor, nn
 
 # Names that give access to the memory of a tensor past its version counter.
 WAYS = "data numpy __array__ __dlpack__ to_dlpack from_dlpack from_numpy data_ptr storage untyped_storage set_"
-WAYS += " _typed_storage __cuda_array_interface__"
+WAYS += " _typed_storage __cuda_array_interface__ unsafe_chunk unsafe_split unsafe_split_with_sizes"
 OTHERS = "swap_tensors _unsafe_preserve_version_counter ctypes exec eval"
 TORCHS = "vector_to_parameters _apply to_empty share_memory_ _set_data"  # functions of torch that write so themselves
 NAMES = frozenset((*WAYS.split(), *OTHERS.split(), *TORCHS.split()))
@@ -75,6 +76,8 @@ MOST = 5000  # searched functions; with more the answer is that the code may wri
 MOST_VALUES = 50_000  # the same limit for values of attributes and globals
 CONTAINERS = (dict, OrderedDict, defaultdict)
 SEQUENCES = (list, tuple, set, frozenset, deque)
+TABLES = (dict, list, tuple, set, MappingProxyType)
+FUNCTIONS = (FunctionType, MethodType, staticmethod, classmethod, partial)
 PLAIN = (str, bytes, int, float, complex, bool, type(None), Tensor, torch.dtype, torch.device, torch.Size)
 LEFT_ALONE = (*PLAIN, ModuleType, CodeType)
 _EMPTY = CellType()  # a cell of a closure that has no value yet
@@ -132,6 +135,7 @@ class _Search:
 
     def finds_a_way(self) -> bool:
         seen: set[FunctionType] = set()
+        wrappers: set[FunctionType] = set()  # functions that are not searched
         while self._stack:
             found = self._stack.pop()
             if isinstance(found, type):
@@ -140,7 +144,11 @@ class _Search:
             if not isinstance(found, FunctionType | MethodType | staticmethod | classmethod | property):
                 self._look(found)
             for function in _functions_in(found):
-                if function in seen or _is_known(function):
+                if function in seen or function in wrappers:
+                    continue
+                if _is_known(function):
+                    wrappers.add(function)
+                    self._stack += _wrapped_in(function)
                     continue
                 seen.add(function)
                 uses, is_users = _uses_of(function.__code__), not _is_installed(function.__code__)
@@ -284,6 +292,17 @@ def _functions_in(found: Any) -> Iterable[FunctionType]:
     called = [vars(kind).get("__call__") for kind in type(found).__mro__]
     inside = getattr(found, "__dict__", {}).values()  # of a decorator object, or a `functools.partialmethod`
     return [f for one in (*inside, *called) if isinstance(one, FunctionType | MethodType) for f in _functions_in(one)]
+
+
+def _wrapped_in(function: FunctionType) -> Iterator[Any]:
+    """Yield the functions that ``function`` is wrapped around: those in its closure, also in a table or list there."""
+    yield from (one for one in (getattr(function, "__wrapped__", None),) if one is not None)
+    for cell in function.__closure__ or ():
+        if cell != _EMPTY:
+            held = cell.cell_contents
+            for one in (held, *(_contents(held) if isinstance(held, TABLES) else ())):
+                if isinstance(one, FUNCTIONS):
+                    yield one
 
 
 def _contents(value: Any) -> list[Any]:
