@@ -293,7 +293,7 @@ class Ledger:
             step = None if self._recorder is None else self._recorder.step
             return step is not None and not step.saved
         if self._tuner is not None:
-            return self._tuner.peaks.is_settled
+            return self._tuner.is_final
         return self._host.is_over or self._kept_items is None
 
     @property

@@ -40,7 +40,7 @@ class ObservedRegion(Protocol):
     # Memory that changed in place without a record by autograd: its address, and the sequence number of the first node
     # after the change.
     rewritten: dict[int, int]
-    split_memory: set[int]  # addresses of memory that was split into parts which autograd takes for tensors of their own
+    split_memory: set[int]  # addresses of memory that was split unsafely: see `handle_unsafe_split`
     products: RecentProducts
     draw: Draw | None  # the random draw of the running call, see [Note: attention that draws]; None if it has none
     # One slot for each tensor that the running call has saved, if decisions are deferred until it returns; else None.

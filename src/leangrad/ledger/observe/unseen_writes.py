@@ -11,8 +11,8 @@ containers, objects and other modules. It meets the classes of the model's modul
 are named on the way. Of each of these it follows every method that a searched function names, and those that Python
 calls by itself. It does not follow code in the files of torch, of Python's standard library, of leangrad and of the
 other packages in ``KNOWN``: that code does not write to parameters in this way in forward, except for a few functions,
-which are among the names. A function of theirs that is wrapped around another (a decorator such as ``@torch.no_grad()``)
-is followed to that one.
+which are among the names. If such a function is wrapped around another, as by ``@torch.no_grad()``, the other one is
+searched.
 
 The user's own code is held to more. If it computes the name of an attribute (``getattr(self, f"update_{mode}")``), uses
 NumPy, or has a function under another name (``to_array = Tensor.numpy``), the answer is that it may write.

@@ -139,6 +139,7 @@ class BudgetSearch(PlanSearch):
             self._say(limit, best)
             if best != measured_plan:
                 measured_plan, tries_left, patience = best, MEASURED_STEPS, PATIENCE
+            self.is_final = tries_left <= 0
             yield self.with_measurement(self.mode_keeping(best)) if tries_left > 0 else self.mode_keeping(best)
             extra, in_forward, beside_kept = peaks.excess, peaks.forward_excess, peaks.start_excess
             self.note_peak(best)

@@ -39,6 +39,7 @@ class PlanSearch:
       the step, None if it was not measured; `others`: a list of the plan that runs no product twice, empty if no recipe
       runs a product.
     - `status`: the text about the search in the ledger's summary.
+    - `is_final`: whether the plan of the step that runs stays, unless a step that the user measures corrects it.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class PlanSearch:
         """``kept``: the plan with the lowest predicted peak; None: the plan is what ``step`` has kept."""
         self.goal, self.peaks, self.step = goal, peaks, step
         self.status = ""
+        self.is_final = False
         self.may_plan = kept is not None
         self.smallest_took: int | None = None
         plans = [step.kept_items()]

@@ -59,7 +59,7 @@ class SlowdownSearch(PlanSearch):
         self._say(plain, lean, kept, is_measured=is_measured)
         tried = ", ".join(f"{share:.0%} at {time:.2f}" for share, time in candidates.tried)
         self.status += f"; tried, of what can be saved: {tried}"
-        self.peaks.is_settled = True
+        self.peaks.is_settled = self.is_final = True
         while True:
             yield self.mode_keeping(kept)
 

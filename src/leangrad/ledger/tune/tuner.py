@@ -35,6 +35,11 @@ class Tuner:
         return "" if self.search is None else self.search.status
 
     @property
+    def is_final(self) -> bool:
+        """Whether the plan is found, and was corrected by measured steps as far as these showed a difference."""
+        return self.search is not None and self._step_modes is not None and self.search.is_final
+
+    @property
     def has_failed(self) -> bool:
         """Whether the budget could not be met."""
         return self._error is not None
