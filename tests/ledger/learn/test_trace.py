@@ -160,13 +160,16 @@ def test_what_the_walk_of_a_kept_tensor_would_have_found_is_decided_in_its_place
     torch.manual_seed(0)
     plain, x = nn.Sequential(Squeeze(), Squeeze()), torch.randn(2, 8, 16, 16)
     ledger = leangrad.ledger_of(model)
-    kept = []
-    for n in range(4):
+    kept = [leangrad.measure(lambda: step(model, x), timed_runs=0).kept_bytes]
+    step(plain, x)
+    for _ in range(4):
         assert_same(step(model, x), step(plain, x))
         assert "follow no trace" not in ledger.trace_status
-        assert n == 0 or ledger.trace is not None
+        assert ledger.trace is not None
         kept.append(leangrad.measure(lambda: step(model, x), timed_runs=0).kept_bytes)
-    assert len(set(kept)) == 1
+        step(plain, x)
+    assert len(set(kept[1:])) == 1
+    assert kept[1] <= 1.01 * kept[0]  # the map that nobody decided about has a recipe in the later steps, too
 
 
 @pytest.mark.parametrize(

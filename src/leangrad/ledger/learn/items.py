@@ -148,6 +148,21 @@ class Items:
             return KEPT
         return value.ordinal if value.items is self else KEPT if value.tensor is not None else REBUILT
 
+    def read_for(self, packed: Packed) -> frozenset[int]:
+        """Return the numbers of the items that the recipe of a saved tensor reads which is rebuilt but is no item."""
+        if self.number_of(packed) != REBUILT:
+            return frozenset()
+        found, stack, seen = set[int](), [value_of(packed)], set[int]()
+        while stack:
+            value = stack.pop()
+            for v in () if value is None else value.inputs:
+                if v.items is self:
+                    found.add(v.ordinal)
+                elif v.tensor is None and id(v) not in seen:
+                    seen.add(id(v))
+                    stack.append(v)
+        return frozenset(found)
+
     def needed(self, saved: Iterable[Value | None]) -> set[int]:
         """Return the ids of the values that recipes read, if ``saved`` are the values of all saved tensors."""
         stack = [v for v in saved if v is not None and not self.is_kept(v)]

@@ -33,6 +33,7 @@ class SavedTensor(NamedTuple):
     # For a tensor that is not an item: the items whose recipes read it. None: not known, any recipe may read it.
     read_by: frozenset[int] | None = None
     shape_bytes: int = 0  # bytes of the tensor, if backward reads only its shape; else 0
+    reads: frozenset[int] = frozenset()  # if it is rebuilt and not an item: the items that its recipe reads
 
 
 class Learned(NamedTuple):
@@ -130,7 +131,8 @@ class RecordedStep:
         staying = self._staying(kept)
         stack = [item for item, _ in self.decided if item not in staying]
         stack += [saved.item for saved in self.saved if saved.item >= 0 and saved.item not in staying]
-        read, seen = set[int](), set[int]()
+        read, seen = set[int]().union(*(saved.reads for saved in self.saved)), set[int]()
+        stack += [n for n in read if n not in staying]
         while stack:
             n = stack.pop()
             if n not in seen:

@@ -215,6 +215,7 @@ class Recorder:
                     small_bytes=self._bytes_if_small(packed),
                     read_by=read_by.get(id(value)) if value is not None else None,
                     shape_bytes=packed.nbytes if type(packed) is ShapeOnly else 0,
+                    reads=items.read_for(packed),
                 )
             )
         return RecordedStep(
