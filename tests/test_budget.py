@@ -320,6 +320,16 @@ def fake_time(
     monkeypatch.setattr(tuner, "begin", timed)
 
 
+def fake_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rebuild costs by its bytes: costs that are measured differ from run to run."""
+    costs = timing.Timing.costs
+
+    def by_bytes(watch: timing.Timing, items: Any, *args: Any) -> dict[int, tuple[float, float]]:
+        return {n: (1e-9 * items[n].nbytes, 0.0) for n in costs(watch, items, *args)}
+
+    monkeypatch.setattr(timing.Timing, "costs", by_bytes)
+
+
 def rebuilt_bytes(model: nn.Module) -> int:
     ledger = leangrad.ledger_of(model)
     if ledger._is_plain:
@@ -366,6 +376,7 @@ def test_a_lucky_step_does_not_meet_the_bound(net: Net, x: Tensor, monkeypatch: 
 
 def test_a_plan_whose_steps_were_all_lucky_is_timed_again(net: Net, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first steps of each plan are short by chance: by as much as half of what it may lose counts in the end."""
+    fake_costs(monkeypatch)
     lean = leangrad.lean(copy.deepcopy(net), slowdown=1.1, min_bytes=0)
     ledger, steps = leangrad.ledger_of(lean), Counter[Any]()
 
@@ -384,12 +395,7 @@ def test_a_plan_whose_steps_were_all_lucky_is_timed_again(net: Net, x: Tensor, m
 
 def test_an_override_that_takes_too_long_by_itself(net: Net, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     """It ends early in a plan that rebuilds less: such a plan is tried before the model runs plain."""
-    costs = timing.Timing.costs
-
-    def by_bytes(watch: timing.Timing, items: Any, *args: Any) -> dict[int, tuple[float, float]]:
-        return {n: (1e-9 * items[n].nbytes, 0.0) for n in costs(watch, items, *args)}
-
-    monkeypatch.setattr(timing.Timing, "costs", by_bytes)  # those that are measured differ from run to run
+    fake_costs(monkeypatch)
     lean = leangrad.lean(copy.deepcopy(net), slowdown=1.1, min_bytes=0)
     fake_time(monkeypatch, lean, 0.2, override=0.15)
     settle(lean, x, TRIED)

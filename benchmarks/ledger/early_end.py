@@ -47,7 +47,7 @@ MODELS = (
     "densenet121", "nf_resnet50",
 )  # fmt: skip
 SIZE, BATCH, MIN_BYTES = 32, 2, 1024
-SETTLED = {"budget": 40, "slowdown": 80}
+SETTLED = {"budget": 40, "slowdown": 200}
 MEASURED = 10  # steps whose peaks correct the plan for a budget
 ROUNDS = 15
 

@@ -36,6 +36,7 @@ from leangrad.ledger.observe.mutation import (
     write_out,
 )
 from leangrad.ledger.observe.random_ops import dropout, dropout_inside
+from leangrad.ledger.observe.unseen_writes import UNSAFE_SPLITS
 from leangrad.ledger.origins.graph_walk import UnsavedInput, noted
 from leangrad.ledger.origins.rule_builder import origin_of
 from leangrad.ledger.origins.upstream_anchors import note_half
@@ -298,9 +299,6 @@ UNSAVED_OPERANDS = {
     "abs angle": "polar",
     "real imag": "complex",
 }
-
-
-UNSAFE_SPLITS = "unsafe_chunk unsafe_split unsafe_split_with_sizes"
 
 
 def _enter(handler: Handler, *functions: Any) -> None:

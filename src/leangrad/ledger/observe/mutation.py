@@ -41,8 +41,8 @@ def before_change(region: ObservedRegion, target: Any) -> None:
         unrecorded = not (target.requires_grad and is_grad_enabled())
         if unrecorded and is_private(target):
             return
-        node = None if unrecorded else _node_of(target)
         unrecorded = unrecorded or _is_part(region, target)
+        node = None if unrecorded else _node_of(target)
         region.changes(-1 if node is None else node._sequence_nr())
         if region.watched_parameters:
             base = target._base

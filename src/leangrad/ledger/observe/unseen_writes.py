@@ -53,10 +53,11 @@ from torch import Tensor, nn
 
 # Names that give access to the memory of a tensor past its version counter.
 WAYS = "data numpy __array__ __dlpack__ to_dlpack from_dlpack from_numpy data_ptr storage untyped_storage set_"
-WAYS += " _typed_storage __cuda_array_interface__ unsafe_chunk unsafe_split unsafe_split_with_sizes"
+WAYS += " _typed_storage __cuda_array_interface__"
+UNSAFE_SPLITS = "unsafe_chunk unsafe_split unsafe_split_with_sizes"  # their parts share memory and are no views
 OTHERS = "swap_tensors _unsafe_preserve_version_counter ctypes exec eval"
 TORCHS = "vector_to_parameters _apply to_empty share_memory_ _set_data"  # functions of torch that write so themselves
-NAMES = frozenset((*WAYS.split(), *OTHERS.split(), *TORCHS.split()))
+NAMES = frozenset((*WAYS.split(), *UNSAFE_SPLITS.split(), *OTHERS.split(), *TORCHS.split()))
 # Builtins by which the user's own code may reach any attribute, and functions that make such functions.
 SETTERS = "setattr vars globals locals __dict__ __getattribute__ __import__ import_module compile"
 BY_NAME = frozenset(SETTERS.split())
@@ -76,7 +77,6 @@ MOST = 5000  # searched functions; with more the answer is that the code may wri
 MOST_VALUES = 50_000  # the same limit for values of attributes and globals
 CONTAINERS = (dict, OrderedDict, defaultdict)
 SEQUENCES = (list, tuple, set, frozenset, deque)
-TABLES = (dict, list, tuple, set, MappingProxyType)
 FUNCTIONS = (FunctionType, MethodType, staticmethod, classmethod, partial)
 PLAIN = (str, bytes, int, float, complex, bool, type(None), Tensor, torch.dtype, torch.device, torch.Size)
 LEFT_ALONE = (*PLAIN, ModuleType, CodeType)
@@ -135,7 +135,7 @@ class _Search:
 
     def finds_a_way(self) -> bool:
         seen: set[FunctionType] = set()
-        wrappers: set[FunctionType] = set()  # functions that are not searched
+        wrappers: set[FunctionType] = set()  # of known packages: only what they are wrapped around is searched
         while self._stack:
             found = self._stack.pop()
             if isinstance(found, type):
@@ -295,14 +295,10 @@ def _functions_in(found: Any) -> Iterable[FunctionType]:
 
 
 def _wrapped_in(function: FunctionType) -> Iterator[Any]:
-    """Yield the functions that ``function`` is wrapped around: those in its closure, also in a table or list there."""
-    yield from (one for one in (getattr(function, "__wrapped__", None),) if one is not None)
-    for cell in function.__closure__ or ():
-        if cell != _EMPTY:
-            held = cell.cell_contents
-            for one in (held, *(_contents(held) if isinstance(held, TABLES) else ())):
-                if isinstance(one, FUNCTIONS):
-                    yield one
+    """Yield the functions that ``function`` is wrapped around: those in its closure, also in a container there."""
+    held = [cell.cell_contents for cell in function.__closure__ or () if cell != _EMPTY]
+    for value in (getattr(function, "__wrapped__", None), *held):
+        yield from (one for one in (value, *_contents(value)) if isinstance(one, FUNCTIONS))
 
 
 def _contents(value: Any) -> list[Any]:
