@@ -10,6 +10,8 @@ over the rounds: host time by `time.process_time`, wall time including the wait 
 of the kernels; and the peak. The list has the lines of source, with comments, that each mechanism consists of.
 
 trace       hooks are set only around the calls that save what is rebuilt (`learn/trace.py`, 400 lines)
+unwatched   the function mode is not set where no call needs it (`learn/unwatched.py` and in `region.py`, 210 lines; the
+            proof that makes it safe, `observe/proof`, 1,600)
 kernels     chains of recipes run as one Triton kernel (`ledger/fuse`, 1,600 lines; `kernels/pointwise.py`, 300)
 patterns    a known chain is recognized without being collected again (`fuse/pattern.py`, `fuse/matcher.py`, 240 lines)
 launch      kernels are started without Triton's inspection of every argument (`kernels/launch.py`, 130 lines)
@@ -36,6 +38,7 @@ from leangrad.kernels import launch
 from leangrad.ledger.decision import Decider
 from leangrad.ledger.fuse import fused
 from leangrad.ledger.gc_pause import GcPause
+from leangrad.ledger.learn.early_end import EarlyEnds
 from leangrad.ledger.ledger import Ledger
 from leangrad.ledger.values.rebuild.inplace_variants import IN_PLACE
 from leangrad.ledger.values.rebuild.replays import replayers
@@ -57,8 +60,18 @@ def _without_collector() -> AbstractContextManager[Any]:
     return patch.object(GcPause, "__init__", lambda self: setattr(self, "_is_on", False))
 
 
+def _without_unwatched() -> AbstractContextManager[Any]:
+    allowed = EarlyEnds.allowed
+
+    def watched(self: EarlyEnds, handover: Any, border: Any, batch: Any) -> Any:
+        return allowed(self, None, border, batch)
+
+    return patch.object(EarlyEnds, "allowed", watched)
+
+
 OUT: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "trace": _without_trace,
+    "unwatched": _without_unwatched,
     "kernels": lambda: patch.dict(replayers, clear=True),  # for all threads: backward runs in its own thread
     "patterns": _without_patterns,
     "launch": lambda: patch.object(launch, "stream_for", lambda device: None),

@@ -150,10 +150,10 @@ def _prepare(name: str) -> Callable[[nn.Module], nn.Module]:
 def _gpu_step(name: str) -> Parts:
     import torch
 
-    from benchmarks.models import _step_of
+    from benchmarks.models import CASES, _step_of
 
     torch.manual_seed(0)
-    model, forward = _timm(name) if name in TIMM else _table(name)
+    model, forward = _table(name) if name in {case.name for case in CASES} else _timm(name)
     step = _step_of(forward, torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True))
 
     def peak() -> int:

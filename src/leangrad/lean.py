@@ -120,7 +120,7 @@ def _make_lean(model: nn.Module, ledger: Ledger, *, is_part: bool) -> None:
     if ledger.goal is not None:
         hooks.insert(0, SeeBatch(enter, Batches(ledger)))
         model.register_forward_pre_hook(hooks[0], with_kwargs=True)
-    model.register_forward_pre_hook(enter)
+    model.register_forward_pre_hook(enter, with_kwargs=True)
     model.register_forward_hook(Leave(), prepend=True, always_call=True)
     if has_training_step(model) and not manual_parts(model):
         add_training_step(model, Around(hooks))
@@ -283,7 +283,14 @@ class Enter(Hook):
         """Copy without ``watch``, because the hooks of parameters are not copied with them."""
         return _enter, (self.ledger, self.is_part)
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> Arguments | None:
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Arguments, dict[str, Any]] | None:
+        guarded = self.open(module, args, (list(args), kwargs))
+        return None if guarded is None else (guarded, kwargs)
+
+    def open(self, module: nn.Module, args: tuple[Any, ...], batch: Any = None) -> Arguments | None:
+        """Open the region of ``module``, and return its arguments with a guard; ``batch``: see `Ledger.region`."""
         if _torch.is_traced():
             if torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting():
                 _say_which_backend()
@@ -295,7 +302,7 @@ class Enter(Hook):
         if not self._has_run:
             self._has_run = True
             note_sharding(module)
-        region = None if _is_inside(module) else self.ledger.region(module)
+        region = None if _is_inside(module) else self.ledger.region(module, batch)
         if region is not None:
             region.__enter__()
         call = _Call(module, region, self.ledger)
@@ -343,7 +350,7 @@ class Around:
         *see_batch, enter = self.before
         for hook in see_batch:
             hook(module, args, kwargs)
-        guarded = enter(module, args)
+        guarded = enter.open(module, args)
         output = None
         try:
             output = method(*args, **kwargs)

@@ -25,9 +25,12 @@ from torch import Tensor, nn
 from leangrad.errors import ChangedError
 from leangrad.ledger import Goal, Ledger
 from leangrad.ledger.learn import early_end
+from leangrad.ledger.learn import unwatched as unwatched_stretch
 from leangrad.ledger.learn.recorded_step import RecordedStep
 from leangrad.ledger.learn.trace import TraceMode
+from leangrad.ledger.observe.proof import Facts
 from leangrad.ledger.origins.rules import PRODUCTS as PRODUCT_NODES
+from leangrad.ledger.region import Region
 from leangrad.ledger.tune.goal import StepMode
 from leangrad.ledger.tune.tuner import Tuner
 from leangrad.policy.replay import Replay
@@ -90,7 +93,7 @@ def forward(
     numbered = tuple(enumerate(program.steps))
     play(numbered[: program.enter])
     if stages is not None and isinstance(region, Ledger):
-        region = region.region(stages) or nullcontext()
+        region = region.region(stages, ((), {})) or nullcontext()
     with region:
         play(numbered[program.enter : program.leave])
     play(numbered[program.leave :])
@@ -259,18 +262,60 @@ def check_early_ends(program: Program, products: int) -> Counter[str]:
     is_alike = program.skip >= len(program.steps)
     ends, end = [0], TraceMode.end_early
 
-    def counted(mode: TraceMode) -> None:
-        end(mode)
+    def counted(mode: TraceMode, **how: bool) -> None:
+        end(mode, **how)
         ends[0] += mode.has_ended
 
+    may_end = is_alike or not program.edits
     with (
         patch.object(early_end, "WORTH", 0),
-        patch.object(early_end, "may_end_early", lambda _: is_alike or not program.edits),
+        patch.object(early_end, "may_write_unseen", lambda _: not may_end),
+        patch.object(early_end, "prove", lambda _: None),
         patch.object(TraceMode, "end_early", counted),
     ):
         seen = check(program, "auto", products, plans=4, stages=Stages(len(program.steps)))
     seen["ends"] += ends[0]
     return seen
+
+
+def check_unwatched(program: Program, *, plans: int) -> Counter[str]:
+    """The same with steps that run without their function mode, wherever the recorded step did not need it.
+
+    Edits that autograd does not record are in every step or in none, as the proof has to make sure.
+    """
+    is_alike = program.skip >= len(program.steps)
+    unwatched, go_on = [0], Region._go_on_unwatched
+
+    def counted(region: Region) -> None:
+        go_on(region)
+        unwatched[0] += 1
+
+    hides = program.edits and not is_alike
+    with (
+        patch.object(early_end, "WORTH", 0),
+        patch.object(unwatched_stretch, "WORTH", 0),
+        patch.object(unwatched_stretch, "GAP", plans % 3),
+        patch.object(early_end, "may_write_unseen", lambda _: hides),
+        patch.object(early_end, "prove", lambda _: None if hides else Facts()),
+        patch.object(Region, "_go_on_unwatched", counted),
+    ):
+        seen = check(program, "auto", plans=plans, stages=Stages(len(program.steps)))
+    seen["unwatched"] += unwatched[0]
+    return seen
+
+
+@given(program=programs(edits=True), plans=st.sampled_from((0, 4)))
+@fuzz_settings(150, 8_000)
+def test_steps_without_the_function_mode_give_the_same_bits(program: Program, plans: int) -> None:
+    check_unwatched(program, plans=plans)
+
+
+def test_the_fuzz_runs_without_the_function_mode() -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(40):
+        seen += check_unwatched(random_program(seed), plans=4 * (seed % 2))
+    assert seen["same"] > 60, seen
+    assert seen["unwatched"] > 30, seen
 
 
 @given(program=programs(edits=True, products=True), products=st.sampled_from((0, 8)))

@@ -51,6 +51,14 @@ def without_function_mode(mode: object) -> contextlib.AbstractContextManager[obj
     return context
 
 
+_count_of_modes: Callable[[], int] = getattr(torch._C, "_len_torch_function_stack", lambda: 1)
+
+
+def function_modes_active() -> bool:
+    """Whether a function mode is set, by which other code may run in each call; True where torch lacks the count."""
+    return _count_of_modes() > 0
+
+
 _transforms_active: Callable[[], bool] | None = getattr(torch._C, "_are_functorch_transforms_active", None)
 
 

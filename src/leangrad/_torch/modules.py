@@ -1,6 +1,8 @@
 """Private facts of modules: their hooks, parameters, buffers and children."""
 
 from collections.abc import Iterable
+from itertools import chain
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -47,29 +49,31 @@ def has_global_hooks() -> bool:
         return True
 
 
-def hooks_and_children(modules: Iterable[torch.nn.Module]) -> list[int] | None:
-    """Return numbers to compare: of the forward hooks, children, training modes and own forwards of these modules.
+def hooks_and_children(modules: Iterable[torch.nn.Module]) -> tuple[list[Any], ...] | None:
+    """Return what to compare: of the forward hooks, children, classes, names and training modes of these modules.
 
-    Torch never uses the key of a hook again. This runs in every step, on models of perhaps a thousand modules. None
-    where torch lacks a name.
+    Torch never uses the key of a hook again; a method that one module has for itself is one more name. This runs in
+    every step, on models of perhaps a thousand modules, so it loops over them in C. None where torch lacks a name.
     """
-    found: list[int] = []
     try:
-        for module in modules:
-            own = module.__dict__
-            if own["_forward_hooks"]:
-                found += own["_forward_hooks"]
-            if own["_forward_pre_hooks"]:
-                found += own["_forward_pre_hooks"]
-            if children := own["_modules"]:
-                found += map(id, children.values())
-                found.append(len(children))
-            if "forward" in own:
-                found.append(-1)
-            found.append(own["training"])
+        modules = list(modules)
+        every = list(map(vars, modules))
+        children = list(map(_children_of, every))
+        return (
+            list(chain.from_iterable(map(_hooks_of, every))),
+            list(chain.from_iterable(map(_pre_hooks_of, every))),
+            list(map(id, chain.from_iterable(map(dict.values, children)))),
+            list(map(len, children)),
+            list(map(len, every)),
+            list(map(_training_of, every)),
+            list(map(type, modules)),
+        )
     except (AttributeError, KeyError, TypeError):
         return None
-    return found
+
+
+_hooks_of, _pre_hooks_of = itemgetter("_forward_hooks"), itemgetter("_forward_pre_hooks")
+_children_of, _training_of = itemgetter("_modules"), itemgetter("training")
 
 
 def forward_pre_hooks(module: torch.nn.Module) -> list[Any]:

@@ -100,6 +100,21 @@ observe: what nodes forget
     random_ops, DropoutMask         random ops that can be redrawn; DropoutMask is the random factor of one dropout
     unseen_writes                   static check whether a model's code may write past a tensor's version counter
     Uses                            the names that one piece of the model's code uses
+    proof                           the folder of the static proof that autograd records all changes of a forward
+    facts, Facts                    what a proof relies on, compared in each step
+    search, Search                  what calls of functions, methods and modules may do
+    lookups, Lookups                attributes, elements and truth of the objects that a forward names
+    python_calls                    what Python's own functions return: isinstance, zip, getattr
+    frame, Frame                    the statements of one function, in all of its branches
+    expressions, Expressions        the expressions of one function, and what they stand for
+    Searcher                        protocol: what the expressions need from the search
+    allowed                         the functions, methods and layers that a proof admits
+    source                          the syntax tree of a function, checked against its code
+    static_values, Data, Known      what is known about a value: tensors and numbers, or one of some objects
+    Row, Group, List, ListMethod    a tuple; things to iterate over; a list that the code makes, and its methods
+    Method, OfTensor, Parent        a method of a module, of a tensor, and `super()`
+    NoKeywords                      the `**keywords` of a function that was called without any
+    Unproven                        raised where the code does something that the proof does not know
     rng, Draw                       saved generator states; a Draw replays an attention's dropout from one
     hooks, Hooks                    the saved-tensor hooks of a region, and when they are set
     active_region                   the region that is open in this thread
@@ -135,7 +150,8 @@ learn: what a recorded step shows
     ForwardCode                     the modules, hooks and functions of a model's forward, to detect changes
     InertHook                       what a copied model has in place of a temporary hook of ours
     Exit, Change                    recorded events: a module has returned; memory was changed in place
-    EndingRegion                    protocol: what EarlyEnd needs from its Region
+    unwatched, Needs                which calls of the recorded step needed the function mode
+    Handover, Span                  the stretch of later steps without it, and where hooks are set in there
     timing, Timing, Cost            measures what each op of a rebuild takes, on the host and on the device
     SavedMarks                      marks the times at which tensors are saved and read in a memory history
     UnpackHook                      protocol: what replaces the unpack hook for one step

@@ -97,6 +97,8 @@ class DecidingRegion(WalkRegion, NarrowRegion, Protocol):
     # One for each tensor saved in the running call; None if tensors are decided on at once.
     slots: list[PendingSave] | None
 
+    is_unwatched: bool  # the function mode is not set: see [Note: without the function mode]
+
     def report_difference(self, why: str) -> None:
         """Stop using the plan, because this step differs from the recorded one; ``why``: the reason."""
 
@@ -335,6 +337,8 @@ class Decider:
                 self._region.report_difference(
                     f"an output of {type(node).__name__} was saved where {expected} was before"
                 )
+                if self._region.is_unwatched:  # without the plan, recipes may need what only the function mode sees
+                    return self._kept(tensor, type(node).__name__)
             elif learned.keeps:  # as planned
                 value = waiting or Value(learned.op)
                 value.keep(tensor)
@@ -345,6 +349,8 @@ class Decider:
                 recorded, fleeting, is_narrow = learned.nbytes, learned.fleeting, learned.is_narrow
                 source = keep_source(tensor, node, self._region) if is_narrow else None
         value = self.recipe(tensor, node, metadata, cap, recorded, waiting)
+        if self._region.is_unwatched and value.tensor is not None:
+            self._region.report_difference(f"an output of {type(node).__name__} could be rebuilt before")
         if is_narrow and source is None:  # a cast view
             own = keep_narrow(value, tensor, cap, self._region)
             if own is not None:

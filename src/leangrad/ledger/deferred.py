@@ -52,6 +52,7 @@ class DeferredDecisions:
                 if claim is not None and self.is_shape_only(tensor, claim, expected=slot.expected):
                     strides = None if claim.kind == SIZES else tensor.stride()
                     slot.packed = ShapeOnly(tensor.shape, strides, tensor.dtype, tensor.device)
+                    self._region.needs_mode()
                     if self._recorder is not None:
                         node: Any = tensor.grad_fn
                         self._recorder.shape_only(type(node).__name__, tensor.nbytes, node._sequence_nr())

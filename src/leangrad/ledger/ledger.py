@@ -112,8 +112,11 @@ class Ledger:
         ledger.remark = self.remark
         return ledger
 
-    def region(self, module: nn.Module | None = None) -> Region | None:
-        """Return a region for one forward pass; None if hooks cannot or need not be set, or one is already open."""
+    def region(self, module: nn.Module | None = None, batch: Any = None) -> Region | None:
+        """Return a region for one forward pass; None if hooks cannot or need not be set, or one is already open.
+
+        batch: all arguments of the forward of ``module``, as positional and keyword ones; None: they are not known.
+        """
         if (
             _torch.is_traced()
             or not torch.is_grad_enabled()
@@ -128,10 +131,10 @@ class Ledger:
         if outer is None or _is_ours(outer):
             with self._lock:
                 if self._tuner is None:
-                    recorder = self._begin_step(module)
+                    recorder = self._begin_step(module, batch)
                 else:
-                    recorder = self._begin_tuned_step(self._tuner, module)
-                return None if self._is_plain else Region(self, recorder, module)
+                    recorder = self._begin_tuned_step(self._tuner, module, batch)
+                return None if self._is_plain else Region(self, recorder, module, batch=batch)
         if _torch.is_checkpoint(outer):  # its forward, which drops every saved tensor
             return Region(self, None, module, outer)
         if _torch.is_recomputation(outer):
@@ -182,18 +185,18 @@ class Ledger:
             self._local.stack = []
         return self._local.stack  # type: ignore[no-any-return]
 
-    def _begin_tuned_step(self, tuner: Tuner, module: nn.Module | None) -> Recorder | None:
+    def _begin_tuned_step(self, tuner: Tuner, module: nn.Module | None, batch: Any) -> Recorder | None:
         """`_begin_step` for a ledger with a goal. If it is interrupted, the tuner starts its search anew."""
         try:
             tuner.begin(module, on_gpu=_is_on_gpu(module))
-            return self._begin_step(module)
+            return self._begin_step(module, batch)
         except BudgetError:
             raise
         except BaseException:
             self.note_difference("the plan was interrupted")
             raise
 
-    def _begin_step(self, module: nn.Module | None) -> Recorder | None:
+    def _begin_step(self, module: nn.Module | None, batch: Any = None) -> Recorder | None:
         """Return the Recorder of the step that begins; None if the step follows a plan or falls into the pause.
 
         Makes the plan first, if the recorded step allows it and there is none yet.
@@ -213,12 +216,17 @@ class Ledger:
             self._pause -= 1
             return None
         self.gathers.is_flat = _torch.is_flat(module)
-        self._recorder = self._recorded = Recorder(module, self.min_bytes)
+        recorder = Recorder(module, self.min_bytes)
+        if module is not None:
+            self.early_ends.record(module, batch)
+            recorder.may_end_early = tuner is not None and self.early_ends.may_end
+            # Where products are run again, a handler checks the settings under which each of them ran.
+            recorder.may_go_unwatched = self.early_ends.has_proof and not self.products
         if tuner is not None:
-            self._recorder.is_tuned = True
-            self._recorder.leaves_stay = module is not None and _has_no_gradients(module)
-            self._recorder.may_end_early = module is not None and self.early_ends.record(module)
-        return self._recorder
+            recorder.is_tuned = True
+            recorder.leaves_stay = module is not None and _has_no_gradients(module)
+        self._recorder = self._recorded = recorder
+        return recorder
 
     def _plan(self) -> bool:
         """Make the plan from the recorded step; False if there is no such step or its backward pass has not ended."""
@@ -256,6 +264,7 @@ class Ledger:
             step.trace(kept, is_tuned=self.goal is not None),
             step.caught,
             backward.play(step.kept_items() if kept is None else kept).peak_bytes,
+            step.small,
         )
 
     def _spare_host(self, module: nn.Module | None) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
+from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -13,14 +16,15 @@ from torch import Tensor, nn
 from leangrad import _torch
 from leangrad.ledger.decision import Decider, SavedKind
 from leangrad.ledger.deferred import DeferredDecisions
-from leangrad.ledger.learn.early_end import EarlyEnd, EarlyEnds
+from leangrad.ledger.learn.early_end import Border, EarlyEnd, EarlyEnds
 from leangrad.ledger.learn.recorded_step import Learned
 from leangrad.ledger.learn.recorder import Recorder
 from leangrad.ledger.learn.timing import UnpackHook
-from leangrad.ledger.learn.trace import TraceMode, TraceRecorder
+from leangrad.ledger.learn.trace import Trace, TraceMode, TraceRecorder
+from leangrad.ledger.learn.unwatched import Handover, Span
 from leangrad.ledger.observe.active_region import current, enter
 from leangrad.ledger.observe.checkpoint import Placeholder, Recomputation, SegmentLedger, is_settled
-from leangrad.ledger.observe.hooks import Hooks
+from leangrad.ledger.observe.hooks import NOT_SET, Hooks
 from leangrad.ledger.observe.processes import collectives
 from leangrad.ledger.observe.processes.gathers import Gathers
 from leangrad.ledger.observe.rng import Draw
@@ -64,9 +68,18 @@ class Region:
     """One forward pass: its hooks and its function mode while it runs, and what it decided."""
 
     def __init__(
-        self, ledger: LedgerState, recorder: Recorder | None, module: nn.Module | None = None, outer: Any = None
+        self,
+        ledger: LedgerState,
+        recorder: Recorder | None,
+        module: nn.Module | None = None,
+        outer: Any = None,
+        batch: Any = None,
     ) -> None:
-        """``outer``: the pack hook of the checkpoint around the region; None: there is no checkpoint."""
+        """Prepare the region of a step.
+
+        outer: the pack hook of the checkpoint around the region; None: there is no checkpoint.
+        batch: the arguments of forward; None: they are not known.
+        """
         learned = ledger.learned  # read once: another thread may replace it
         self.min_bytes = ledger.min_bytes
         self.cap = ledger.cap
@@ -109,11 +122,14 @@ class Region:
         self._follows = (
             recorder is None and outer is None and trace is not None and not _torch.saved_tensor_hooks_active()
         )
-        self._early_end: EarlyEnd | None = None
+        self.is_unwatched = False  # the function mode is not set: see [Note: without the function mode]
+        self._unwatched = (sys.maxsize, sys.maxsize)  # the numbers of the first node made without it, and after that
+        self._handover: Handover | None = None  # where it is not set; None: it stays
+        self._spans: deque[Span] = deque()  # the next spans in there
+        self._borders: list[EarlyEnd] = []
         # FSDP2's hooks suspend and restore the function mode, so with FSDP2 it stays until the region ends.
-        border = trace.border if self._follows and trace is not None and self.shards is None else None
-        if border is not None and module is not None and ledger.early_ends.are_allowed:
-            self._early_end = EarlyEnd(self, border, module)
+        if self._follows and trace is not None and module is not None and self.shards is None:
+            self._set_borders(trace, batch)
         if recorder is not None:
             self.hooks = Hooks(self.pack, recorder.unpack) if outer is None else Hooks(self.pack_again, unpack)
             recorder.recording = TraceRecorder(self, recorder.saved)
@@ -129,32 +145,60 @@ class Region:
             self.hooks = Hooks(pack, give)
             self._calls = TraceMode(self, trace if self._follows else None)
         self.products = RecentProducts(self, None if recorder is None else recorder.caught)
+        self._unwatched_hooks = Hooks(self.pack_unwatched, unpack)
         self._decider = Decider(self, self.products, recorder)
         self._deferred = DeferredDecisions(self, self._decider, recorder)
         self._held: list[Value | SavedView] = []  # values of tensors that autograd saved without a hook
+
+    def _set_borders(self, trace: Trace, batch: Any) -> None:
+        """Prepare to remove the function mode where the plan does not need it."""
+        ledger = self._ledger
+        if trace.handover is None and trace.border is None:
+            return
+        is_usual = ledger.timing is None and not self.sharded
+        handover, border = ledger.early_ends.allowed(trace.handover, trace.border, batch if is_usual else None)
+        if handover is not None:
+            learned = ledger.learned
+            self._small = frozenset() if learned is None else learned.small
+            self._handover, self._spans = handover, deque(handover.spans)
+            self._add_border(self.hand_over, handover.border)
+            for span in handover.spans:
+                self._add_border(partial(self.begin_span, span), span.border)
+            self._add_border(self.take_over, handover.back)
+        self._add_border(self.end_early, border)
+
+    def _add_border(self, change: Callable[[], None], border: Border | None) -> None:
+        if border is not None:
+            self._borders.append(EarlyEnd(self, change, border, self._ledger.early_ends.module(border)))
 
     def __enter__(self) -> Region:
         if self.shards is not None:
             self._ledger.gathers.begin(self.shards, self._swapped)
         self._noted_outside, noted.ids = noted.ids, set()  # another region may be open around backward
         self.trusted_from = self._began = _torch.next_sequence_nr()  # tensors made before were not watched
-        self._calls.__enter__()
+        if self._handover is not None and self._handover.border is None:
+            self._calls.begin_later()
+            self._go_on_unwatched()
+        else:
+            self._calls.__enter__()
         if not self._follows and self.outer is None:
             self.hooks.set_all()
         enter(self)
         self._is_watching = collectives.watch()
         if self.recorder is not None:
             self.recorder.start()
-        if self._early_end is not None:
-            self._early_end.wait()
+        for border in self._borders:
+            border.wait()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         current.region, noted.ids = None, self._noted_outside
-        if self._early_end is not None:
-            self._early_end.remove()
+        for border in self._borders:
+            border.remove()
+        if self.is_unwatched and self._unwatched_hooks.last != NOT_SET:
+            self._unwatched_hooks.unset()  # forward has raised an error, or returned early
         if self._is_watching:
             collectives.unwatch()
         if self.shards is not None:
@@ -179,9 +223,19 @@ class Region:
         everything that holds tensors, and the ledger.
         """
         self.is_packing, self.saved_count = True, ENDED
-        del self._calls, self.hooks, self.products, self._decider, self._deferred, self.recorder, self._ledger
-        self.outer = self._frame = self.changing = self.slots = self._early_end = self.shards = None
+        del (
+            self._calls,
+            self.hooks,
+            self._unwatched_hooks,
+            self.products,
+            self._decider,
+            self._deferred,
+            self.recorder,
+            self._ledger,
+        )
+        self.outer = self._frame = self.changing = self.slots = self.shards = self._handover = None
         self._held.clear()
+        self._borders.clear()
 
     # ---------------------------------------------------------------- pack
 
@@ -232,6 +286,7 @@ class Region:
     def attach_recipe(self, node: Any, nr: int, name: str) -> None:
         """Give the recipe of output ``nr`` of ``node`` to the value that ``node`` saved under ``name``."""
         self._decider.attach_recipe(node, nr, name)
+        self.needs_mode()
 
     def watch(self, value: Value) -> None:
         """Watch for in-place changes of ``value``, an anchor of recipes that plain PyTorch would not have kept.
@@ -326,7 +381,7 @@ class Region:
             self._held.append(value)
 
     def end_early(self) -> None:
-        """Remove the function mode: nothing is rebuilt after this module.
+        """Remove the function mode, because nothing is rebuilt after this module.
 
         It stays if the step has left the trace or another mode lies over it: see [Note: the function mode ends early].
         """
@@ -335,12 +390,79 @@ class Region:
             self._ledger.early_ends.has_ended = True
             self.products.let_go()
 
+    # ------------------------------------------------------------ see [Note: without the function mode]
+
+    def hand_over(self) -> None:
+        """Remove the function mode after this module."""
+        if not self.is_unwatched and not _torch.saved_tensor_hooks_active():
+            self._calls.end_early(is_idle=False)
+            if self._calls.has_ended:
+                self._go_on_unwatched()
+
+    def _go_on_unwatched(self) -> None:
+        self.is_unwatched = self._ledger.early_ends.has_ended = True
+        self._unwatched = _torch.next_sequence_nr(), sys.maxsize
+        self.catches = False
+        self.products.let_go()
+        if self._spans and self._spans[0].border is None:
+            self.begin_span(self._spans[0])
+
+    def begin_span(self, span: Span) -> None:
+        """Set the saved-tensor hooks up to the last tensor of ``span``, if it is the next one."""
+        if not self.is_unwatched or not self._spans or span is not self._spans[0] or self.decisions is None:
+            return
+        if self._unwatched_hooks.last == NOT_SET and self._unwatched_hooks.set(span.last):
+            self._spans.popleft()
+            self.saved_count = span.first
+        else:
+            self.report_difference("a tensor was not saved that was before")
+
+    def take_over(self) -> None:
+        """Set the function mode again after this module, unless the step has differed from the recorded one."""
+        if not self.is_unwatched or self._handover is None:
+            return
+        is_whole = not self._spans and self._unwatched_hooks.last == NOT_SET
+        if self._unwatched_hooks.last != NOT_SET:
+            self._unwatched_hooks.unset()
+        if self.decisions is not None and not is_whole:
+            self.report_difference("a tensor was not saved that was before")
+        if self.decisions is not None:
+            self.is_unwatched, self.saved_count = False, self._handover.saved[1]
+            self._unwatched = self._unwatched[0], _torch.next_sequence_nr()
+            self._calls.begin_again()
+
+    def pack_unwatched(self, tensor: Tensor) -> Packed | PendingSave:
+        """The pack hook of a span."""
+        n = self.saved_count
+        if n == ENDED or self.is_packing:
+            return _kept(tensor)
+        self.saved_count = n + 1
+        if n == self._unwatched_hooks.last:
+            self._unwatched_hooks.reach_last()
+        kind = self._saved_kinds[n] if n < len(self._saved_kinds) else SavedKind.BARE
+        has_grown = n in self._small and tensor.nbytes >= self.min_bytes
+        if kind is SavedKind.DECIDED and not has_grown:
+            return self._decider.decide(tensor)
+        if has_grown and self.decisions is not None:
+            self.report_difference("a tensor has grown")
+        return _kept(tensor)
+
+    def needs_mode(self, node: Any = None) -> None:
+        """Note in a recorded step that a call needs the function mode: the running one, or that which made ``node``."""
+        if self.recorder is not None:
+            self.recorder.needs_mode(node)
+
+    def was_unwatched(self, node: Any) -> bool:
+        """Whether ``node`` was made without the function mode, so that it has no note."""
+        return bool(self._unwatched[0] <= node._sequence_nr() < self._unwatched[1])
+
     def distrust(self, until: int | None = None) -> None:
         """Let no recipe rely on the outputs of nodes with a sequence number below ``until``; None: of any made so far.
 
         ``trusted_from`` never falls: memory that has left torch stays untrusted to the end of the region.
         """
         self.trusted_from = max(self.trusted_from, _torch.next_sequence_nr() if until is None else until)
+        self.needs_mode()
 
     def changes(self, number: int) -> None:
         """Record an in-place change of memory that the node ``number`` made; -1: the node is not known."""
@@ -357,6 +479,8 @@ class Region:
         self.decisions, self._saved_kinds, self.caught = None, (), None
         if self._follows:
             self._calls.leave_trace()
+        if self.is_unwatched:
+            self._ledger.early_ends.note_failure()
         self._ledger.note_difference(why)
 
 

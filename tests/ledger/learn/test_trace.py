@@ -733,8 +733,8 @@ def test_a_model_that_never_repeats_itself_is_recorded_ever_more_seldom(monkeypa
     recorded = []
     learn = type(ledger)._begin_step
 
-    def counted(self: Any, module: Any) -> Any:
-        recorder = learn(self, module)
+    def counted(self: Any, *args: Any) -> Any:
+        recorder = learn(self, *args)
         recorded.append(recorder is not None)
         return recorder
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from types import MethodType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, TypeVar
 from weakref import ref
 
 from torch import nn
@@ -32,8 +32,11 @@ from torch.compiler import is_dynamo_compiling
 
 from leangrad import _torch
 from leangrad.ledger.observe.active_region import open_region
+from leangrad.ledger.observe.proof import Facts, prove, sizes_of
 from leangrad.ledger.observe.unseen_writes import may_write_unseen
 from leangrad.ledger.values.saved import Changes
+
+HandoverT = TypeVar("HandoverT")
 
 # Minimum number of calls that must be left: setting a hook and removing the function mode costs as much as the mode
 # costs in a few calls.
@@ -84,6 +87,10 @@ class Ends(NamedTuple):
                 return Border(found.module, turn) if is_worth_it else None
         return None
 
+    def calls_at(self, border: Border) -> int:
+        """Return how many calls the step had recorded when it reached ``border``."""
+        return [found.calls for found in self.exits if found.module == border.module][border.turn]
+
     def _is_of_before(self, change: Change, first: int) -> bool:
         """Whether ``change`` is one of memory that was, or may have been, made before call ``first`` began."""
         return change.number < 0 or first >= len(self.numbers) or change.number < self.numbers[first]
@@ -93,8 +100,10 @@ class ForwardCode:
     """The code that a model's forward runs: its modules, their forward hooks, and callables stored as attributes."""
 
     def __init__(self, model: nn.Module) -> None:
-        modules = list(model.modules())
+        named = dict(model.named_modules())
+        modules = list(named.values())
         self._modules = [ref(module) for module in modules]
+        self._named = dict(zip(named, self._modules, strict=True))
         self._hooks_and_children = _torch.hooks_and_children(modules)
         attributes = [(ref(module), *item) for module in modules for item in vars(module).items()]
         attributes = [found for found in attributes if found[1] not in OF_EVERY_MODULE]
@@ -104,9 +113,9 @@ class ForwardCode:
     def has_changed(self) -> bool:
         """Whether the code has changed since this object was made.
 
-        True if a module or forward hook was added, removed or replaced, if a stored callable was added or replaced, or
-        one may have been added to a list or dict, if global module hooks are set, or if torch does not give access to
-        the hooks.
+        True if a module or forward hook was added, removed or replaced, if a module has another class or training mode,
+        or more names or fewer, if a stored callable was added or replaced, or one may have been added to a list or
+        dict, if global module hooks are set, or if torch does not give access to the hooks.
         """
         modules = [module for one in self._modules if (module := one()) is not None]
         found = _torch.hooks_and_children(modules)
@@ -118,6 +127,11 @@ class ForwardCode:
             or any(len(vars(module()).get(name, ())) != size for module, name, size in self._sizes)
             or _torch.has_global_hooks()
         )
+
+    def module(self, path: str) -> nn.Module | None:
+        """Return the module with this path; None if it is no more."""
+        module: nn.Module | None = self._named[path]()
+        return module
 
 
 CONTAINERS = (list, dict)
@@ -143,9 +157,9 @@ def _reference(value: Any) -> Callable[[], Any]:
 
 
 class EarlyEnds:
-    """Decides whether the steps of one ledger may remove their function mode early.
+    """Decides where the steps of one ledger may run without their function mode.
 
-    - `has_ended`: whether the function mode of the last step was removed before its forward had ended.
+    - `has_ended`: whether the last step ran without it at its end or before.
     """
 
     def __init__(self) -> None:
@@ -153,13 +167,41 @@ class EarlyEnds:
         # True once backward found a tensor changed in place after an early end; then later modes stay to the end.
         self._is_watched = False
         self._changes = Changes.count  # ``Changes.count`` at the start of the last step
-        # The code of the recorded step's forward; None if the function mode of later steps may not end early.
-        self._code: ForwardCode | None = None
+        self._code: ForwardCode | None = None  # the code of the recorded step's forward; None: the mode stays
+        self._may_end = False  # whether no write that moves no version counter can follow
+        self._facts: Facts | None = None  # what the proof rests on that autograd records all changes; None: no proof
+        self._sizes: list[int] = []  # of the tensors of the largest batch whose small tensors are known to stay small
+        self._larger: list[int] | None = None  # of a larger one, until the step that watches it has ended
+        self._failures = 0  # how often a step without the function mode differed from the recorded one
 
-    @property
-    def are_allowed(self) -> bool:
-        """Whether the recorded step permits early ends, and forward still runs the same code."""
-        return self._code is not None and not self._code.has_changed()
+    def allowed(
+        self, handover: HandoverT | None, border: Border | None, batch: Any
+    ) -> tuple[HandoverT | None, Border | None]:
+        """Return which of the two a step may use whose forward has the arguments ``batch``; None: they are not known.
+
+        handover: where its function mode is not set: see [Note: without the function mode].
+        border: where its function mode ends early.
+        """
+        handover, border = handover if self._is_data(batch) else None, border if self._may_end else None
+        if (handover is None and border is None) or self._code is None or self._code.has_changed():
+            return None, None
+        if handover is not None and (_torch.function_modes_active() or self._facts is None or not self._facts.hold()):
+            handover = None
+        return handover, border
+
+    def _is_data(self, batch: Any) -> bool:
+        """Whether ``batch`` holds nothing but data, and no more than a batch whose small tensors stayed small."""
+        sizes = None if batch is None or self._facts is None else sizes_of(batch)
+        if sizes is None:
+            return False
+        if not _covers(self._sizes, sizes):
+            self._larger = sizes
+            return False
+        return True
+
+    def module(self, border: Border) -> nn.Module | None:
+        """Return the module of ``border``."""
+        return None if self._code is None else self._code.module(border.module)
 
     def begin_step(self) -> bool:
         """Start a step; return False if the early end of the previous step may have missed an in-place change.
@@ -170,25 +212,51 @@ class EarlyEnds:
         has_changed, self._changes = Changes.count != self._changes, Changes.count
         is_unseen, self.has_ended = self.has_ended and has_changed, False
         self._is_watched = self._is_watched or is_unseen
+        if self._larger is not None:
+            self._sizes, self._larger = self._larger, None
         return not is_unseen
 
-    def record(self, module: nn.Module) -> bool:
-        """Note that a step of ``module`` is being recorded; return whether later steps may end their mode early."""
-        self._code = None if self._is_watched or not may_end_early(module) else ForwardCode(module)
-        return self._code is not None
+    def record(self, module: nn.Module, batch: Any) -> None:
+        """Note that a step of ``module`` with the arguments ``batch`` is being recorded, and look into its code."""
+        self._sizes, self._larger = sizes_of(batch) or [], None
+        self._code, self._facts, self._may_end = None, None, False
+        if self._is_watched or not _can_set_hooks(module):
+            return
+        self._code, self._may_end = ForwardCode(module), not may_write_unseen(module)
+        if self._failures < MOST_FAILURES:
+            self._facts = prove(module)
+
+    @property
+    def may_end(self) -> bool:
+        """Whether later steps may end their function mode early."""
+        return self._may_end
+
+    @property
+    def has_proof(self) -> bool:
+        """Whether later steps may run without the function mode while tensors are rebuilt."""
+        return self._facts is not None
+
+    def note_failure(self) -> None:
+        """Note that a step differed from the recorded one where it ran without its function mode."""
+        self._failures += 1
 
 
-def may_end_early(module: nn.Module) -> bool:
-    """Whether the code of a model permits that the function mode of a step ends early.
+def _covers(larger: list[int], sizes: list[int]) -> bool:
+    return len(larger) == len(sizes) and all(map(int.__ge__, larger, sizes))
 
-    False if a part of ``module`` is compiled (a forward hook would make it compile again), if ``module`` is a replica
-    made by DataParallel, or if its code may write to memory without incrementing a version counter.
+
+MOST_FAILURES = 2  # after so many the function mode is no longer removed while tensors are rebuilt
+
+
+def _can_set_hooks(module: nn.Module) -> bool:
+    """Whether a forward hook may be set on any part of ``module``, and version counters show all of its changes.
+
+    False if a part of it is compiled (a forward hook would make it compile again), if it is a replica made by
+    DataParallel, or if a parameter or buffer shares its memory with a tensor that has another version counter.
     """
     if any(_torch.is_compiled(part) for part in module.modules()) or _torch.is_replica(module):
         return False
-    if any(_torch.has_aliases(tensor) for tensor in (*module.parameters(), *module.buffers())):
-        return False  # through the other tensor, with a version counter of its own
-    return not may_write_unseen(module)
+    return not any(_torch.has_aliases(tensor) for tensor in (*module.parameters(), *module.buffers()))
 
 
 class InertHook:
@@ -200,20 +268,13 @@ class InertHook:
         """Do nothing when the module runs."""
 
 
-class EndingRegion(Protocol):
-    """What an EarlyEnd needs from its region."""
-
-    def end_early(self) -> None:
-        """Remove the function mode of the region, if nothing is rebuilt from here on."""
-
-
 class EarlyEnd:
-    """The forward hook that ends the function mode of a region early; set on the border's module by ``wait``."""
+    """A forward hook that changes how a region watches, after one module has returned; ``wait`` sets it."""
 
     is_leangrads = True
 
-    def __init__(self, region: EndingRegion, border: Border, root: nn.Module) -> None:
-        self._region, self._border, self._root = region, border, root
+    def __init__(self, region: object, change: Callable[[], None], border: Border, module: nn.Module | None) -> None:
+        self._region, self._change, self._border, self._module = region, change, border, module
         self._handle: Any = None
         self._ran = 0  # how often the module has returned in this region
 
@@ -223,11 +284,8 @@ class EarlyEnd:
 
     def wait(self) -> None:
         """Set the hook on the border's module; called when the region begins."""
-        try:
-            module = self._root.get_submodule(self._border.module)
-        except AttributeError:  # the model was changed: the function mode stays to the end
-            return
-        self._handle = module.register_forward_hook(self)
+        if self._module is not None:
+            self._handle = self._module.register_forward_hook(self)
 
     def remove(self) -> None:
         """Remove the hook; called when the region ends."""
@@ -236,7 +294,7 @@ class EarlyEnd:
             self._handle = None
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Count the runs of the module in this region, and end the function mode after the border's one.
+        """Count the runs of the module in this region, and make the change after the border's one.
 
         Does nothing if the module ran in the region of another thread.
         """
@@ -244,4 +302,4 @@ class EarlyEnd:
             return
         self._ran += 1
         if self._ran > self._border.turn:
-            self._region.end_early()
+            self._change()

@@ -5,14 +5,17 @@ A plan is the set ``kept`` of item numbers that later steps keep; None stands fo
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from leangrad.ledger.decision import Decision, SavedKind
 from leangrad.ledger.learn.early_end import Ends
 from leangrad.ledger.learn.entries import EXTRA, HAS_ROOM, LOWER_PEAK, SHAPE_ONLY, SPARED, TOO_MUCH_WORK, Entry
 from leangrad.ledger.learn.trace import ANY_SIZE, Call, RecordedCall, Trace
+from leangrad.ledger.learn.unwatched import Handover, Needs
 from leangrad.policy import graph as policy
 
 NARROW = "sum in fewer bits"  # the summary's op name for the kept source of a cast: see [Note: kept in fewer bits]
@@ -45,6 +48,7 @@ class Learned(NamedTuple):
     trace: Trace | None  # the calls of the step; None if tensors to decide about were saved outside of calls
     caught: Collection[int]  # numbers of the calls whose product is kept although autograd does not save it
     peak_bytes: int  # predicted peak of saved tensors and gradients in backward
+    small: frozenset[int] = frozenset()  # the saved tensors that were kept without a decision because they are small
 
 
 @dataclass
@@ -66,6 +70,7 @@ class RecordedStep:
     undecided: Mapping[int, int] = field(default_factory=dict)  # items without a decision, by the index of their entry
     spared: frozenset[int] = frozenset()  # the items that are kept to spare the host
     ends: Ends | None = None  # events that tell where the function mode may end early; None: it may not
+    needs: Needs | None = None  # the calls that need the function mode; None: all of them do
     read_at: Mapping[int, int] = field(default_factory=dict)  # by saved tensor, the op of backward that reads it
     shares_logits: bool = False  # the logits of a loss in parts are read by others too, or rebuilt for others
     plain_bytes: int = 0  # bytes of logit-sized tensors that plain PyTorch makes in backward and no plan does
@@ -227,7 +232,8 @@ class RecordedStep:
         if seen != bare.count(False):
             return None
         if not is_tuned:
-            return Trace(calls, saves, unseen, passes)
+            handover = None if self.needs is None else self.needs.longest(len(self.calls), bare)
+            return Trace(calls, saves, unseen, passes, handover=handover, again=_index_of(handover, numbers))
         uses = [
             n
             for n, call in enumerate(calls)
@@ -235,7 +241,15 @@ class RecordedStep:
         ]
         last_use = max(uses, default=-1)
         border = None if self.ends is None else self.ends.border(numbers[last_use] if uses else -1)
-        return Trace(calls[: last_use + 1], saves, unseen, passes, is_whole=False, border=border)
+        end = len(self.calls) if border is None or self.ends is None else self.ends.calls_at(border)
+        handover = None if self.needs is None else self.needs.longest(end, bare)
+        again = _index_of(handover, numbers)
+        return Trace(calls[: last_use + 1], saves, unseen, passes, False, border, handover, again)
+
+    @cached_property
+    def small(self) -> frozenset[int]:
+        """The numbers of the saved tensors that were kept without a decision because they are small."""
+        return frozenset(n for n, saved in enumerate(self.saved) if saved.small_bytes >= 0)
 
     def calls_until(self, kept: frozenset[int]) -> int:
         """Return how many calls of the trace lead up to the last one that involves a recipe.
@@ -259,3 +273,11 @@ class RecordedStep:
         if nbytes <= 0:
             return call.size if nbytes == 0 else ANY_SIZE
         return max(call.size, (call.size * self.min_bytes - 1) // nbytes)
+
+
+def _index_of(handover: Handover | None, numbers: Sequence[int]) -> int:
+    """Return the index of the first call of a trace after the function mode is set again.
+
+    numbers: the numbers of the trace's calls.
+    """
+    return 0 if handover is None else bisect_left(numbers, handover.calls[1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,7 +15,8 @@ from leangrad.ledger.learn.entries import EXTRA, HAS_ROOM, LOWER_PEAK, SHAPE_ONL
 from leangrad.ledger.learn.items import Items, value_of
 from leangrad.ledger.learn.reads import Reader, Reads, Segment
 from leangrad.ledger.learn.recorded_step import RecordedStep, SavedTensor
-from leangrad.ledger.learn.trace import TraceRecorder
+from leangrad.ledger.learn.trace import RecordedCall, TraceRecorder
+from leangrad.ledger.learn.unwatched import Needs
 from leangrad.ledger.values.cast import Packed
 from leangrad.ledger.values.pending_save import PendingSave
 from leangrad.ledger.values.saved import unpack
@@ -81,6 +83,8 @@ class Recorder:
         self._saved_in: list[str] = []  # for each saved tensor, the module that was running
         self.recording: TraceRecorder | None = None
         self.may_end_early = False  # whether the function mode of later steps may end before their forward does
+        self.may_go_unwatched = False  # whether later steps may run without the function mode: see ``unwatched.py``
+        self._needs: set[int] = set()  # numbers of the calls that needed the function mode
         self._leaves: list[Exit] = []  # modules that have returned
         self._changes_seen: list[Change] = []  # in-place changes of memory
         self.step: RecordedStep | None = None
@@ -139,6 +143,13 @@ class Recorder:
         """Note an in-place change of memory; ``number``: of the node that made the changed tensor, -1 if unknown."""
         if self.recording is not None:
             self._changes_seen.append(Change(len(self.recording.calls), number))
+
+    def needs_mode(self, node: Any = None) -> None:
+        """Note that a call needs the function mode: the running one, or that which made ``node``."""
+        if self.recording is not None:
+            numbers = self.recording.numbers
+            made = len(numbers) if node is None else bisect.bisect_right(numbers, node._sequence_nr())
+            self._needs.add(max(0, made - 1))
 
     def saving(self) -> None:
         """Note that a tensor is about to be saved; the node that saves it is the one made last."""
@@ -231,7 +242,17 @@ class Recorder:
             ends=ends,
             caught=self.caught,
             min_bytes=self.min_bytes,
+            needs=self._needs_of(recording.calls) if self.may_go_unwatched else None,
         )
+
+    def _needs_of(self, calls: Sequence[RecordedCall]) -> Needs | None:
+        """Return the calls that needed the function mode.
+
+        None, for all, if tensors that were cast are kept in fewer bits: the mode holds what they were cast from.
+        """
+        if any(value.narrow_bytes for value, _, _ in self._decided):
+            return None
+        return Needs([*self._needs, *self.caught], self._leaves, [call.first for call in calls], len(self.saved))
 
     def _bytes_if_small(self, packed: Packed) -> int:
         """Return the bytes of a saved tensor that was kept without a decision because it is small; else -1."""

@@ -32,7 +32,8 @@ from leangrad.ledger.learn.early_end import Border
 from leangrad.ledger.learn.gradients import Graph
 from leangrad.ledger.learn.scratch import FUNCTIONS as CONVOLUTIONS
 from leangrad.ledger.learn.scratch import Convolution, convolution_of
-from leangrad.ledger.observe.call_args import Handler
+from leangrad.ledger.learn.unwatched import Handover
+from leangrad.ledger.observe.call_args import NOTES_NEED, Handler
 from leangrad.ledger.observe.checkpoint import mark_made, mark_outside
 from leangrad.ledger.observe.function_mode import FunctionMode, ObservedRegion
 from leangrad.ledger.observe.handlers import HANDLERS, handler_of
@@ -97,6 +98,8 @@ class Trace(NamedTuple):
     passes: frozenset[Any]  # functions that saved nothing, have no handler and are not in ``quiet``
     is_whole: bool = True  # False: nothing is rebuilt after the last of ``calls``, and later calls are not followed
     border: Border | None = None  # where the function mode is removed: see [Note: the function mode ends early]
+    handover: Handover | None = None  # where it is not set, either: see [Note: without the function mode]
+    again: int = 0  # index of the first of ``calls`` after that
 
 
 class TracedRegion(ObservedRegion, Protocol):
@@ -157,6 +160,8 @@ class TraceRecorder:
         """Run one call and record it with the tensors that it saved."""
         first = self._region.saved_count
         self._region.call = len(self.calls)
+        if handler is not None and handler not in NOTES_NEED:
+            self._region.needs_mode()
         self.numbers.append(_torch.next_sequence_nr())
         self._region.update_checkpoint_frame()
         try:
@@ -175,6 +180,8 @@ class TraceRecorder:
             self.graph.add(out)
         # Not set at a call such as ``x.shape``, or all calls of that function would be in the trace.
         begins = graded is True and self._region.wrap_new_reentrant(args) | self._region.wrap_new_checkpoint()
+        if begins:
+            self._region.needs_mode()
         self.calls.append(RecordedCall(function, handled, size, nbytes, graded, convolution, first, names, begins))
         return out
 
@@ -207,12 +214,27 @@ class TraceMode(FunctionMode):
         self.is_on_trace, self.region.catches = False, True
         self._expected = _NO_CALL
 
-    def end_early(self) -> None:
-        """Remove the mode, if nothing is rebuilt from here on and it is the innermost function mode."""
-        is_idle = self._expected is _NO_REBUILDS and self.is_on_trace
-        if is_idle and not self.has_ended and _torch.is_innermost_mode(self):
+    def end_early(self, *, is_idle: bool = True) -> None:
+        """Remove the mode, if it is the innermost function mode and the step has followed the trace.
+
+        is_idle: remove it only if nothing is rebuilt from here on.
+        """
+        may_end = self.is_on_trace and (self._expected is _NO_REBUILDS or not is_idle)
+        if may_end and not self.has_ended and _torch.is_innermost_mode(self):
             self.has_ended = True
             super().__exit__(None, None, None)
+
+    def begin_later(self) -> None:
+        """Note that the mode is not set yet: the step begins without it."""
+        self.has_ended = True
+
+    def begin_again(self) -> None:
+        """Set the mode after a stretch without it, and go on with the trace there."""
+        assert self._trace is not None
+        self._rest = iter(self._trace.calls[self._trace.again :])
+        self._expected = self._suspended = next(self._rest, self._end)
+        self.has_ended = False
+        super().__enter__()
 
     def __exit__(self, *why: Any) -> None:
         """Remove the mode, unless it was removed early."""

@@ -22,6 +22,16 @@ from leangrad.ledger.values.pending_save import PendingSave, claims
 
 Handler = Callable[[FunctionMode, Any, tuple[Any, ...], dict[str, Any]], Any]
 
+# The handlers that report to their region themselves whether a call needed them. A call of any other needs the function
+# mode: see [Note: without the function mode].
+NOTES_NEED: set[Any] = set()
+
+
+def notes_need(handler: Handler) -> Handler:
+    """Enter ``handler`` in ``NOTES_NEED``."""
+    NOTES_NEED.add(handler)
+    return handler
+
 
 def leave_note(out: Any, names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Store the constants of a call in the metadata of the node that it made, unless gradients are off.
@@ -116,4 +126,4 @@ def deferring(handler: Handler | None = None, *, inplace: bool = False) -> Handl
             return run(mode, func, *args, **kwargs)
         return handler(mode, partial(run, mode, func), args, kwargs)
 
-    return handle
+    return notes_need(handle) if handler is None or handler in NOTES_NEED else handle

@@ -49,6 +49,12 @@ class ObservedRegion(Protocol):
     def distrust(self, until: int | None = None) -> None:
         """Let no recipe rely on outputs of nodes below sequence number ``until``; None: of any node made so far."""
 
+    def needs_mode(self, node: Any = None) -> None:
+        """Note in a recorded step that the running call, or that which made ``node``, needs the function mode.
+
+        See [Note: without the function mode].
+        """
+
     def changes(self, number: int) -> None:
         """Note that memory which recipes may read is about to change in place.
 

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, is_grad_enabled
 
 from leangrad import _torch
-from leangrad.ledger.observe.call_args import PLAIN, Handler, argument, deferring, leave_note, note_one
+from leangrad.ledger.observe.call_args import PLAIN, Handler, argument, deferring, leave_note, note_one, notes_need
 from leangrad.ledger.observe.function_mode import FunctionMode
 from leangrad.ledger.observe.mutation import (
     after_change,
@@ -64,6 +64,7 @@ def handler_of(func: Any, kwargs: dict[str, Any]) -> Handler | None:
 def _noted(names: str) -> Handler:
     names_ = tuple(names.split())
 
+    @notes_need
     def handler(mode: FunctionMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = func(*args, **kwargs)
         if len(args) == 2 and not kwargs:
@@ -83,6 +84,7 @@ def _constants(**places: tuple[int, Any]) -> Handler:
     """
     wanted = tuple((name, place, default) for name, (place, default) in places.items())
 
+    @notes_need
     def handler(mode: FunctionMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = func(*args, **kwargs)
         if not args or out is not args[0]:  # ``x.contiguous()`` may be ``x`` itself, whose node belongs to another op
@@ -100,13 +102,15 @@ def _constants(**places: tuple[int, Any]) -> Handler:
     return handler
 
 
+@notes_need
 def _copied(mode: FunctionMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     out = func(*args, **kwargs)
     if kwargs.get("memory_format") is not None and out is not args[0] and out.grad_fn is not None:
-        out.grad_fn.metadata[OPAQUE] = True
+        _make_opaque(mode, out.grad_fn)
     return out
 
 
+@notes_need
 def _group_norm(mode: FunctionMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     out = func(*args, **kwargs)
     leave_note(out, ("input", "num_groups", "weight", "bias", "eps"), args, kwargs)
@@ -115,7 +119,7 @@ def _group_norm(mode: FunctionMode, func: Any, args: tuple[Any, ...], kwargs: di
         # ATen may have made ``x`` contiguous, in a memory format that no node stores.
         inner = out.grad_fn.next_functions[0][0]
         if inner is not x.grad_fn and type(inner).__name__ == "CloneBackward0":
-            inner.metadata[OPAQUE] = True
+            _make_opaque(mode, inner)
     return out
 
 
@@ -128,6 +132,7 @@ def _batch_norm(read: Callable[..., tuple[Any, ...]]) -> Handler:
     read: returns the running mean and variance, the weight, the bias and ``training`` from the arguments of a call.
     """
 
+    @notes_need
     def handler(mode: FunctionMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         mean, var, weight, bias, trains = read(*args, **kwargs)
         changes = trains and mean is not None
@@ -145,7 +150,7 @@ def _batch_norm(read: Callable[..., tuple[Any, ...]]) -> Handler:
                 out.grad_fn.metadata[NOTE][name] = _copy_of(statistic)
         usual = (mean is None or mean.is_contiguous()) and (var is None or var.is_contiguous())
         if not usual and out.grad_fn is not None:
-            out.grad_fn.metadata[OPAQUE] = True  # ATen uses another formula for these, and a replay does not pass them
+            _make_opaque(mode, out.grad_fn)  # ATen uses another formula for these, and a replay does not pass them
         return out
 
     return handler
@@ -177,6 +182,7 @@ def _copy_of(tensor: Any) -> Value:
     return value
 
 
+@notes_need
 def _embedding(mode: FunctionMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if argument(func, args, kwargs, "max_norm") is None:
         return func(*args, **kwargs)
@@ -185,13 +191,20 @@ def _embedding(mode: FunctionMode, func: Any, args: tuple[Any, ...], kwargs: dic
     out = func(*args, **kwargs)
     after_change(mode.region, weight)
     if out.grad_fn is not None:
-        out.grad_fn.metadata[OPAQUE] = True
+        _make_opaque(mode, out.grad_fn)
     return out
+
+
+def _make_opaque(mode: FunctionMode, node: Any) -> None:
+    """Let no recipe run through ``node``."""
+    node.metadata[OPAQUE] = True
+    mode.region.needs_mode()
 
 
 def _second_output(name: str) -> Handler:
     """Return a handler for a function whose node saves a second output, as ``name``, that has a rule too."""
 
+    @notes_need
     def handler(mode: FunctionMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = func(*args, **kwargs)
         if out.grad_fn is not None:
@@ -215,6 +228,7 @@ def _instance_norm(mode: FunctionMode, func: Any, args: tuple[Any, ...], kwargs:
     return out
 
 
+@notes_need
 def _pooled(mode: FunctionMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     out = func(*args, **kwargs)
     pooled = out[0] if type(out) is tuple else out
@@ -229,6 +243,7 @@ def _pooled(mode: FunctionMode, func: Any, args: tuple[Any, ...], kwargs: dict[s
 # -------------------------------------------------------------------------------------------------------------- sources
 
 
+@notes_need
 def _product(mode: FunctionMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     out = func(*args, **kwargs)
     region = mode.region

@@ -18,7 +18,7 @@ from torch import Tensor, is_grad_enabled
 
 from leangrad import _torch
 from leangrad.ledger.observe.active_region import open_region
-from leangrad.ledger.observe.call_args import Handler, argument, constants_of, leave_note
+from leangrad.ledger.observe.call_args import Handler, argument, constants_of, leave_note, notes_need
 from leangrad.ledger.observe.function_mode import FunctionMode, ObservedRegion
 from leangrad.ledger.origins.rules import PRODUCTS
 from leangrad.ledger.values.cast import Anchor
@@ -44,6 +44,8 @@ def before_change(region: ObservedRegion, target: Any) -> None:
         unrecorded = unrecorded or _is_part(region, target)
         node = None if unrecorded else _node_of(target)
         region.changes(-1 if node is None else node._sequence_nr())
+        if node is None or VALUES[(target if target._base is None else target._base).output_nr] in node.metadata:
+            region.needs_mode()  # a recipe may read what is there before the change
         if region.watched_parameters:
             base = target._base
             _move(region.watched_parameters.pop(id(target if base is None else base), ()))
@@ -177,6 +179,7 @@ def handle_data_set(mode: FunctionMode, func: Any, args: tuple[Any, ...], kwargs
     return result
 
 
+@notes_need
 def handle_alias(mode: FunctionMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Handle ``w.data`` and ``w.detach()``: a change may now come through an alias, so ``w`` is watched by memory."""
     anchors = mode.region.watched_parameters.pop(id(args[0]), None) if args else None
@@ -241,6 +244,7 @@ def mutating(names: str = "", choose: str | None = None) -> Handler:
     """
     names_ = tuple(names.split())
 
+    @notes_need
     def handler(mode: FunctionMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if choose is not None and not argument(func, args, kwargs, choose):
             out = func(*args, **kwargs)
@@ -269,6 +273,7 @@ def mutating(names: str = "", choose: str | None = None) -> Handler:
         ):
             # The strides of the tensor that a product is written into may have chosen its kernel.
             node.metadata[OPAQUE] = True
+            mode.region.needs_mode()
         elif note is not None and isinstance(target, Tensor) and not target._is_view():
             node.metadata[NOTE] = note
         return out

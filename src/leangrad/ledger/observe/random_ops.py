@@ -17,7 +17,7 @@ from torch import Tensor, is_grad_enabled
 
 from leangrad import _torch
 from leangrad.ledger.observe import rng
-from leangrad.ledger.observe.call_args import Handler, argument
+from leangrad.ledger.observe.call_args import Handler, argument, notes_need
 from leangrad.ledger.observe.function_mode import FunctionMode
 from leangrad.ledger.observe.mutation import after_change, before_change
 from leangrad.ledger.values.node_metadata import NOTE
@@ -73,6 +73,7 @@ def _inverse(number: float, dtype: torch.dtype) -> float:
 ALPHA = 1.7580993408473766  # the alpha of self-normalizing networks, as in ATen
 
 
+@notes_need
 def dropout(mode: FunctionMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Handle dropout and alpha dropout: record the generator state before the call, and do not keep what was drawn."""
     if len(args) == 1 and len(kwargs) == 3:  # as torch passes the call to a function mode
@@ -81,6 +82,7 @@ def dropout(mode: FunctionMode, func: Any, args: tuple[Any, ...], kwargs: dict[s
         x, p, training, inplace = (argument(func, args, kwargs, n) for n in ("input", "p", "training", "inplace"))
     if not training or p == 0:  # it returns its input
         return func(*args, **kwargs)
+    mode.region.needs_mode()
     if inplace:
         before_change(mode.region, x)
     recorded = is_grad_enabled() and isinstance(x, Tensor) and x.requires_grad
@@ -144,10 +146,12 @@ def dropout_inside(name: str, place: int, inner: Handler) -> Handler:
     inner: handler that makes the call and does everything else.
     """
 
+    @notes_need
     def handler(mode: FunctionMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         p = kwargs[name] if name in kwargs else args[place] if place < len(args) else 0.0
         if not 0 < p < 1 or not is_grad_enabled():
             return inner(mode, func, args, kwargs)
+        mode.region.needs_mode()
         query = args[0] if args else kwargs.get("query")
         device = query.device if isinstance(query, Tensor) else None
         if device is None or (device.type != "cpu" and not mode.region.max_products):

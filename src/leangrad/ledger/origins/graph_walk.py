@@ -19,8 +19,9 @@ from torch import Tensor
 
 from leangrad import _torch
 from leangrad._torch import passed_no_hook
-from leangrad.ledger.origins.functions import NoRecipeError
+from leangrad.ledger.origins.functions import FUNCTIONS, NoRecipeError
 from leangrad.ledger.origins.rule_builder import ONLY, Origin, origin_of, product_of
+from leangrad.ledger.origins.rules.products import FOLLOWING
 from leangrad.ledger.origins.shards import COPIED_BYTES, Shards
 from leangrad.ledger.values.cast import Anchor, Cast
 from leangrad.ledger.values.node_metadata import LIVE, NOTE, VALUES, AccumulateGrad, Node
@@ -92,6 +93,14 @@ class WalkRegion(Protocol):
     product_settings: tuple[Any, ...]  # settings of torch for products when the region began
     failed_allocations: int  # failed allocations on GPUs by the time the region began
 
+    is_unwatched: bool  # the function mode is not set: see [Note: without the function mode]
+
+    def needs_mode(self, node: Any = None) -> None:
+        """Note in a recorded step that a call needs the function mode: the running one, or that which made ``node``."""
+
+    def was_unwatched(self, node: Node) -> bool:
+        """Whether ``node`` was made without the function mode, so that it has no note."""
+
     def watch(self, value: Value) -> None:
         """Let ``value`` get a copy of its tensor before the caller changes that tensor in place."""
 
@@ -106,12 +115,13 @@ class Walk:
     max_products    how many products a recipe may run one inside the other
     """
 
-    __slots__ = ("_leaves", "_made", "_region", "early", "max_products", "operand_bytes", "sizes", "steps")
+    __slots__ = ("_first", "_leaves", "_made", "_region", "early", "max_products", "operand_bytes", "sizes", "steps")
 
     def __init__(self, region: WalkRegion) -> None:
         self._region = region
         self._leaves: dict[int, Value] = {}  # by id of the parameter, which its value holds, so the id is not reused
         self.steps = self.operand_bytes = 0
+        self._first: Node = None  # the node that the walk has started at
         self.early: list[Value] = []
         self.sizes = region.sizes
         self.max_products = region.max_products
@@ -129,9 +139,14 @@ class Walk:
         made: that output itself, if the caller has it.
         """
         self.steps = self.operand_bytes = 0
+        self._first = node
         self.early.clear()
         kind = type(node)
         origin = ONLY[kind] if nr == 0 and kind in ONLY else self.origin(node, nr)
+        if kind in FUNCTIONS:
+            self._region.needs_mode(node)
+        if self.sizes or self._region.is_unwatched:
+            self._check_overlap(node)
         if origin is None or (metadata and LIVE in metadata):
             raise NoRecipeError(f"{kind.__name__} is never computed twice")
         if not self.max_products:
@@ -178,6 +193,10 @@ class Walk:
                 f"the output of {kind.__name__} was made before the lean region, or left torch by numpy() or data_ptr()"
             )
         origin = ONLY[kind] if nr == 0 and kind in ONLY else origin_of(node, nr)
+        if kind in FUNCTIONS:
+            self._region.needs_mode(node)
+        if self.sizes or self._region.is_unwatched:
+            self._check_overlap(node)
         if origin is None or (metadata and LIVE in metadata):
             if self.max_products:
                 value = self._product(node, nr, metadata)
@@ -192,6 +211,24 @@ class Walk:
                 self._made.append(value)
         metadata[VALUES[nr]] = ref(value)
         return value
+
+    def _check_overlap(self, node: Node) -> None:
+        """Raise NoRecipeError if ``node`` may have changed an operand that is a view of its first one, in place.
+
+        The function mode sees that the two share memory. Without it only the graph shows that one is a view of the
+        other, and not whether the op was in place.
+        """
+        edges = node.next_functions
+        if len(edges) < 2 or edges[0][0] is None:
+            return
+        first = edges[0][0]
+        for source, _ in edges[1:]:
+            while source is not None and source is not first and type(source).__name__ in FOLLOWING:
+                source = source.next_functions[0][0]
+                if source is first:
+                    self._region.needs_mode(node)
+                    if self._region.was_unwatched(node):
+                        raise NoRecipeError("an operand that may lie in the memory of another")
 
     def settings(self, node: Node) -> tuple[Any, ...]:
         """Returns the settings of torch under which the product of ``node`` ran: those when the region began.
@@ -274,9 +311,11 @@ class Walk:
             raise NoRecipeError("a tensor that may be a sharded parameter")
         return None if self._region.shards is None else self._region.shards.anchor(tensor)
 
-    def listed(self, edges: Sequence[tuple[Node, int]], metadata: dict[Any, Any]) -> tuple[Any, ...]:
-        """Returns the operands of an op that takes a list of tensors."""
+    def listed(self, node: Node, edges: Sequence[tuple[Node, int]], metadata: dict[Any, Any]) -> tuple[Any, ...]:
+        """Returns the operands of ``node``, an op that takes a list of tensors; ``edges``: its edges."""
         noted = metadata.get(NOTE, NOTHING).get("tensors", NOTHING)
+        if noted:
+            self._region.needs_mode(node)
         return tuple(
             [
                 self.input(*edge) if edge[0] is not None else self._noted(noted.get(i, NOTE), "tensors")
@@ -288,9 +327,14 @@ class Walk:
         """Returns a constant that ``node`` does not record, from the note in its metadata."""
         note = metadata.get(NOTE)
         if note is None or name not in note:
-            if name in DEFAULTS:
+            # Without the function mode a copy may be the model's own, which has a note otherwise. The strides of the
+            # tensor that the walk is for are known.
+            if name in DEFAULTS and (node is self._first or not self._region.was_unwatched(node)):
+                if node is not self._first:
+                    self._region.needs_mode(node)
                 return DEFAULTS[name]
             raise NoRecipeError(f"{type(node).__name__} does not record its {name}")
+        self._region.needs_mode(node)
         return self._noted(note[name], name)
 
     def _noted(self, constant: Any, name: str) -> Any:

@@ -117,7 +117,7 @@ def _build(rule: Rule, node: Node) -> Origin:
         edges = node.next_functions
         if asks_output and made is None:
             made = output_facts(node)
-        args = [walk.listed(edges, metadata)] if is_listed else []
+        args = [walk.listed(node, edges, metadata)] if is_listed else []
         for (source, k), get in zip(edges, operands, strict=False):
             args.append(get(walk, node, metadata, made) if source is None else walk.input(source, k))
         if is_product:
