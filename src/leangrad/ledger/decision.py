@@ -349,7 +349,7 @@ class Decider:
                 recorded, fleeting, is_narrow = learned.nbytes, learned.fleeting, learned.is_narrow
                 source = keep_source(tensor, node, self._region) if is_narrow else None
         value = self.recipe(tensor, node, metadata, cap, recorded, waiting)
-        if self._region.is_unwatched and value.tensor is not None:
+        if self._region.is_unwatched and value.tensor is not None and not value.blocked:  # it waits for nothing
             self._region.report_difference(f"an output of {type(node).__name__} could be rebuilt before")
         if is_narrow and source is None:  # a cast view
             own = keep_narrow(value, tensor, cap, self._region)
