@@ -1,14 +1,15 @@
-"""Host time saved by ending the function mode of a step early, on timm's models with images so small that it dominates.
+"""Host time saved where steps have no function mode, on timm's models with images so small that it dominates.
 
     OMP_NUM_THREADS=1 python -m benchmarks.ledger.early_end --write early_end_cpu
 
-There is one row for each model and goal: a budget halfway between the plain peak and that of `lean`, and
-`slowdown=1.1`.
+There is one row for each model and goal: a budget halfway between the plain peak and that of `lean`, `slowdown=1.1`, and
+`lean` alone.
 
 - `ratio`: the CPU time of a step over that of a plain step.
+- `mode_ratio`: the same for the same plan, with the function mode on until it ends early.
 - `watched_ratio`: the same for the same plan, but with the function mode on to the end of forward, and with a `Value`
   for each small tensor that a recipe of the floor would read.
-- `forward_ratio`, `forward_watched_ratio`: the same for forward alone.
+- `forward_ratio`, `forward_mode_ratio`, `forward_watched_ratio`: the same for forward alone.
 - `spread_ratio`, `spread_peak`: with a budget, time and peak of a plan that is chosen without regard to where the
   function mode ends: no plan is tried that keeps all of the last layers.
 - `calls`: the torch calls of the recorded forward (including those of `leangrad.measure`, if that runs the forward).
@@ -47,7 +48,7 @@ MODELS = (
     "densenet121", "nf_resnet50",
 )  # fmt: skip
 SIZE, BATCH, MIN_BYTES = 32, 2, 1024
-SETTLED = {"budget": 40, "slowdown": 200}
+SETTLED = {"budget": 40, "slowdown": 200, "spare": 4}
 MEASURED = 10  # steps whose peaks correct the plan for a budget
 ROUNDS = 15
 
@@ -83,7 +84,7 @@ def measure(name: str) -> Iterator[dict[str, Any]]:
         step(plain, x)
         step(floor, x)
     most, least = peak(plain, x), peak(floor, x)
-    for goal, value in (("budget", (most + least) // 2), ("slowdown", 1.1)):
+    for goal, value in (("budget", (most + least) // 2), ("slowdown", 1.1), ("spare", 0.0)):
         lean = _settled(model, x, goal, value)
         row = {"case": name, "goal": goal, "at": value, **_compare(plain, lean, x)}
         row |= {"plain_peak": most, "floor_peak": least, "peak": peak(lean, x)}
@@ -112,7 +113,9 @@ def _compare(plain: nn.Module, lean: nn.Module, x: Tensor) -> dict[str, Any]:
     if ledger.trace is not None and not ledger._is_plain:
         assert ledger.learned is not None
         now, before = (ledger.trace, ledger.learned.saved_kinds), _watched(ledger)
-        ways = {"": partial(_use, ledger, *now), "watched_": partial(_use, ledger, *before)}
+        mode = ledger.trace._replace(handover=None), now[1]
+        ways = {"": partial(_use, ledger, *now), "mode_": partial(_use, ledger, *mode)}
+        ways["watched_"] = partial(_use, ledger, *before)
         row = _calls(ledger, ledger.trace)
     times: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
     plains = []
@@ -141,6 +144,8 @@ def _calls(ledger: Ledger, trace: Trace) -> dict[str, int]:
     if ends is not None and trace.border is not None:
         exits = [found.calls for found in ends.exits if found.module == trace.border.module]
         seen = exits[trace.border.turn]
+    if trace.handover is not None:
+        seen -= trace.handover.calls[1] - trace.handover.calls[0]
     return {"calls": calls, "watched_calls": seen}
 
 
@@ -150,8 +155,8 @@ def _watched(ledger: Ledger) -> tuple[Trace | None, Any]:
     assert recorder is not None
     assert recorder.step is not None
     saved = [tensor._replace(read_by=None) for tensor in recorder.step.saved]
-    step = replace(recorder.step, saved=saved, ends=None)
-    return step.trace(ledger._kept_items, is_tuned=True), step.saved_kinds(ledger._kept_items)
+    step = replace(recorder.step, saved=saved, ends=None, needs=None)
+    return step.trace(ledger._kept_items, is_tuned=ledger.goal is not None), step.saved_kinds(ledger._kept_items)
 
 
 def _use(ledger: Ledger, trace: Trace | None, saved_kinds: Any) -> None:
