@@ -2,8 +2,8 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.ledger.early_end --write early_end_cpu
 
-There is one row for each model and goal: a budget halfway between the plain peak and that of `lean`, `slowdown=1.1`, and
-`lean` alone.
+There is one row for each model and goal: a budget halfway between the plain peak and that of `lean`, `slowdown=1.1`,
+and `lean` alone.
 
 - `ratio`: the CPU time of a step over that of a plain step.
 - `mode_ratio`: the same for the same plan, with the function mode on until it ends early.

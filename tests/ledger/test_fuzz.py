@@ -293,7 +293,7 @@ def check_unwatched(program: Program, *, plans: int) -> Counter[str]:
     hides = program.edits and not is_alike
     with (
         patch.object(early_end, "WORTH", 0),
-        patch.object(unwatched_stretch, "WORTH", 0),
+        patch.multiple(unwatched_stretch, WORTH=0, PER_SPAN=0, PER_MODULE=0),
         patch.object(unwatched_stretch, "GAP", plans % 3),
         patch.object(early_end, "may_write_unseen", lambda _: hides),
         patch.object(early_end, "prove", lambda _: None if hides else Facts()),

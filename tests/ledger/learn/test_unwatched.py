@@ -20,7 +20,7 @@ from leangrad.ledger import Region
 from leangrad.ledger.learn import unwatched as stretch
 from leangrad.ledger.learn.early_end import Border, Exit
 from leangrad.ledger.learn.trace import TraceMode
-from leangrad.ledger.learn.unwatched import Handover, Needs
+from leangrad.ledger.learn.unwatched import Handover, Needs, Span
 from leangrad.ledger.observe.proof import Facts, prove
 from tests.support import assert_same_bits
 
@@ -65,7 +65,8 @@ class Net(nn.Module):
 
 @pytest.fixture(autouse=True)
 def always_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stretch, "WORTH", 0)
+    for name in ("WORTH", "PER_SPAN", "PER_MODULE"):
+        monkeypatch.setattr(stretch, name, 0)
 
 
 @pytest.fixture
@@ -470,3 +471,26 @@ def test_the_longest_stretch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert longest(3, 4, 6, 9) == Handover(None, Border("a", 0), (0, 2), (0, 4))
     assert longest(*range(10)) is None
     assert longest(end=0) is None
+
+
+def test_spans(monkeypatch: pytest.MonkeyPatch) -> None:
+    exits = [Exit("a", 2), Exit("b", 5), Exit("a", 7), Exit("c", 9)]  # by then 4, 10, 14 and 18 tensors were saved
+    needs = Needs((), exits, [2 * n for n in range(10)], 20)
+
+    def spans(*wanted: int) -> tuple[Span, ...]:
+        found = needs.longest(10, [n not in wanted for n in range(20)])
+        assert found is not None
+        return found.spans
+
+    assert spans() == ()
+    assert spans(0) == spans(0, 0) == (Span(None, 0, 0),)
+    assert spans(11, 12) == (Span(Border("b", 0), 10, 12),)
+    assert spans(6, 13) == (Span(Border("a", 0), 4, 6), Span(Border("b", 0), 10, 13))
+    assert spans(11, 15) == (Span(Border("b", 0), 10, 15),)  # the gap is small
+    monkeypatch.setattr(stretch, "GAP", 0)
+    assert spans(11, 15) == (Span(Border("b", 0), 10, 11), Span(Border("a", 1), 14, 15))
+    assert spans(11, 13) == (Span(Border("b", 0), 10, 13),)  # no module returns in between
+    assert spans(2) == (Span(None, 0, 2),)
+    monkeypatch.setattr(stretch, "PER_SPAN", 5)
+    assert needs.longest(10, [n not in (11,) for n in range(20)]) is not None
+    assert needs.longest(10, [n not in (5, 11, 15) for n in range(20)]) is None  # it would take more than it saves

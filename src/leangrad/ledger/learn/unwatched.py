@@ -38,7 +38,9 @@ from leangrad.ledger.learn.early_end import Border, Exit
 
 __all__ = ["WORTH", "Handover", "Needs", "Span"]
 
-WORTH = 16  # calls: the shortest stretch, because the change costs as much as the mode in a few calls
+# What a stretch has to save at least, and what it takes, as numbers of calls under the mode that cost the host as much:
+# a span, whose hook is a forward hook for one step, and a module, which the facts of the proof are compared with.
+WORTH, PER_SPAN, PER_MODULE = 16, 4, 0.04
 GAP = 4  # saved tensors that are kept anyway: a new span costs as much as the hooks of so many
 
 
@@ -76,9 +78,11 @@ class Needs(NamedTuple):
         needs = sorted({-1, end, *(n for n in self.calls if n < end)})
         found = [one for before, after in pairwise(needs) if (one := self._between(before, after, end)) is not None]
         best = max(found, key=lambda one: one.calls[1] - one.calls[0], default=None)
-        if best is None or best.calls[1] - best.calls[0] < WORTH:
+        if best is None:
             return None
-        return Handover(best.border, best.back, best.calls, best.saved, tuple(self._spans(best, bare)))
+        spans = tuple(self._spans(best, bare))
+        saved = best.calls[1] - best.calls[0] - PER_SPAN * len(spans) - PER_MODULE * len(self.exits)
+        return Handover(best.border, best.back, best.calls, best.saved, spans) if saved >= WORTH else None
 
     def _between(self, before: int, after: int, end: int) -> Handover | None:
         """Return the stretch after call ``before`` and before call ``after``; None if no module returns there."""
