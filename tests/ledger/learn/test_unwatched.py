@@ -485,6 +485,7 @@ def test_spans(monkeypatch: pytest.MonkeyPatch) -> None:
     assert spans() == ()
     assert spans(0) == spans(0, 0) == (Span(None, 0, 0),)
     assert spans(11, 12) == (Span(Border("b", 0), 10, 12),)
+    monkeypatch.setattr(stretch, "GAP", 4)
     assert spans(6, 13) == (Span(Border("a", 0), 4, 6), Span(Border("b", 0), 10, 13))
     assert spans(11, 15) == (Span(Border("b", 0), 10, 15),)  # the gap is small
     monkeypatch.setattr(stretch, "GAP", 0)

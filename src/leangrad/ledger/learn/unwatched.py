@@ -40,8 +40,8 @@ __all__ = ["WORTH", "Handover", "Needs", "Span"]
 
 # What a stretch has to save at least, and what it takes, as numbers of calls under the mode that cost the host as much:
 # a span, whose hook is a forward hook for one step, and a module, which the facts of the proof are compared with.
-WORTH, PER_SPAN, PER_MODULE = 16, 4, 0.04
-GAP = 4  # saved tensors that are kept anyway: a new span costs as much as the hooks of so many
+WORTH, PER_SPAN, PER_MODULE = 32, 6, 0.1
+GAP = 8  # saved tensors that are kept anyway: a new span costs as much as the hooks of so many
 
 
 class Span(NamedTuple):
