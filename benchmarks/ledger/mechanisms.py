@@ -11,7 +11,7 @@ of the kernels; and the peak. The list has the lines of source, with comments, t
 
 trace       hooks are set only around the calls that save what is rebuilt (`learn/trace.py`, 400 lines)
 unwatched   the function mode is not set where no call needs it (`learn/unwatched.py` and in `region.py`, 210 lines; the
-            proof that makes it safe, `observe/proof`, 1,600)
+            proof that makes it safe, `observe/proof`, 2,000)
 kernels     chains of recipes run as one Triton kernel (`ledger/fuse`, 1,600 lines; `kernels/pointwise.py`, 300)
 patterns    a known chain is recognized without being collected again (`fuse/pattern.py`, `fuse/matcher.py`, 240 lines)
 launch      kernels are started without Triton's inspection of every argument (`kernels/launch.py`, 130 lines)
