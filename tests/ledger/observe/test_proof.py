@@ -24,6 +24,11 @@ class Other(property):
     """A property whose class may run code of its own."""
 
 
+class Asked(nn.Module):
+    def __getattr__(self, name: str) -> Any:
+        return 1
+
+
 class Layer(nn.Module):
     """What a test puts into `run` is a part of its forward."""
 
@@ -37,6 +42,7 @@ class Layer(nn.Module):
         self.plain, self.name, self.count, self.none = torch.ones(3, 1, 1), "mean", 0, None
         self.is_on, self.off, self.sizes, self.pair = True, False, [1, 2], (F.relu, F.gelu)
         self.late: Any = None
+        self.kinds, self.asked = (nn.Conv2d, nn.Linear), Asked()
         self.named = nn.ModuleDict({"a": nn.GELU()})
         self.mode, self.pick = Mode.FAST, nn.ModuleList([nn.GELU(), nn.SiLU()])[::-1]
 
@@ -327,6 +333,9 @@ REFUSED: dict[str, Callable[[Layer, Tensor], Any]] = {
     "getattr": lambda layer, x: getattr(x, layer.name)(),
     "a table": lambda layer, x: TABLE[layer.name](x),
     "try": caught,
+    "one of several classes": lambda layer, x: x.data if isinstance(layer.conv, (nn.Linear, (nn.Conv2d,))) else x,
+    "a class that is chosen": lambda layer, x: x if isinstance(layer.conv, layer.kinds[layer.count]) else x.data,
+    "an attribute that is made when it is asked for": lambda layer, x: x.data if hasattr(layer.asked, "a") else x,
     "keywords": keywords,
     "keywords of another": lambda layer, x: named(layer, x.sin(), y=x),
     "keys of a container": keys_of_a_container,

@@ -1,7 +1,7 @@
 """What the code of a forward may call: functions, methods and modules whose every change of a tensor is recorded.
 
 Each of them changes tensors only through ops that autograd records, or not at all. So there is no ``detach`` here, no
-``data``, nothing that takes a function, no ``out=``, and no view that is not differentiable (``proof/calls.py`` refuses
+``data``, nothing that takes a function, no ``out=``, and no view that is not differentiable (``search.py`` refuses
 ``view`` with a dtype). Running statistics are the exception: see [Note: running statistics].
 """
 

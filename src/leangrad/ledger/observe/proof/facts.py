@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from operator import is_, is_not
 from types import CellType, CodeType, FunctionType
 from typing import Any, NamedTuple
@@ -36,9 +36,6 @@ class _Function(NamedTuple):
                 _content(cell) is not was() for cell, was in zip(function.__closure__ or (), self.closure, strict=True)
             )
         )
-
-    def _cells(self, function: FunctionType) -> Iterable[tuple[CellType, Callable[[], Any]]]:
-        return zip(function.__closure__ or (), self.closure, strict=True)
 
 
 class Facts:

@@ -15,28 +15,33 @@ __all__ = ["SPECIAL"]
 
 def _isinstance(search: Lookups, args: list[Value], kwargs: dict[str, Value]) -> Value:
     match args:
-        case [value, Known((kinds,))]:
-            every = [kinds]
-        case [value, Row(rows)]:
-            every = [one for row in rows if isinstance(row, Known) for one in row.values]
+        case [value, Known() as kinds]:
+            every = kinds.values
+        case [value, Row(rows)] if all(isinstance(row, Known) and len(row.values) == 1 for row in rows):
+            every = tuple(one for row in rows if isinstance(row, Known) for one in row.values)
         case _:
             raise Unproven("isinstance")
-    if not all(isinstance(kind, type) and type(kind).__module__.startswith(OF_TORCH_OR_PYTHON) for kind in every):
+    if not all(isinstance(kind, type) and _is_asked_by_torch_or_python(kind) for kind in every):
         raise Unproven("isinstance runs code of the user's")
+    if isinstance(args[1], Known) and len(every) != 1:
+        return DATA  # one of these classes, and not known which
     if isinstance(value, List | Row):
-        return known(issubclass(list if isinstance(value, List) else tuple, tuple(every)))
+        return known(issubclass(list if isinstance(value, List) else tuple, every))
     if isinstance(value, Known):
-        found = {isinstance(one, tuple(every)) for one in value.values}
+        found = {isinstance(one, every) for one in value.values}
         return known(found.pop()) if len(found) == 1 else DATA
     return DATA
 
 
-OF_TORCH_OR_PYTHON = ("builtins", "abc", "enum", "torch", "typing")  # the modules of classes of classes
+def _is_asked_by_torch_or_python(kind: type) -> bool:
+    """Whether the class of ``kind``, which decides what its instances are, is torch's or Python's."""
+    return type(kind).__module__.partition(".")[0] in ("builtins", "abc", "enum", "torch", "typing")
 
 
 def _hasattr(search: Lookups, args: list[Value], kwargs: dict[str, Value]) -> Value:
     match args:
         case [Known((nn.Module() as module,)), Known((str() as name,))]:
+            search.check(module)
             try:
                 search.attribute(args[0], name)
             except Unproven:

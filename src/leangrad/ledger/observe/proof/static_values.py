@@ -10,6 +10,8 @@ from typing import Any, ClassVar, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from leangrad.ledger.observe.proof.facts import PLAIN
+
 __all__ = ["DATA", "DTYPE", "GIVEN", "NOTHING", "Data", "Group", "Known", "List", "ListMethod", "Method", "NoKeywords"]
 __all__ += ["OfTensor", "Parent", "Row", "Unproven", "Value", "as_data", "freeze", "join", "key_of", "known", "merge"]
 
@@ -151,7 +153,6 @@ class Parent:
 Value: TypeAlias = Data | Known | Row | Group | NoKeywords | List | ListMethod | Method | OfTensor | Parent
 DATA, DTYPE, NOTHING = Data(), Data(may_be_dtype=True), Known((None,))
 GIVEN = Data(is_held=True)
-PLAIN = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis), slice)
 DTYPES = (torch.dtype, torch.device, torch.memory_format, torch.layout)
 
 
@@ -253,7 +254,7 @@ def _data_of(value: Any) -> Data:
         return DTYPE
     if type(value) in (Tensor, nn.Parameter):
         return GIVEN
-    if type(value) in PLAIN:
+    if type(value) in PLAIN or type(value) in (type(Ellipsis), slice):
         return DATA
     if type(value) in (tuple, torch.Size):
         return merge(map(_data_of, value))
