@@ -169,6 +169,7 @@ tune: towards what the user asked for
     Recordings                      what is known from the steps recorded for one budget
     slowdown_search, SlowdownSearch  finds the lowest peak that stays within a bound on the time
     candidate_plans, CandidatePlans  chooses the next plan that SlowdownSearch tries
+    ratios, Ratios                  the time of a plan over plain PyTorch's, and how certain it is
     tuner, Tuner                    runs the search of one ledger, and restarts it when the model changes
     host_limit, HostLimit           measures whether the GPU waits for the host, and what to keep if it does
 

@@ -5,10 +5,16 @@ the last one that makes a tensor to be rebuilt (`early_end`). Both slow a step d
 predicted loss of a plan is the sum of the two, each with a rate that is fitted to the plans measured so far. So two
 plans with the same work may differ: the one that rebuilds only in the first layers is faster, and in a convolutional
 net it is also the one that saves the most memory.
+
+[Note: measured and predicted] On a host whose speed changes, a plan's measured loss is off by some percent, and the
+best of several measurements is too good. But all of them together fix the two rates well. So the expected loss of a
+plan is the mean of its measured loss and the predicted one, weighted by how certain each is. On a quiet machine that is
+the measured loss.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import cached_property
 
@@ -24,6 +30,7 @@ AIMS = (0.95, 0.85, 0.7, 0.5, 0.3, 0.15)  # share of the allowed loss to aim at,
 AFTER_ONE = 0.92  # the same, once a plan was fast enough
 MOST = 8  # plans that are tried beside the smallest one
 LITTLE = 0.1  # least share of the loss aimed at that is left for rebuilding, even if watching should cost more
+MODEL_ERROR = 0.25  # standard error of a predicted loss, as a share of it
 WORTH = 0.04  # share of the memory that can be saved: a further plan is tried only if it should save so much more
 
 
@@ -45,10 +52,23 @@ class CandidatePlans:
         self._replay, self.smallest, self._allowed, self._shape_bytes = replay, smallest, allowed, shape_bytes
         # The measured loss of each plan tried, as a share of plain PyTorch's time; the smallest plan is the first.
         self.lost: dict[frozenset[int], float] = {}
+        self._doubt: dict[frozenset[int], float] = {}  # the standard error of each of these losses
 
-    def note(self, kept: frozenset[int], lost: float) -> None:
-        """Note that the plan ``kept`` was tried and lost ``lost``, as a share of plain PyTorch's time."""
-        self.lost[kept] = lost
+    def note(self, kept: frozenset[int], lost: float, doubt: float = 0.0) -> None:
+        """Note that the plan ``kept`` was tried and lost ``lost``, as a share of plain PyTorch's time.
+
+        doubt: the standard error of ``lost``.
+        """
+        self.lost[kept], self._doubt[kept] = lost, doubt
+
+    def expected(self, kept: frozenset[int]) -> float:
+        """The loss of a plan that was tried, by its measurement and by those of all: [Note: measured and predicted]."""
+        lost, doubt = self.lost[kept], self._doubt[kept]
+        if not doubt:
+            return lost
+        predicted = self._foreseen(kept)
+        of_measured, of_predicted = doubt**-2, (MODEL_ERROR * max(predicted, self._allowed)) ** -2
+        return (of_measured * lost + of_predicted * predicted) / (of_measured + of_predicted)
 
     @property
     def best(self) -> frozenset[int] | None:
@@ -56,7 +76,7 @@ class CandidatePlans:
 
         A plan does not count if one that rebuilds less was too slow: then its short time was luck.
         """
-        found = [kept for kept, lost in self.lost.items() if lost <= self._allowed and not self._is_too_much(kept)]
+        found = [kept for kept in self.lost if not self._is_slow(kept) and not self._is_too_much(kept)]
         return min(found, key=self._peak, default=None)
 
     @property
@@ -67,9 +87,13 @@ class CandidatePlans:
 
     def _is_too_much(self, kept: frozenset[int]) -> bool:
         """Whether another plan that rebuilds no more, and no further into forward, was too slow."""
-        slow = [other for other, lost in self.lost.items() if lost > self._allowed and other != kept]
+        slow = [other for other in self.lost if other != kept and self._is_slow(other, beyond_doubt=True)]
         reach, work = self._reach(kept), self._work(kept)
         return any(self._reach(other) <= reach and self._work(other) <= work for other in slow)
+
+    def _is_slow(self, kept: frozenset[int], *, beyond_doubt: bool = False) -> bool:
+        """Whether a plan that was tried loses more than is allowed."""
+        return self.expected(kept) - beyond_doubt * self._doubt[kept] > self._allowed
 
     def next(self) -> frozenset[int] | None:
         """The plan with the lowest peak that is predicted to be fast enough; None: no further plan is worth a try."""
@@ -78,7 +102,7 @@ class CandidatePlans:
             return None
         most = self._peak(self.everything) if best is None else self._peak(best)
         worth = 0.0 if best is None else WORTH * (self._peak(self.everything) - self._peak(self.smallest))
-        too_slow = sum(lost > self._allowed for lost in self.lost.values())
+        too_slow = sum(map(self._is_slow, self.lost))
         for aim in AIMS[max(0, too_slow - 1) :] if best is None else (AFTER_ONE,):
             limit = aim * self._allowed
             found = [one for one in self._candidates(limit) if most - self._peak(one) >= max(1, worth)]
@@ -129,16 +153,23 @@ class CandidatePlans:
     def _rates(self) -> tuple[float, float]:
         """What watching all of forward loses, and what a second of rebuilding loses, as shares of plain PyTorch's time.
 
-        They are the least-squares fit of relative errors, so plans with small losses, near the bound, count the most.
+        They are a least-squares fit. Errors count relative to the loss, so plans with small losses, near the bound,
+        count the most, and relative to the doubt about it.
         """
         points = [(self._reach(kept), self._work(kept), max(lost, 1e-3)) for kept, lost in self.lost.items()]
         if len(points) == 1:
             _, work, lost = points[0]
             return 0.0, lost / max(work, 1e-12)
-        # For each plan watching * reach / lost + rebuilding * work / lost should be 1.
-        weighed = [(reach / lost, work / lost) for reach, work, lost in points]
-        rr, rw, ww = (sum(a[i] * a[j] for a in weighed) for i, j in ((0, 0), (0, 1), (1, 1)))
-        r, w = (sum(a[i] for a in weighed) for i in (0, 1))
+        # For each plan watching * reach + rebuilding * work should be its loss, give or take its error.
+        errors = [
+            math.hypot(lost, self._doubt[kept] / MODEL_ERROR)
+            for kept, (_, _, lost) in zip(self.lost, points, strict=True)
+        ]
+        weighed = [
+            (reach / error, work / error, lost / error)
+            for error, (reach, work, lost) in zip(errors, points, strict=True)
+        ]
+        rr, rw, ww, r, w = (sum(a[i] * a[j] for a in weighed) for i, j in ((0, 0), (0, 1), (1, 1), (0, 2), (1, 2)))
         det = rr * ww - rw * rw
         watching, rebuilding = ((r * ww - w * rw) / det, (w * rr - r * rw) / det) if det > 1e-12 * rr * ww else (-1, -1)
         if rebuilding <= 0:  # rebuilding does cost something: set a small rate, and fit the other to it

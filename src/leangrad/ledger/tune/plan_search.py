@@ -1,9 +1,9 @@
 """What both searches share: the plans of a recorded step, and steps that are timed.
 
 [Note: time] The time of a step runs from its beginning to the beginning of the next step, on the clock of the device.
-It includes forward, backward and everything else that the user's loop does. Of a few steps the shortest time counts.
-Where a bound on the time has to hold, it must also hold for the median of the ratios of each step's time to that of the
-plain step before it, because the shortest of a few steps is a matter of luck.
+It includes forward, backward and everything else that the user's loop does. Of a few steps the shortest time counts,
+where plans for a budget are compared. For a bound on the time that is not enough: see [Note: times on a restless host]
+in ``ratios.py``.
 """
 
 from __future__ import annotations

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Generator, Iterator
 from typing import Any
 
 from leangrad.ledger.tune.candidate_plans import CandidatePlans
 from leangrad.ledger.tune.goal import StepMode
 from leangrad.ledger.tune.plan_search import WARM, PlanSearch
+from leangrad.ledger.tune.ratios import MOST, Ratios
 from leangrad.sizes import size_text
 
 __all__ = ["SlowdownSearch"]
@@ -17,12 +17,13 @@ __all__ = ["SlowdownSearch"]
 class SlowdownSearch(PlanSearch):
     """Finds the lowest peak within a bound on the time, relative to plain PyTorch's time.
 
-    Plans are timed in alternation with plain PyTorch. Where that does not fit, its time is estimated: a step of the
-    smallest plan less what its rebuilding takes.
+    Plans are timed in alternation with plain PyTorch, as long as it takes to tell whether they are fast enough: see
+    [Note: times on a restless host]. Where plain PyTorch does not fit, its time is estimated: a step of the smallest
+    plan less what its rebuilding takes.
     """
 
     def __init__(self, *args: Any) -> None:
-        self._timed: dict[frozenset[int], tuple[list[float], list[float]]] = {}  # by plan: times of plain and of it
+        self._ratios: dict[frozenset[int], Ratios] = {}  # by plan
         super().__init__(*args)
 
     def step_modes(self) -> Iterator[StepMode]:
@@ -32,15 +33,14 @@ class SlowdownSearch(PlanSearch):
             yield StepMode(self.smallest)
             self.note_peak(self.smallest)
         yield from self.time_rebuilds()
+        candidates = CandidatePlans(self.replay, self.smallest, self.goal.slowdown - 1, self.step.shape_bytes)
         is_measured = self._plain_fits()
         if is_measured:
-            plain, lean, ratio = yield from self._beside_plain(self.smallest)
+            plain, lean = yield from self._try_beside_plain(candidates, self.smallest)
         else:
             (lean,) = yield from self.shortest(self.smallest)
             plain = lean - self.play(self.smallest).work
-            ratio = lean / plain
-        candidates = CandidatePlans(self.replay, self.smallest, self.goal.slowdown - 1, self.step.shape_bytes)
-        candidates.note(self.smallest, ratio - 1)
+            candidates.note(self.smallest, lean / plain - 1)
         confirmed = set[frozenset[int]]()
         while True:
             kept = candidates.next()
@@ -50,11 +50,10 @@ class SlowdownSearch(PlanSearch):
                     break
                 confirmed.add(kept)
             if is_measured:
-                plain, _, ratio = yield from self._beside_plain(kept)
+                plain, _ = yield from self._try_beside_plain(candidates, kept)
             else:
                 (seconds,) = yield from self.shortest(kept)
-                ratio = seconds / plain
-            candidates.note(kept, ratio - 1)
+                candidates.note(kept, seconds / plain - 1)
         kept = self.all_kept if candidates.best is None else candidates.best  # ``best`` may be the empty set
         self._say(plain, lean, kept, is_measured=is_measured)
         tried = ", ".join(f"{share:.0%} at {time:.2f}" for share, time in candidates.tried)
@@ -63,18 +62,22 @@ class SlowdownSearch(PlanSearch):
         while True:
             yield self.mode_keeping(kept)
 
-    def _beside_plain(self, kept: frozenset[int]) -> Generator[StepMode, None, tuple[float, float, float]]:
-        """Time plain PyTorch and a plan; returns both times, and the plan's slowdown as [Note: time] defines it.
+    def _try_beside_plain(
+        self, candidates: CandidatePlans, kept: frozenset[int]
+    ) -> Generator[StepMode, None, tuple[float, float]]:
+        """Time a plan beside plain PyTorch, and note what it loses; returns the shortest time of either.
 
         If the plan was timed before, these times count too.
         """
-        plain, lean = yield from self.run(None, kept)
-        before = self._timed.setdefault(kept, ([], []))
-        before[0].extend(plain)
-        before[1].extend(lean)
-        plain, lean = before
-        by_turn = statistics.median(mine / other for mine, other in zip(lean, plain, strict=True))
-        return min(plain), min(lean), max(min(lean) / min(plain), by_turn)
+        assert self.goal.slowdown is not None
+        ratios = self._ratios.setdefault(kept, Ratios())
+        before, of_plain, of_plan = ratios.count, list[float](), list[float]()
+        while ratios.count == before or (ratios.count - before < MOST and not ratios.is_clear(self.goal.slowdown)):
+            plain, lean = yield from self.run(None, kept)
+            ratios.add(plain, lean)
+            of_plain, of_plan = of_plain + plain, of_plan + lean
+        candidates.note(kept, ratios.ratio - 1, ratios.doubt)
+        return min(of_plain), min(of_plan)
 
     def _plain_fits(self) -> bool:
         return self.peaks.has_room(self.peaks.foreseen(self.play(self.all_kept), self.step.unkept_bytes))
