@@ -273,6 +273,97 @@ def test_code_that_may_change_a_tensor_unrecorded(code: str, unwatched: list[int
     assert unwatched == [0]
 
 
+# --------------------------------------------------------------------------------------- the eps that no node stores
+
+
+class Normed(nn.Module):
+    """Layer norms of torch, and one by its function; what reads them is rebuilt from their inputs."""
+
+    def __init__(self, *eps: float, own: float = 1e-3) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up = nn.ModuleList(nn.Linear(16, 16) for _ in eps)
+        self.norms = nn.ModuleList(nn.LayerNorm(16, eps=one) for one in eps)
+        self.weight, self.eps, self.step = nn.Parameter(torch.rand(16)), own, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        for up, norm in zip(self.up, self.norms, strict=True):
+            x = x + norm(up(x)).sin().cos()
+        return F.layer_norm(x, (16,), self.weight, None, self.eps).sin().cos()
+
+
+def normed(net: Normed, rows: Tensor, steps: int = 5, change: Callable[[nn.Module, int], None] | None = None) -> Any:
+    """Plain and lean for some steps, bit for bit, with inputs so small that eps is in each bit of the result."""
+    plain, made = copy.deepcopy(net), lean(net)
+    for step in range(steps):
+        for one in (plain, made):
+            if change is not None:
+                change(one, step)
+        for a, b in zip(train(plain, rows, seed=step), train(made, rows, seed=step), strict=True):
+            assert_same_bits(a, b)
+    return made
+
+
+@pytest.fixture
+def rows() -> Tensor:
+    return torch.randn(32, 16) * 0.03
+
+
+def test_one_eps_for_all_norms_needs_no_mode(
+    unwatched: list[int], rows: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = normed(Normed(1e-3, 1e-3, 1e-3), rows)
+    assert leangrad.ledger_of(made).early_ends.eps == {"NativeLayerNormBackward0": 1e-3}
+    assert unwatched == [4]
+    rebuilt = [one for one in leangrad.ledger_of(made).entries(planned=True) if one.outcome == "rebuilt"]
+    assert {one.op for one in rebuilt} >= {"NativeLayerNormBackward0", "SinBackward0"}
+    seen: list[Any] = []
+    handle = TraceMode.__torch_function__
+
+    def counted(self: TraceMode, func: Any, *args: Any) -> Any:
+        seen.append(func)
+        return handle(self, func, *args)
+
+    monkeypatch.setattr(TraceMode, "__torch_function__", counted)
+    train(made, rows)
+    assert unwatched == [5]
+    assert seen.count(F.layer_norm) <= 1  # of four: the mode holds the first products
+
+
+@pytest.mark.parametrize("eps", [(1e-3, 1e-5, 1e-3), (1e-5, 1e-5, 1e-5)])
+def test_several_eps_need_the_mode(eps: tuple[float, ...], unwatched: list[int], rows: Tensor) -> None:
+    made = normed(Normed(*eps), rows)  # the last one, by its function, has 1e-3
+    assert leangrad.ledger_of(made).early_ends.eps == {}
+    step = leangrad.ledger_of(made).last_recorder.step  # type: ignore[union-attr]
+    assert step is not None
+    assert step.needs is not None
+    norms = {n for n, call in enumerate(step.calls) if call.function is F.layer_norm}
+    assert len(norms) == 4
+    assert norms <= {*step.needs.calls}
+
+
+def of_torchs_norm(net: Any, step: int) -> None:
+    net.norms[1].eps = 1e-3 if step < 3 else 2e-3
+
+
+def of_all(net: Any, step: int) -> None:
+    for norm in (net, *net.norms):
+        norm.eps = 1e-3 * 2**step
+
+
+def of_the_function(net: Any, step: int) -> None:
+    net.eps = 1e-3 if step < 3 else 1
+
+
+@pytest.mark.parametrize("change", [of_torchs_norm, of_all, of_the_function])
+def test_an_eps_that_changes_between_steps(
+    change: Callable[[nn.Module, int], None], unwatched: list[int], rows: Tensor
+) -> None:
+    made = normed(Normed(1e-3, 1e-3), rows, 6, change)
+    assert unwatched[0] == (0 if change is of_all else 2)
+    assert leangrad.ledger_of(made).differences == 0
+
+
 # ------------------------------------------------------------------------------------- steps that differ from the first
 
 

@@ -549,3 +549,78 @@ def test_source_that_is_not_the_code() -> None:
     assert tree_of(made["f"]) is None
     assert tree_of(changeable) is not None
     assert tree_of(copy.copy(changeable)) is not None
+
+
+# ------------------------------------------------------------------------------------------------- the eps of the norms
+
+
+class Norms(nn.Module):
+    """Calls what a test gives it, and has norms whose eps is 1e-3."""
+
+    def __init__(self, run: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.run, self.eps, self.other, self.none = run, 1e-3, 1e-3, None
+        self.norm, self.rms, self.batch = nn.LayerNorm(4, 1e-3), nn.RMSNorm(4), nn.BatchNorm2d(4)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.run(self, x)
+
+    @property
+    def found(self) -> float:
+        return self.other
+
+
+LAYER, RMS = "NativeLayerNormBackward0", "FusedRmsNormBackward0"
+ONE_EPS: dict[str, tuple[Callable[[Any, Tensor], Any], dict[str, Any]]] = {
+    "a layer": (lambda net, x: net.norm(x), {LAYER: 1e-3}),
+    "two layers": (lambda net, x: net.rms(net.norm(x)), {LAYER: 1e-3, RMS: None}),
+    "an attribute": (lambda net, x: F.layer_norm(net.norm(x), (4,), None, None, net.eps), {LAYER: 1e-3}),
+    "a keyword": (lambda net, x: torch.layer_norm(net.norm(x), (4,), eps=net.eps), {LAYER: 1e-3}),
+    "a number": (lambda net, x: F.layer_norm(x, (4,), None, None, 1e-3), {LAYER: 1e-3}),
+    "the default": (lambda net, x: F.layer_norm(x, (4,)), {LAYER: 1e-5}),
+    "a row": (lambda net, x: F.layer_norm(*(x, (4,), None, None, net.eps)), {LAYER: 1e-3}),
+    "batch norm": (lambda net, x: net.batch(x), {}),
+    "the default and another": (lambda net, x: F.layer_norm(net.norm(x), (4,)), {}),
+    "another attribute": (lambda net, x: F.layer_norm(x, (4,), None, None, net.other), {}),
+    "a property": (lambda net, x: F.layer_norm(x, (4,), None, None, net.found), {}),
+    "a sum": (lambda net, x: F.layer_norm(x, (4,), None, None, net.eps + 1e-3), {}),
+    "one of two": (lambda net, x: F.layer_norm(x, (4,), None, None, net.eps if x.ndim else 1.0), {}),
+    "an integer": (lambda net, x: F.layer_norm(F.layer_norm(x, (4,), eps=1), (4,), eps=1.0), {}),
+    "not a number": (lambda net, x: F.layer_norm(x, (4,), eps=NAN), {}),
+}
+NAN = float("nan")
+
+
+@pytest.mark.parametrize("name", ONE_EPS)
+def test_the_one_eps_of_the_norms(name: str) -> None:
+    run, expected = ONE_EPS[name]
+    net = Norms(run)
+    found = why_not(net)
+    assert isinstance(found, Facts), found
+    assert found.eps == expected
+    assert found.hold()
+
+
+def test_a_norm_with_any_number_of_arguments_is_refused() -> None:
+    assert "any number of arguments" in str(why_not(Norms(lambda net, x: F.layer_norm(*x))))
+
+
+@pytest.mark.parametrize("run", [ONE_EPS["a layer"][0], ONE_EPS["an attribute"][0]])
+@pytest.mark.parametrize("value", [1e-5, 1, None])
+def test_an_eps_is_a_fact(run: Callable[[Any, Tensor], Any], value: Any) -> None:
+    net = Norms(run)
+    found = prove(net)
+    assert found is not None
+    assert found.hold()
+    net.norm.eps = value
+    assert not found.hold()
+    net.norm.eps = 0.001
+    assert found.hold()
+
+
+def test_an_eps_that_no_norm_reads_is_none() -> None:
+    net = Norms(lambda net, x: x * net.eps)
+    found = prove(net)
+    assert found is not None
+    net.eps = 2.0
+    assert found.hold()

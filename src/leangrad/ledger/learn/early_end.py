@@ -22,7 +22,7 @@ remove itself inside a call, because torch restores it when the call ends; hence
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MethodType
 from typing import Any, NamedTuple, TypeVar
 from weakref import ref
@@ -235,6 +235,11 @@ class EarlyEnds:
     def has_proof(self) -> bool:
         """Whether later steps may run without the function mode while tensors are rebuilt."""
         return self._facts is not None
+
+    @property
+    def eps(self) -> Mapping[str, Any]:
+        """By type of node, the eps of all norms in forward that make such nodes; see [Note: one eps]."""
+        return {} if self._facts is None else self._facts.eps
 
     def note_failure(self) -> None:
         """Note that a step differed from the recorded one where it ran without its function mode."""

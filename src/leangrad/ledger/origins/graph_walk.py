@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 from weakref import ref
 
@@ -94,6 +94,7 @@ class WalkRegion(Protocol):
     failed_allocations: int  # failed allocations on GPUs by the time the region began
 
     is_unwatched: bool  # the function mode is not set: see [Note: without the function mode]
+    eps: Mapping[str, Any]  # by type of node, the one eps of all norms in forward that make such nodes
 
     def needs_mode(self, node: Any = None) -> None:
         """Note in a recorded step that a call needs the function mode: the running one, or that which made ``node``."""
@@ -326,7 +327,10 @@ class Walk:
     def noted(self, node: Node, name: str, metadata: dict[Any, Any]) -> Any:
         """Returns a constant that ``node`` does not record, from the note in its metadata."""
         note = metadata.get(NOTE)
+        is_fixed = name == "eps" and type(node).__name__ in self._region.eps
         if note is None or name not in note:
+            if is_fixed and self._region.was_unwatched(node):
+                return self._region.eps[type(node).__name__]
             # Without the function mode a copy may be the model's own, which has a note otherwise. The strides of the
             # tensor that the walk is for are known.
             if name in DEFAULTS and (node is self._first or not self._region.was_unwatched(node)):
@@ -334,7 +338,8 @@ class Walk:
                     self._region.needs_mode(node)
                 return DEFAULTS[name]
             raise NoRecipeError(f"{type(node).__name__} does not record its {name}")
-        self._region.needs_mode(node)
+        if not (is_fixed and note[name] == self._region.eps[type(node).__name__]):
+            self._region.needs_mode(node)
         return self._noted(note[name], name)
 
     def _noted(self, constant: Any, name: str) -> Any:

@@ -20,6 +20,11 @@ training nothing in backward reads them. So they may be arguments of norms, but 
 lists of such. Others may hold an argument, a parameter or a buffer under another version counter, as ``x.data`` does.
 So a forward with a proof changes none of them in place, nor what may be a view of one.
 
+[Note: one eps] The node of a layer norm does not store its eps, so a recipe needs it from the call, which only the
+function mode sees. But if each call in the forward that makes such nodes has the same eps, a node of such a call has
+that one, whichever call it was. So the search notes the eps of every such call: a number in the code, or an attribute
+of a module, whose value is then a fact. Where calls have several, the mode stays.
+
     prove, Facts        the proof of a model; what it relies on
     sizes_of            the sizes of the arguments of a forward, if they are what a proof assumes
     search, Search      the search: what calls of functions, methods and modules may do

@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["ATTRIBUTES", "CONTAINERS", "FRESH", "FRESH_METHODS", "FRESH_MODULES", "FUNCTIONS", "INERT", "METHODS"]
-__all__ += ["MODULES", "NEVER", "NORMS", "OF_DTYPES", "VIEWS", "found_in"]
+__all__ = ["ATTRIBUTES", "CONSTANTS", "CONTAINERS", "EPS", "EPS_OF_LAYERS", "FRESH", "FRESH_METHODS", "FRESH_MODULES"]
+__all__ += ["FUNCTIONS", "INERT", "METHODS", "MODULES", "NEVER", "NORMS", "OF_DTYPES", "VIEWS", "found_in"]
 
 # Functions of tensors that are functions of torch and methods of tensors alike.
 _BOTH = """
@@ -114,6 +114,14 @@ FRESH = frozenset(found_in(torch, _NEW) + found_in(F, _NEW_OF_F))
 # Functions that return dtypes or devices, whatever they are given.
 OF_DTYPES = frozenset(found_in(torch, "get_default_dtype result_type promote_types device finfo iinfo"))
 FRESH_METHODS = frozenset((_NEW + "new_zeros new_ones new_empty new_full size dim numel stride").split())
+
+# Norms whose nodes do not store their eps: by function, the type of the nodes that it makes, the place of eps among its
+# arguments, and its default; by layer, the type of the nodes.
+EPS = {F.layer_norm: ("NativeLayerNormBackward0", 4, 1e-5), F.rms_norm: ("FusedRmsNormBackward0", 3, None)}
+EPS |= {torch.layer_norm: EPS[F.layer_norm], torch.rms_norm: EPS[F.rms_norm]}
+EPS_OF_LAYERS = {nn.LayerNorm: EPS[F.layer_norm][0], nn.RMSNorm: EPS[F.rms_norm][0]}
+# Attributes of modules whose values count, and not only their class.
+CONSTANTS = frozenset(("eps", "variance_epsilon"))
 
 NEVER += found_in(torch.jit, "is_scripting is_tracing")
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from operator import is_, is_not
 from types import CellType, CodeType, FunctionType
 from typing import Any, NamedTuple
@@ -10,9 +10,9 @@ from weakref import ref
 
 from torch import Tensor, nn
 
-__all__ = ["MISSING", "NUMBERS", "PLAIN", "Facts", "is_plain"]
+__all__ = ["DIFFERENT", "MISSING", "NUMBERS", "PLAIN", "Facts", "is_plain"]
 
-MISSING, GONE = object(), object()
+MISSING, GONE, DIFFERENT = object(), object(), object()
 NUMBERS = (int, float, complex)  # their values may change, unlike those of bool, str and None
 PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None)))
 OTHER = object()  # stands for any other value in `key_of`
@@ -41,8 +41,8 @@ class _Function(NamedTuple):
 class Facts:
     """Names that a proof has looked up, with what was found; ``hold`` looks them up again.
 
-    It keeps no module and no function alive. For a number only its class counts. Hooks, children and forwards of single
-    instances are not among the facts: `ForwardCode` compares them.
+    It keeps no module and no function alive. For a number only its class counts, unless it is the eps of a norm. Hooks,
+    children and forwards of single instances are not among the facts: `ForwardCode` compares them.
     """
 
     def __init__(self) -> None:
@@ -51,6 +51,8 @@ class Facts:
         self._of_modules: dict[int, tuple[ref[nn.Module], set[str], list[tuple[str, Any]]]] = {}
         self._functions_of: list[tuple[ref[nn.Module], str, Callable[[], Any]]] = []
         self._numbers: list[tuple[ref[nn.Module], str, type]] = []
+        self._constants: list[tuple[ref[nn.Module], str, Any]] = []  # numbers whose values count, and None
+        self._eps: dict[str, Any] = {}  # by type of node; ``DIFFERENT`` if it is not known, or not one
         self._lists: list[tuple[ref[nn.Module], str, Any]] = []
         self._tensors: list[tuple[ref[nn.Module], str, str, type]] = []  # parameters and buffers, with their classes
         self._with_tensors: dict[int, ref[nn.Module]] = {}
@@ -75,6 +77,23 @@ class Facts:
                 absent.add(name)
             else:
                 held.append((name, value))
+
+    def of_constant(self, module: nn.Module, name: str, value: float | None) -> None:
+        """Note that the dictionary of ``module`` has just this number, or None, under ``name``."""
+        if self._is_new(module, f"{name}="):
+            self._constants.append((ref(module), name, value))
+
+    def of_eps(self, node: str, values: Iterable[Any]) -> None:
+        """Note that a call that makes nodes of type ``node`` has one of ``values`` as its eps."""
+        for value in values:
+            known = self._eps.setdefault(node, value)
+            if type(known) is not type(value) or known != value or type(value) not in (float, int, type(None)):
+                self._eps[node] = DIFFERENT
+
+    @property
+    def eps(self) -> dict[str, Any]:
+        """By type of node, the eps of all norms that make such nodes, where it is one: see [Note: one eps]."""
+        return {node: eps for node, eps in self._eps.items() if eps is not DIFFERENT}
 
     def of_tensor(self, module: nn.Module, registry: str, name: str, value: Any) -> None:
         """Note that ``module`` has a parameter or buffer of this class under ``name``, or None, or nothing."""
@@ -127,6 +146,10 @@ class Facts:
                 return False
         for at, name, kind in self._numbers:
             if type(at().__dict__.get(name)) is not kind:
+                return False
+        for at, name, constant in self._constants:
+            value = at().__dict__.get(name, MISSING)
+            if type(value) is not type(constant) or value != constant:
                 return False
         for at, registry, name, kind in self._tensors:
             if type(at().__dict__[registry].get(name, MISSING)) is not kind:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from leangrad.ledger.observe.proof import allowed
-from leangrad.ledger.observe.proof.facts import MISSING, NUMBERS, Facts, is_plain
+from leangrad.ledger.observe.proof.facts import DIFFERENT, MISSING, NUMBERS, Facts, is_plain
 from leangrad.ledger.observe.proof.static_values import (
     DATA,
     DTYPE,
@@ -44,6 +44,8 @@ class Lookups:
         self._read: dict[int, Tensor] = {}  # parameters and buffers that an op reads
         self._registered: set[int] = set()  # those that were met
         self.parts: set[int] = set()  # the modules of the model
+        # By id: numbers that modules hold, whose values count if they are the eps of a norm.
+        self._constants: dict[int, list[tuple[nn.Module, str, float]]] = {}
 
     def call(self, callee: Value, args: list[Value], kwargs: dict[str, Value]) -> Value:
         """Return what a call of ``callee`` returns."""
@@ -73,6 +75,14 @@ class Lookups:
         if isinstance(callee, Known):
             return all(id(one) in allowed.FUNCTIONS and one not in CHECKED for one in callee.values)
         return isinstance(callee, OfTensor)
+
+    def note_eps(self, node: str, eps: Value) -> None:
+        """Note that a call that makes nodes of type ``node`` has this eps: see [Note: one eps]."""
+        values = eps.values if isinstance(eps, Known) else (DIFFERENT,)
+        self.facts.of_eps(node, values)
+        for value in values:
+            for holder in self._constants.get(id(value), ()):
+                self.facts.of_constant(*holder)
 
     def truth(self, value: Value) -> bool | None:
         """Whether ``value`` counts as true; None: it may or may not."""
@@ -208,6 +218,9 @@ class Lookups:
         if name in own and (raw is MISSING or not hasattr(type(raw), "__set__")):
             value = own[name]
             self.facts.of_module(module, name, value)
+            if name in allowed.CONSTANTS and type(value) in (float, int):
+                self._constants.setdefault(id(value), []).append((module, name, value))
+                return known(value)
             is_data = type(value) in NUMBERS or (type(value) in (list, dict) and is_plain(value))
             return DATA if is_data else self.held(value)
         if raw is not MISSING:
@@ -293,7 +306,7 @@ STORES = ("append", "extend", "insert")
 INPLACE_AT = {F.relu: 1, F.silu: 1, F.mish: 1, F.relu6: 1, F.selu: 1, F.hardswish: 1, F.hardsigmoid: 1, F.leaky_relu: 2}
 INPLACE_AT |= {F.elu: 2, F.celu: 2, F.dropout: 3, F.alpha_dropout: 3, F.dropout1d: 3, F.dropout2d: 3, F.dropout3d: 3}
 INPLACE_AT |= {F.threshold: 3, F.hardtanh: 3}
-CHECKED = (F.batch_norm, F.instance_norm, torch.batch_norm, torch.instance_norm, F.embedding, *INPLACE_AT)
+CHECKED = (F.batch_norm, F.instance_norm, torch.batch_norm, torch.instance_norm, F.embedding, *INPLACE_AT, *allowed.EPS)
 
 
 def _are_counts(value: Value) -> bool:

@@ -129,6 +129,9 @@ class Search(Lookups):
                 if isinstance(one, Data):
                     raise Unproven("running statistics that are computed")
             args = [*args[:1], *args[3:]]
+        if function in allowed.EPS:
+            node, place, default = allowed.EPS[function]
+            self.note_eps(node, args[place] if len(args) > place else kwargs.get("eps", known(default)))
         look = self.look if function in allowed.FRESH else self.read
         found = merge(map(look, (*args, *kwargs.values())))
         changes = function.__name__.endswith("_") or self.truth(kwargs.get("inplace", known(False))) is not False
@@ -187,6 +190,10 @@ class Search(Lookups):
             if isinstance(module, allowed.NORMS):
                 tensors = [module.running_mean, module.running_var]
                 self._statistics.update((id(one), one) for one in tensors if one is not None)
+            if kind in allowed.EPS_OF_LAYERS:
+                eps = vars(module).get("eps")
+                self.facts.of_constant(module, "eps", eps)
+                self.note_eps(allowed.EPS_OF_LAYERS[kind], known(eps))
             if kind is nn.Embedding:
                 self.facts.of_module(module, "max_norm", module.max_norm)
                 if module.max_norm is not None:
