@@ -59,8 +59,9 @@ class SlowdownSearch(PlanSearch):
         tried = ", ".join(f"{share:.0%} at {time:.2f}" for share, time in candidates.tried)
         self.status += f"; tried, of what can be saved: {tried}"
         self.peaks.is_settled = self.is_final = True
+        mode = self.mode_keeping(kept)
         while True:
-            yield self.mode_keeping(kept)
+            yield mode
 
     def _try_beside_plain(
         self, candidates: CandidatePlans, kept: frozenset[int]

@@ -48,15 +48,23 @@ class Tuner:
         """Take the readings at the beginning of a step of ``module``; raises again a `BudgetError` of before."""
         if self._error is not None:
             raise BudgetError(*self._error)
-        self.peaks.begin(module, on_gpu=on_gpu)
+        if self._needs_readings:
+            self.peaks.begin(module, on_gpu=on_gpu)
+
+    @property
+    def _needs_readings(self) -> bool:
+        """Whether a reading can still change the plan: one for a bound on the time, once final, stays."""
+        return self.goal.budget is not None or not self.is_final
 
     def note_output(self, output: object) -> None:
         """Note that forward has ended and returned ``output``."""
-        self.peaks.note_output(output)
+        if self._needs_readings:
+            self.peaks.note_output(output)
 
     def end_step(self) -> None:
         """Take the readings at the end of a step: the next step belongs to another ledger."""
-        self.peaks.end_step()
+        if self._needs_readings:
+            self.peaks.end_step()
 
     def start(self, step: RecordedStep, replay: Replay, kept: frozenset[int] | None, outputs_nbytes: int) -> None:
         """Start a search from the recorded ``step``.
