@@ -45,11 +45,11 @@ SHARES = (1.0, 0.75, 0.5, 0.25)
 SLOWDOWN = 1.1
 SPARE = 0.02
 # How many steps to run at most before a way is measured; with a goal, no more than `AFTER` once the plan is final.
-SETTLED = {"budget": 34, "slowdown": 200, "spare": 32, "plain": 4, "lean": 6, "checkpoint": 4}
+SETTLED = {"budget": 34, "slowdown": 1200, "spare": 32, "plain": 4, "lean": 6, "checkpoint": 4}
 SETTLED |= {"selective": 3, "save_on_cpu": 2}
 AFTER = 6
 ROUNDS = 9
-TURNS = 3  # on a GPU, rounds in which plain and another way are timed
+TURNS = 5  # on a GPU, rounds in which plain and another way are timed
 
 
 def on_cpu(found: Case, points: int) -> Iterator[dict[str, Any]]:

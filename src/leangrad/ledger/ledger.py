@@ -262,7 +262,7 @@ class Ledger:
             step.decisions(kept, frozenset() if kept is None else backward.held(kept)),
             step.saved_kinds(kept),
             step.trace(kept, is_tuned=self.goal is not None),
-            step.caught,
+            step.caught_under(kept),
             backward.play(step.kept_items() if kept is None else kept).peak_bytes,
             step.small,
         )

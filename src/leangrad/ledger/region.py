@@ -123,7 +123,7 @@ class Region:
             recorder is None and outer is None and trace is not None and not _torch.saved_tensor_hooks_active()
         )
         self.is_unwatched = False  # the function mode is not set: see [Note: without the function mode]
-        self.eps = ledger.early_ends.eps  # by type of node: see [Note: one eps] in ``observe/proof``
+        self.constants = ledger.early_ends.constants  # see [Note: one constant] in ``observe/proof``
         self._unwatched = (sys.maxsize, sys.maxsize)  # the numbers of the first node made without it, and after that
         self._handover: Handover | None = None  # where it is not set; None: it stays
         self._spans: deque[Span] = deque()  # the next spans in there

@@ -313,7 +313,7 @@ def test_one_eps_for_all_norms_needs_no_mode(
     unwatched: list[int], rows: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = normed(Normed(1e-3, 1e-3, 1e-3), rows)
-    assert leangrad.ledger_of(made).early_ends.eps == {"NativeLayerNormBackward0": 1e-3}
+    assert leangrad.ledger_of(made).early_ends.constants["NativeLayerNormBackward0", "eps"] == 1e-3
     assert unwatched == [4]
     rebuilt = [one for one in leangrad.ledger_of(made).entries(planned=True) if one.outcome == "rebuilt"]
     assert {one.op for one in rebuilt} >= {"NativeLayerNormBackward0", "SinBackward0"}
@@ -333,7 +333,7 @@ def test_one_eps_for_all_norms_needs_no_mode(
 @pytest.mark.parametrize("eps", [(1e-3, 1e-5, 1e-3), (1e-5, 1e-5, 1e-5)])
 def test_several_eps_need_the_mode(eps: tuple[float, ...], unwatched: list[int], rows: Tensor) -> None:
     made = normed(Normed(*eps), rows)  # the last one, by its function, has 1e-3
-    assert leangrad.ledger_of(made).early_ends.eps == {}
+    assert ("NativeLayerNormBackward0", "eps") not in leangrad.ledger_of(made).early_ends.constants
     step = leangrad.ledger_of(made).last_recorder.step  # type: ignore[union-attr]
     assert step is not None
     assert step.needs is not None
@@ -362,6 +362,48 @@ def test_an_eps_that_changes_between_steps(
     made = normed(Normed(1e-3, 1e-3), rows, 6, change)
     assert unwatched[0] == (0 if change is of_all else 2)
     assert leangrad.ledger_of(made).differences == 0
+
+
+class Mixed(nn.Module):
+    """Layers across the tokens: a linear layer of a transposed input copies it, below every function mode."""
+
+    def __init__(self, extra: Callable[[Any, Tensor], Tensor] | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.channels = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.extra, self.step = extra, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        for tokens, channels in zip(self.tokens, self.channels, strict=True):
+            x = x + tokens(x.sin().transpose(1, 2)).cos().transpose(1, 2)
+            x = x + channels(x.cos()).sin()
+            if self.extra is not None:
+                x = self.extra(self, x)
+        return x.mean(1)
+
+
+COPIES: dict[str, tuple[Callable[[Any, Tensor], Tensor], bool]] = {
+    "reshape": (lambda net, x: x.sin().transpose(1, 2).reshape(-1, 6).cos().view(-1, 8, 6).transpose(1, 2), True),
+    "contiguous": (lambda net, x: x.sin().transpose(1, 2).contiguous().cos().transpose(1, 2), True),
+    "clone": (lambda net, x: x.sin().transpose(1, 2).clone().cos().transpose(1, 2), False),
+    "clone in some steps": (lambda net, x: (x.sin().mT.clone() if net.step > 2 else x.sin().mT).cos().mT, False),
+}
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_copies_of_one_memory_format_need_no_mode(name: str, unwatched: list[int]) -> None:
+    extra, is_one = COPIES[name]
+    made = compare(Mixed(extra), torch.randn(4, 6, 8), 6)  # type: ignore[arg-type]
+    assert prove(made) is not None
+    assert (("CloneBackward0", "memory_format") in leangrad.ledger_of(made).early_ends.constants) is is_one
+    step = leangrad.ledger_of(made).last_recorder.step  # type: ignore[union-attr]
+    assert step is not None
+    assert step.needs is not None
+    assert (len(step.needs.calls) <= 1) is is_one  # the first sum reads the batch, which has no node
+    if is_one:
+        assert unwatched[0] == 5
+        assert leangrad.ledger_of(made).differences == 0
 
 
 # ------------------------------------------------------------------------------------- steps that differ from the first

@@ -597,8 +597,33 @@ def test_the_one_eps_of_the_norms(name: str) -> None:
     net = Norms(run)
     found = why_not(net)
     assert isinstance(found, Facts), found
-    assert found.eps == expected
+    assert {node: eps for (node, name), eps in found.of_nodes.items() if name == "eps"} == expected
     assert found.hold()
+
+
+FORMATS: dict[str, tuple[Callable[[Any, Tensor], Any], Any]] = {
+    "none": (lambda net, x: x.sin(), torch.contiguous_format),
+    "torch's own": (lambda net, x: x.transpose(0, 1).reshape(-1), torch.contiguous_format),
+    "contiguous": (lambda net, x: x.mT.contiguous() + Tensor.contiguous(x.mT), torch.contiguous_format),
+    "clone": (lambda net, x: x.clone(), None),
+    "torch.clone": (lambda net, x: torch.clone(x), None),
+    "Tensor.clone": (lambda net, x: Tensor.clone(x), None),
+    "clone, contiguous": (lambda net, x: x.clone(memory_format=torch.contiguous_format), torch.contiguous_format),
+    "channels_last": (lambda net, x: x.contiguous(memory_format=torch.channels_last), None),
+    "Tensor.contiguous": (lambda net, x: Tensor.contiguous(x, memory_format=torch.channels_last), None),
+    "group norm": (lambda net, x: F.group_norm(x, 2), None),
+    "a group norm": (lambda net, x: net.group(x), None),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_one_memory_format_of_copies(name: str) -> None:
+    run, expected = FORMATS[name]
+    net = Norms(run)
+    net.group = nn.GroupNorm(2, 4)
+    found = why_not(net)
+    assert isinstance(found, Facts), found
+    assert found.of_nodes.get(("CloneBackward0", "memory_format")) == expected
 
 
 def test_a_norm_with_any_number_of_arguments_is_refused() -> None:

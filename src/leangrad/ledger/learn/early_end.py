@@ -237,9 +237,9 @@ class EarlyEnds:
         return self._facts is not None
 
     @property
-    def eps(self) -> Mapping[str, Any]:
-        """By type of node, the eps of all norms in forward that make such nodes; see [Note: one eps]."""
-        return {} if self._facts is None else self._facts.eps
+    def constants(self) -> Mapping[tuple[str, str], Any]:
+        """By type of node and name, the one value of a constant that no node stores; see [Note: one constant]."""
+        return {} if self._facts is None else self._facts.of_nodes
 
     def note_failure(self) -> None:
         """Note that a step differed from the recorded one where it ran without its function mode."""

@@ -61,7 +61,9 @@ class RecordedStep:
     entries: list[Entry]  # the lines of the summary
     first_decision: int  # index in ``entries`` of the first decision; the other decisions follow it
     calls: Sequence[RecordedCall]
-    caught: Collection[int]  # numbers of the calls whose product is kept although autograd did not save it
+    # By the numbers of the calls whose product is kept although autograd did not save it: the items that these products
+    # are; empty if that is not known.
+    caught: Mapping[int, frozenset[int]]
     min_bytes: int
     # For each item that was cast from a tensor in fewer bits: the item of that source, and whether the recorded step
     # kept the source instead.
@@ -133,6 +135,17 @@ class RecordedStep:
         """
         if kept is None:
             return [saved.is_bare for saved in self.saved]
+        staying, (read, seen) = self._staying(kept), self._read(kept)
+        stays = [s.item < 0 or s.item in staying for s in self.saved]  # a plan may rebuild what the recorded step kept
+        last = self._last_rebuilt(kept) if LAST_SHAPES in kept else len(self.saved)
+        return [
+            (is_kept and (s.is_bare or (s.item in staying and not self._is_read(s, read, seen))))
+            or (s.item == SHAPE and n > last)
+            for n, (s, is_kept) in enumerate(zip(self.saved, stays, strict=True))
+        ]
+
+    def _read(self, kept: frozenset[int]) -> tuple[set[int], set[int]]:
+        """Return the items that recipes read if the items ``kept`` are kept, and those that are rebuilt."""
         staying = self._staying(kept)
         stack = [item for item, _ in self.decided if item not in staying]
         stack += [saved.item for saved in self.saved if saved.item >= 0 and saved.item not in staying]
@@ -144,13 +157,17 @@ class RecordedStep:
                 seen.add(n)
                 read.update(self.items[n].inputs)
                 stack.extend(i for i in self.items[n].inputs if i not in staying and not self.items[i].is_fixed)
-        stays = [s.item < 0 or s.item in staying for s in self.saved]  # a plan may rebuild what the recorded step kept
-        last = self._last_rebuilt(kept) if LAST_SHAPES in kept else len(self.saved)
-        return [
-            (is_kept and (s.is_bare or (s.item in staying and not self._is_read(s, read, seen))))
-            or (s.item == SHAPE and n > last)
-            for n, (s, is_kept) in enumerate(zip(self.saved, stays, strict=True))
-        ]
+        return read, seen
+
+    def caught_under(self, kept: frozenset[int] | None) -> frozenset[int]:
+        """Return the numbers of the calls whose product recipes read if the items ``kept`` are kept.
+
+        A plan that keeps what would be rebuilt from a product need not hold the product.
+        """
+        if kept is None or not self.caught:
+            return frozenset(self.caught)
+        read, _ = self._read(kept)
+        return frozenset(call for call, items in self.caught.items() if not items or not items.isdisjoint(read))
 
     def _last_rebuilt(self, kept: frozenset[int]) -> int:
         """Return the number of the last saved tensor that is rebuilt; -1 if none is."""
@@ -210,7 +227,8 @@ class RecordedStep:
 
         is_tuned: leave out the calls after the last one that involves a recipe.
         """
-        staying, bare = self._staying(kept), self._bare(kept)
+        staying, bare, caught = self._staying(kept), self._bare(kept), self.caught_under(kept)
+        needs = None if self.needs is None else self.needs.and_of(caught)
         saves: dict[Any, bool] = {}
         for call in self.calls:
             saves[call.function] = bool(call.names) or call.begins_checkpoint or saves.get(call.function, False)
@@ -221,7 +239,7 @@ class RecordedStep:
                 seen += len(places)
                 last = max((p for p, name in places if self.saved[p].item not in staying or name is None), default=-1)
                 anchors = tuple((p, n) for p, n in places if p > last and n is not None and self.saved[p].has_node)
-                catches, quiet = call.nbytes if number in self.caught else 0, call.graded is False
+                catches, quiet = call.nbytes if number in caught else 0, call.graded is False
                 grows, begins = self._may_grow(call), call.begins_checkpoint
                 calls.append(Call(call.function, call.first, last, anchors, catches, grows, quiet, begins))
                 numbers.append(number)
@@ -232,7 +250,7 @@ class RecordedStep:
         if seen != bare.count(False):
             return None
         if not is_tuned:
-            handover = None if self.needs is None else self.needs.longest(len(self.calls), bare)
+            handover = None if needs is None else needs.longest(len(self.calls), bare)
             return Trace(calls, saves, unseen, passes, handover=handover, again=_index_of(handover, numbers))
         uses = [
             n
@@ -242,7 +260,7 @@ class RecordedStep:
         last_use = max(uses, default=-1)
         border = None if self.ends is None else self.ends.border(numbers[last_use] if uses else -1)
         end = len(self.calls) if border is None or self.ends is None else self.ends.calls_at(border)
-        handover = None if self.needs is None else self.needs.longest(end, bare)
+        handover = None if needs is None else needs.longest(end, bare)
         again = _index_of(handover, numbers)
         return Trace(calls[: last_use + 1], saves, unseen, passes, False, border, handover, again)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Sequence
 from typing import Any
+from weakref import ref
 
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
@@ -70,7 +71,8 @@ class Recorder:
         self.entries: list[Entry] = []
         self._items = Items(min_bytes)
         self._reads = Reads(self._items.found)
-        self.caught: set[int] = set()  # numbers of the calls whose product is kept although autograd did not save it
+        # Products that are kept although autograd did not save them, by the numbers of the calls that made them.
+        self.caught: dict[int, list[ref[Value]]] = {}
         self._ops: list[str] = []  # the op of each decision, in order
         self._decided: list[tuple[Value, str, str]] = []  # of each decision: value, running module, why it was kept
         self._undecided: dict[int, int] = {}  # items about which no decision was made, by the index of their entry
@@ -240,7 +242,7 @@ class Recorder:
             why_kept=HAS_ROOM if self.is_tuned else LOWER_PEAK,
             calls=recording.calls,
             ends=ends,
-            caught=self.caught,
+            caught={call: self._items_of(values) for call, values in self.caught.items()},
             min_bytes=self.min_bytes,
             needs=self._needs_of(recording.calls) if self.may_go_unwatched else None,
         )
@@ -252,7 +254,13 @@ class Recorder:
         """
         if any(value.narrow_bytes for value, _, _ in self._decided):
             return None
-        return Needs([*self._needs, *self.caught], self._leaves, [call.first for call in calls], len(self.saved))
+        return Needs([*self._needs], self._leaves, [call.first for call in calls], len(self.saved))
+
+    def _items_of(self, values: Sequence[ref[Value]]) -> frozenset[int]:
+        """Return the numbers of the items that these values are; empty if one of them is none."""
+        found = [at() for at in values]
+        are_items = all(value is not None and value.items is self._items for value in found)
+        return frozenset(value.ordinal for value in found if value is not None) if are_items else frozenset()
 
     def _bytes_if_small(self, packed: Packed) -> int:
         """Return the bytes of a saved tensor that was kept without a decision because it is small; else -1."""

@@ -30,7 +30,7 @@ kept, and the plan is dropped. If that happens twice, the mode of this model sta
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -69,6 +69,10 @@ class Needs(NamedTuple):
     exits: Sequence[Exit]  # the modules that returned, in order
     firsts: Sequence[int]  # for each call of the step, how many tensors had been saved before it
     saved: int  # how many tensors the step has saved
+
+    def and_of(self, calls: Iterable[int]) -> Needs:
+        """Return these needs, and those of ``calls``: their products have to be held."""
+        return self._replace(calls=[*self.calls, *calls])
 
     def longest(self, end: int, bare: Sequence[bool]) -> Handover | None:
         """Return the longest stretch up to call ``end`` that needs no mode; None if none is worth it.

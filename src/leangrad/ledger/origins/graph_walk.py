@@ -94,7 +94,7 @@ class WalkRegion(Protocol):
     failed_allocations: int  # failed allocations on GPUs by the time the region began
 
     is_unwatched: bool  # the function mode is not set: see [Note: without the function mode]
-    eps: Mapping[str, Any]  # by type of node, the one eps of all norms in forward that make such nodes
+    constants: Mapping[tuple[str, str], Any]  # by type of node and name: the one value in all calls of this forward
 
     def needs_mode(self, node: Any = None) -> None:
         """Note in a recorded step that a call needs the function mode: the running one, or that which made ``node``."""
@@ -327,18 +327,19 @@ class Walk:
     def noted(self, node: Node, name: str, metadata: dict[Any, Any]) -> Any:
         """Returns a constant that ``node`` does not record, from the note in its metadata."""
         note = metadata.get(NOTE)
-        is_fixed = name == "eps" and type(node).__name__ in self._region.eps
+        key = type(node).__name__, name
+        is_fixed = key in self._region.constants
         if note is None or name not in note:
             if is_fixed and self._region.was_unwatched(node):
-                return self._region.eps[type(node).__name__]
+                return self._region.constants[key]
             # Without the function mode a copy may be the model's own, which has a note otherwise. The strides of the
             # tensor that the walk is for are known.
             if name in DEFAULTS and (node is self._first or not self._region.was_unwatched(node)):
-                if node is not self._first:
+                if node is not self._first and not (is_fixed and self._region.constants[key] == DEFAULTS[name]):
                     self._region.needs_mode(node)
                 return DEFAULTS[name]
             raise NoRecipeError(f"{type(node).__name__} does not record its {name}")
-        if not (is_fixed and note[name] == self._region.eps[type(node).__name__]):
+        if not (is_fixed and note[name] == self._region.constants[key]):
             self._region.needs_mode(node)
         return self._noted(note[name], name)
 

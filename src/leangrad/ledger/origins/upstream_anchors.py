@@ -193,8 +193,8 @@ class ProductsRegion(NarrowRegion, Protocol):
 class RecentProducts:
     """The latest products of a region, held so that they may be kept instead of a larger tensor."""
 
-    def __init__(self, region: ProductsRegion, caught: set[int] | None) -> None:
-        """``caught``: a set for the numbers of the calls whose product was kept; None: no step is recorded."""
+    def __init__(self, region: ProductsRegion, caught: dict[int, list[ref[Value]]] | None) -> None:
+        """``caught``: for the products that are kept, by the numbers of their calls; None: no step is recorded."""
         self._region, self._caught = region, caught
         self._recent: deque[Tensor | Value] = deque(maxlen=RECENT)
 
@@ -260,7 +260,7 @@ class RecentProducts:
             b.keep(t)
             self._region.watch(b)
             if self._caught is not None:
-                self._caught.add(b.live[2])
+                self._caught.setdefault(b.live[2], []).append(ref(b))
         value.blocked = ()
         value.settle_lineage()
         return True

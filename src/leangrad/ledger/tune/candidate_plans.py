@@ -102,6 +102,8 @@ class CandidatePlans:
             return None
         most = self._peak(self.everything) if best is None else self._peak(best)
         worth = 0.0 if best is None else WORTH * (self._peak(self.everything) - self._peak(self.smallest))
+        if best is not None and (failed := [peak for peak in self._failed() if peak < most]):
+            return self._between(most, max(failed), worth)
         too_slow = sum(map(self._is_slow, self.lost))
         for aim in AIMS[max(0, too_slow - 1) :] if best is None else (AFTER_ONE,):
             limit = aim * self._allowed
@@ -112,6 +114,25 @@ class CandidatePlans:
             if found and best is None:  # none is predicted to be fast enough: try the fastest
                 return min(found, key=self._foreseen)
         return None
+
+    def _failed(self) -> list[int]:
+        """The peaks of the plans that were predicted to be fast enough, and were not."""
+        return [self._peak(kept) for kept in self.lost if kept != self.smallest and self._is_slow(kept)]
+
+    def _between(self, most: int, least: int, worth: float) -> frozenset[int] | None:
+        """The plan that is predicted to be the fastest of those with a peak halfway between ``most`` and ``least``.
+
+        The loss is not quite linear: where the GPU has been the limit and the host becomes it, a prediction from fast
+        plans is far too good. So after a failure the search goes half the way to the plan that failed, not to where the
+        prediction points. None if that would save less than ``worth``.
+        """
+        target = (most + least) / 2
+        if most - target < max(1, worth):
+            return None
+        found = [one.within(lambda outcome: outcome.peak_bytes <= target) for one in self._relaxations]
+        found = [kept for kept in found if self._peak(kept) <= target and kept not in self.lost]
+        found = [kept for kept in found if not self._is_too_much(kept)]
+        return min(found, key=lambda one: (self._foreseen(one), self._peak(one)), default=None)
 
     @cached_property
     def everything(self) -> frozenset[int]:

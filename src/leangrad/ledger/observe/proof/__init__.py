@@ -20,10 +20,11 @@ training nothing in backward reads them. So they may be arguments of norms, but 
 lists of such. Others may hold an argument, a parameter or a buffer under another version counter, as ``x.data`` does.
 So a forward with a proof changes none of them in place, nor what may be a view of one.
 
-[Note: one eps] The node of a layer norm does not store its eps, so a recipe needs it from the call, which only the
-function mode sees. But if each call in the forward that makes such nodes has the same eps, a node of such a call has
-that one, whichever call it was. So the search notes the eps of every such call: a number in the code, or an attribute
-of a module, whose value is then a fact. Where calls have several, the mode stays.
+[Note: one constant] The node of a layer norm does not store its eps, nor that of a copy its memory format, so a recipe
+needs them from the call, which only the function mode sees. But if all calls in the forward that make nodes of one type
+have the same constant, a node has that one, whichever call it was. So the search notes the constant of every such call:
+a number in the code, or the eps of a module, whose value is then a fact. Where calls have several, the mode stays.
+(Copies that torch makes by itself, as in a ``reshape``, are contiguous; a group norm's are not always.)
 
     prove, Facts        the proof of a model; what it relies on
     sizes_of            the sizes of the arguments of a forward, if they are what a proof assumes

@@ -17,8 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["ATTRIBUTES", "CONSTANTS", "CONTAINERS", "EPS", "EPS_OF_LAYERS", "FRESH", "FRESH_METHODS", "FRESH_MODULES"]
-__all__ += ["FUNCTIONS", "INERT", "METHODS", "MODULES", "NEVER", "NORMS", "OF_DTYPES", "VIEWS", "found_in"]
+__all__ = ["ATTRIBUTES", "CONSTANTS", "CONTAINERS", "COPIES", "COPY", "EPS", "EPS_OF_LAYERS", "FRESH", "FRESH_METHODS"]
+__all__ += ["FRESH_MODULES", "FUNCTIONS", "INERT", "MEMORY_FORMAT", "METHODS", "MODULES", "NEVER", "NORMS", "OF_DTYPES"]
+__all__ += ["OTHER_COPIES", "VIEWS", "found_in"]
 
 # Functions of tensors that are functions of torch and methods of tensors alike.
 _BOTH = """
@@ -120,6 +121,12 @@ FRESH_METHODS = frozenset((_NEW + "new_zeros new_ones new_empty new_full size di
 EPS = {F.layer_norm: ("NativeLayerNormBackward0", 4, 1e-5), F.rms_norm: ("FusedRmsNormBackward0", 3, None)}
 EPS |= {torch.layer_norm: EPS[F.layer_norm], torch.rms_norm: EPS[F.rms_norm]}
 EPS_OF_LAYERS = {nn.LayerNorm: EPS[F.layer_norm][0], nn.RMSNorm: EPS[F.rms_norm][0]}
+# The node of a copy, the constant that it does not store, the functions and methods that make copies with its default,
+# and functions that make them in a format that is not known here.
+COPY, MEMORY_FORMAT = "CloneBackward0", "memory_format"
+COPIES: dict[Any, torch.memory_format] = {torch.clone: torch.preserve_format, Tensor.clone: torch.preserve_format}
+COPIES |= {Tensor.contiguous: torch.contiguous_format}
+OTHER_COPIES = (F.group_norm, torch.group_norm)
 # Attributes of modules whose values count, and not only their class.
 CONSTANTS = frozenset(("eps", "variance_epsilon"))
 

@@ -8,6 +8,7 @@ from types import CellType, CodeType, FunctionType
 from typing import Any, NamedTuple
 from weakref import ref
 
+import torch
 from torch import Tensor, nn
 
 __all__ = ["DIFFERENT", "MISSING", "NUMBERS", "PLAIN", "Facts", "is_plain"]
@@ -15,6 +16,7 @@ __all__ = ["DIFFERENT", "MISSING", "NUMBERS", "PLAIN", "Facts", "is_plain"]
 MISSING, GONE, DIFFERENT = object(), object(), object()
 NUMBERS = (int, float, complex)  # their values may change, unlike those of bool, str and None
 PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None)))
+COMPARED = (float, int, type(None), torch.memory_format)  # classes of the constants of nodes
 OTHER = object()  # stands for any other value in `key_of`
 EXACT = {Tensor, nn.Parameter, type(None)}  # the classes of tensors; others may run code of their own in each op
 
@@ -52,7 +54,7 @@ class Facts:
         self._functions_of: list[tuple[ref[nn.Module], str, Callable[[], Any]]] = []
         self._numbers: list[tuple[ref[nn.Module], str, type]] = []
         self._constants: list[tuple[ref[nn.Module], str, Any]] = []  # numbers whose values count, and None
-        self._eps: dict[str, Any] = {}  # by type of node; ``DIFFERENT`` if it is not known, or not one
+        self._of_nodes: dict[tuple[str, str], Any] = {}  # ``DIFFERENT``: not known, or not one
         self._lists: list[tuple[ref[nn.Module], str, Any]] = []
         self._tensors: list[tuple[ref[nn.Module], str, str, type]] = []  # parameters and buffers, with their classes
         self._with_tensors: dict[int, ref[nn.Module]] = {}
@@ -83,17 +85,17 @@ class Facts:
         if self._is_new(module, f"{name}="):
             self._constants.append((ref(module), name, value))
 
-    def of_eps(self, node: str, values: Iterable[Any]) -> None:
-        """Note that a call that makes nodes of type ``node`` has one of ``values`` as its eps."""
+    def of_node(self, node: str, name: str, values: Iterable[Any]) -> None:
+        """Note that a call that makes nodes of type ``node`` has one of ``values`` as its constant ``name``."""
         for value in values:
-            known = self._eps.setdefault(node, value)
-            if type(known) is not type(value) or known != value or type(value) not in (float, int, type(None)):
-                self._eps[node] = DIFFERENT
+            known = self._of_nodes.setdefault((node, name), value)
+            if type(known) is not type(value) or known != value or type(value) not in COMPARED:
+                self._of_nodes[node, name] = DIFFERENT
 
     @property
-    def eps(self) -> dict[str, Any]:
-        """By type of node, the eps of all norms that make such nodes, where it is one: see [Note: one eps]."""
-        return {node: eps for node, eps in self._eps.items() if eps is not DIFFERENT}
+    def of_nodes(self) -> dict[tuple[str, str], Any]:
+        """By type of node and name, the one value of a constant that no node stores: see [Note: one constant]."""
+        return {key: value for key, value in self._of_nodes.items() if value is not DIFFERENT}
 
     def of_tensor(self, module: nn.Module, registry: str, name: str, value: Any) -> None:
         """Note that ``module`` has a parameter or buffer of this class under ``name``, or None, or nothing."""

@@ -76,10 +76,10 @@ class Lookups:
             return all(id(one) in allowed.FUNCTIONS and one not in CHECKED for one in callee.values)
         return isinstance(callee, OfTensor)
 
-    def note_eps(self, node: str, eps: Value) -> None:
-        """Note that a call that makes nodes of type ``node`` has this eps: see [Note: one eps]."""
-        values = eps.values if isinstance(eps, Known) else (DIFFERENT,)
-        self.facts.of_eps(node, values)
+    def note_constant(self, node: str, name: str, constant: Value) -> None:
+        """Note that a call makes nodes of type ``node`` with this constant ``name``: see [Note: one constant]."""
+        values = constant.values if isinstance(constant, Known) else (DIFFERENT,)
+        self.facts.of_node(node, name, values)
         for value in values:
             for holder in self._constants.get(id(value), ()):
                 self.facts.of_constant(*holder)

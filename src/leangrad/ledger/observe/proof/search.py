@@ -56,6 +56,7 @@ class Search(Lookups):
     def run(self, module: nn.Module) -> None:
         """Follow a call of ``module`` with any data."""
         self.parts = {id(part) for part in module.modules()}
+        self.note_constant(allowed.COPY, allowed.MEMORY_FORMAT, known(torch.contiguous_format))  # of torch's own copies
         self.check(module)
         if _torch.has_hooks_of_others(module) or "forward" in vars(module):
             raise Unproven("hooks of the model, or a forward of its own")
@@ -131,7 +132,8 @@ class Search(Lookups):
             args = [*args[:1], *args[3:]]
         if function in allowed.EPS:
             node, place, default = allowed.EPS[function]
-            self.note_eps(node, args[place] if len(args) > place else kwargs.get("eps", known(default)))
+            self.note_constant(node, "eps", args[place] if len(args) > place else kwargs.get("eps", known(default)))
+        self._note_copy(function, kwargs)
         look = self.look if function in allowed.FRESH else self.read
         found = merge(map(look, (*args, *kwargs.values())))
         changes = function.__name__.endswith("_") or self.truth(kwargs.get("inplace", known(False))) is not False
@@ -141,10 +143,19 @@ class Search(Lookups):
             return DATA
         return Data(found.may_be_dtype or function in allowed.OF_DTYPES, found.is_held)
 
+    def _note_copy(self, function: Any, kwargs: dict[str, Value]) -> None:
+        """Note the memory format of a copy that ``function`` may make: see [Note: one constant]."""
+        if function in allowed.OTHER_COPIES:
+            self.note_constant(allowed.COPY, allowed.MEMORY_FORMAT, DATA)
+        elif function in allowed.COPIES:
+            form = kwargs.get("memory_format", known(allowed.COPIES[function]))
+            self.note_constant(allowed.COPY, allowed.MEMORY_FORMAT, form)
+
     def _call_of_tensor(self, name: str, holder: Data, args: list[Value], kwargs: dict[str, Value]) -> Value:
         found = merge(map(self.read, (*args, *kwargs.values())))
         if "memory_format" in kwargs and name not in ("contiguous", "clone"):
             raise Unproven(f"{name} with a memory format, which no node stores")
+        self._note_copy(getattr(Tensor, name, None), kwargs)
         if "out" in kwargs or (found.may_be_dtype and name in NO_DTYPE):
             raise Unproven(f"{name} with a dtype")
         if name.endswith("_") and holder.is_held:
@@ -193,7 +204,9 @@ class Search(Lookups):
             if kind in allowed.EPS_OF_LAYERS:
                 eps = vars(module).get("eps")
                 self.facts.of_constant(module, "eps", eps)
-                self.note_eps(allowed.EPS_OF_LAYERS[kind], known(eps))
+                self.note_constant(allowed.EPS_OF_LAYERS[kind], "eps", known(eps))
+            if kind is nn.GroupNorm:
+                self._note_copy(F.group_norm, {})
             if kind is nn.Embedding:
                 self.facts.of_module(module, "max_norm", module.max_norm)
                 if module.max_norm is not None:
