@@ -104,8 +104,8 @@ def restless_search(
         pairs += ratios.count - before
         candidates.note(kept, ratios.ratio - 1, ratios.doubt)
         kept = candidates.next()
-        if kept is None and candidates.best not in confirmed:
-            kept = candidates.best
+        if kept is None:
+            kept = next((one for one in candidates.doubtful if one not in confirmed), None)
             if kept is not None:
                 confirmed.add(kept)
     return candidates, pairs

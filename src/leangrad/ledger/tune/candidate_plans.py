@@ -102,7 +102,7 @@ class CandidatePlans:
             return None
         most = self._peak(self.everything) if best is None else self._peak(best)
         worth = 0.0 if best is None else WORTH * (self._peak(self.everything) - self._peak(self.smallest))
-        if best is not None and (failed := [peak for peak in self._failed() if peak < most]):
+        if best is not None and (failed := [peak for peak in map(self._peak, self._failed()) if peak < most]):
             return self._between(most, max(failed), worth)
         too_slow = sum(map(self._is_slow, self.lost))
         for aim in AIMS[max(0, too_slow - 1) :] if best is None else (AFTER_ONE,):
@@ -115,9 +115,17 @@ class CandidatePlans:
                 return min(found, key=self._foreseen)
         return None
 
-    def _failed(self) -> list[int]:
-        """The peaks of the plans that were predicted to be fast enough, and were not."""
-        return [self._peak(kept) for kept in self.lost if kept != self.smallest and self._is_slow(kept)]
+    @property
+    def doubtful(self) -> list[frozenset[int]]:
+        """The two plans by which the search has ended: the best one, and the next one below, which was too slow."""
+        best = self.best
+        most = self._peak(self.everything if best is None else best)
+        failed = [kept for kept in self._failed() if self._peak(kept) < most]
+        return [*([] if best is None else [best]), *sorted(failed, key=self._peak)[-1:]]
+
+    def _failed(self) -> list[frozenset[int]]:
+        """The plans that were predicted to be fast enough, and were not."""
+        return [kept for kept in self.lost if kept != self.smallest and self._is_slow(kept)]
 
     def _between(self, most: int, least: int, worth: float) -> frozenset[int] | None:
         """The plan that is predicted to be the fastest of those with a peak halfway between ``most`` and ``least``.

@@ -47,11 +47,11 @@ class Ratios:
         """The standard error of `ratio`.
 
         The spread is measured by the median deviation, which outliers do not move; 1.4826 makes it that of a normal
-        distribution, n - 1 allows for the few pairs by which the centre itself was found.
+        distribution. The last factor allows for the few pairs by which the centre and the spread were found.
         """
-        middle = statistics.median(self._logs)
+        middle, n = statistics.median(self._logs), self.count
         spread = 1.4826 * statistics.median(abs(one - middle) for one in self._logs)
-        return self.ratio * spread / math.sqrt(max(1, self.count - 1))
+        return self.ratio * spread / math.sqrt(n) * (1 + 2 / n)
 
     def is_clear(self, bound: float) -> bool:
         """Whether it is certain enough on which side of ``bound`` the ratio lies."""
