@@ -355,6 +355,35 @@ def of_the_function(net: Any, step: int) -> None:
     net.eps = 1e-3 if step < 3 else 1
 
 
+class Parts(nn.Module):
+    """Parts that hold one eps, which each passes to the same function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.step, eps = nn.ModuleList(nn.Linear(16, 16) for _ in range(4)), 0, 1e-3
+        for part in self.up:
+            part.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.up:
+            x = x + by_function(part(x), part.eps).sin()  # type: ignore[arg-type]
+        return x
+
+
+def by_function(x: Tensor, eps: float) -> Tensor:
+    return F.layer_norm(x, (16,), None, None, eps).cos()
+
+
+def of_a_part(net: Any, step: int) -> None:
+    net.up[2].eps = 1e-3 if step < 3 else 0.5
+
+
+def test_an_eps_that_a_later_part_shares(unwatched: list[int], rows: Tensor) -> None:
+    normed(Parts(), rows, 6, of_a_part)  # type: ignore[arg-type]
+    assert unwatched[0] == 2
+
+
 @pytest.mark.parametrize("change", [of_torchs_norm, of_all, of_the_function])
 def test_an_eps_that_changes_between_steps(
     change: Callable[[nn.Module, int], None], unwatched: list[int], rows: Tensor

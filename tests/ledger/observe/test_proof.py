@@ -643,9 +643,68 @@ def test_an_eps_is_a_fact(run: Callable[[Any, Tensor], Any], value: Any) -> None
     assert found.hold()
 
 
-def test_an_eps_that_no_norm_reads_is_none() -> None:
-    net = Norms(lambda net, x: x * net.eps)
+def norm(x: Tensor, eps: float) -> Tensor:
+    return F.layer_norm(x, (4,), None, None, eps)
+
+
+def keyword(x: Tensor, *, alpha: float = 1e-5, eps: float = 1e-3) -> Tensor:
+    return F.layer_norm(x * alpha, (4,), eps=eps)
+
+
+class Shared(nn.Module):
+    """Two parts whose eps is one object, and a function that both call with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts, one = nn.ModuleList([nn.GELU(), nn.GELU()]), 1e-3
+        for part in self.parts:
+            part.eps = one
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.parts:
+            x = norm(part(x), part.eps)  # type: ignore[arg-type]
+        return x
+
+
+@pytest.mark.parametrize("part", [0, 1])
+def test_each_module_that_holds_the_same_eps_is_a_fact(part: int) -> None:
+    net = Shared()
     found = prove(net)
     assert found is not None
-    net.eps = 2.0
+    assert found.of_nodes[LAYER, "eps"] == 1e-3
+    net.parts[part].eps = 0.5
+    assert not found.hold()
+
+
+def test_an_eps_that_is_an_index_is_a_fact() -> None:
+    net = Norms(lambda net, x: (F.relu, Tensor.detach, F.gelu)[net.eps](x))
+    net.eps = 0
+    found = prove(net)
+    assert found is None or not (setattr(net, "eps", 1) or found.hold())
+
+
+def test_defaults_that_change_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = Norms(lambda net, x: keyword(x))
+    found = prove(net)
+    assert found is not None
+    assert found.of_nodes[LAYER, "eps"] == 1e-3
+    alpha, eps = keyword.__kwdefaults__.values()
+    monkeypatch.setattr(keyword, "__kwdefaults__", {"eps": alpha, "alpha": eps})
+    assert not found.hold()
+    monkeypatch.setattr(keyword, "__kwdefaults__", {"alpha": alpha})
+    assert not found.hold()
+
+
+@pytest.mark.parametrize("name", ["a layer", "the default", "two layers"])
+def test_what_torchs_own_norms_and_layers_are_is_a_fact(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    net = Norms(ONE_EPS[name][0])
+    found = prove(net)
+    assert found is not None
+    monkeypatch.setattr(F.layer_norm, "__defaults__", (None, None, 0.5))
+    assert not found.hold()
+    monkeypatch.undo()
     assert found.hold()
+    if name != "the default":
+        monkeypatch.setattr(nn.LayerNorm, "eps", property(lambda self: 0.5), raising=False)
+        assert not found.hold()
+        assert prove(net) is None

@@ -43,6 +43,12 @@ def test_a_step_in_eight_may_take_three_times_as_long() -> None:
     assert statistics.median(found) < 1.13
 
 
+def test_a_clock_that_stands_still_is_no_error() -> None:
+    ratios = Ratios()
+    ratios.add([0.0, 0.0, -1.0], [0.0, 0.0, 0.0])
+    assert ratios.ratio == pytest.approx(1.0)
+
+
 def test_it_is_clear_far_from_the_bound_or_when_it_is_precise() -> None:
     noisy, quiet = measured(1.5, 0.1, 8, 0), measured(1.1, 0.002, 8, 0)
     assert noisy.is_clear(1.1)

@@ -17,6 +17,7 @@ from itertools import combinations_with_replacement
 
 __all__ = ["Ratios"]
 
+SHORTEST = 1e-9  # seconds; a clock that stands still, as in a test, is no error
 PRECISE = 0.006  # standard error below which a ratio is certain enough, however near the bound
 CLEAR = 2.0  # standard errors from the bound by which a ratio is clearly above or below it
 MOST = 24  # pairs that are timed in one go, if the ratio stays uncertain
@@ -30,7 +31,8 @@ class Ratios:
 
     def add(self, plain: Iterable[float], lean: Iterable[float]) -> None:
         """Add the times of plain steps, and of the step of the plan after each."""
-        self._logs += [math.log(mine / other) for mine, other in zip(lean, plain, strict=True)]
+        pairs = zip(plain, lean, strict=True)
+        self._logs += [math.log(max(mine, SHORTEST) / max(other, SHORTEST)) for other, mine in pairs]
 
     @property
     def count(self) -> int:

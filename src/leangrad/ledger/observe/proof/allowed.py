@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["ATTRIBUTES", "CONSTANTS", "CONTAINERS", "COPIES", "COPY", "EPS", "EPS_OF_LAYERS", "FRESH", "FRESH_METHODS"]
-__all__ += ["FRESH_MODULES", "FUNCTIONS", "INERT", "MEMORY_FORMAT", "METHODS", "MODULES", "NEVER", "NORMS", "OF_DTYPES"]
-__all__ += ["OTHER_COPIES", "VIEWS", "found_in"]
+__all__ = ["ATTRIBUTES", "CONSTANTS", "CONTAINERS", "COPIES", "COPY", "DEFAULT_EPS", "EPS", "EPS_OF_LAYERS", "FRESH"]
+__all__ += ["FRESH_METHODS", "FRESH_MODULES", "FUNCTIONS", "INERT", "MEMORY_FORMAT", "METHODS", "MODULES", "NEVER"]
+__all__ += ["NORMS", "OF_DTYPES", "OTHER_COPIES", "VIEWS", "found_in"]
 
 # Functions of tensors that are functions of torch and methods of tensors alike.
 _BOTH = """
@@ -116,11 +116,15 @@ FRESH = frozenset(found_in(torch, _NEW) + found_in(F, _NEW_OF_F))
 OF_DTYPES = frozenset(found_in(torch, "get_default_dtype result_type promote_types device finfo iinfo"))
 FRESH_METHODS = frozenset((_NEW + "new_zeros new_ones new_empty new_full size dim numel stride").split())
 
-# Norms whose nodes do not store their eps: by function, the type of the nodes that it makes, the place of eps among its
-# arguments, and its default; by layer, the type of the nodes.
-EPS = {F.layer_norm: ("NativeLayerNormBackward0", 4, 1e-5), F.rms_norm: ("FusedRmsNormBackward0", 3, None)}
+# Norms whose nodes do not store their eps: by function, the type of the nodes that it makes, and the place of eps among
+# its arguments; the defaults of those that are not written in Python; by layer, the nodes, and the function it calls.
+EPS = {F.layer_norm: ("NativeLayerNormBackward0", 4), F.rms_norm: ("FusedRmsNormBackward0", 3)}
 EPS |= {torch.layer_norm: EPS[F.layer_norm], torch.rms_norm: EPS[F.rms_norm]}
-EPS_OF_LAYERS = {nn.LayerNorm: EPS[F.layer_norm][0], nn.RMSNorm: EPS[F.rms_norm][0]}
+DEFAULT_EPS: dict[Any, float | None] = {torch.layer_norm: 1e-5, torch.rms_norm: None}
+EPS_OF_LAYERS: dict[Any, tuple[str, Any]] = {
+    nn.LayerNorm: (EPS[F.layer_norm][0], F.layer_norm),
+    nn.RMSNorm: (EPS[F.rms_norm][0], F.rms_norm),
+}
 # The node of a copy, the constant that it does not store, the functions and methods that make copies with its default,
 # and functions that make them in a format that is not known here.
 COPY, MEMORY_FORMAT = "CloneBackward0", "memory_format"

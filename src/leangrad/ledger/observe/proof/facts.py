@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from operator import is_, is_not
+from operator import is_
 from types import CellType, CodeType, FunctionType
 from typing import Any, NamedTuple
 from weakref import ref
@@ -24,7 +24,8 @@ EXACT = {Tensor, nn.Parameter, type(None)}  # the classes of tensors; others may
 class _Function(NamedTuple):
     at: ref[FunctionType]
     code: CodeType
-    defaults: tuple[Any, ...]
+    defaults: Any
+    keywords: dict[str, Any]  # the defaults of arguments that are passed by name only
     closure: list[Callable[[], Any]]
 
     def differs(self) -> bool:
@@ -32,8 +33,8 @@ class _Function(NamedTuple):
         return (
             function is None
             or function.__code__ is not self.code
-            or function.__defaults__ is not self.defaults[0]
-            or any(map(is_not, (function.__kwdefaults__ or {}).values(), self.defaults[1:]))
+            or function.__defaults__ is not self.defaults
+            or not _are_same(function.__kwdefaults__ or {}, self.keywords)
             or any(
                 _content(cell) is not was() for cell, was in zip(function.__closure__ or (), self.closure, strict=True)
             )
@@ -116,8 +117,10 @@ class Facts:
         """Note the code of ``function``, its defaults and what its closure holds."""
         if self._is_new(function, ""):
             closure = [_reference(_content(cell)) for cell in function.__closure__ or ()]
-            defaults = function.__defaults__, *(function.__kwdefaults__ or {}).values()
-            self._functions.append(_Function(ref(function), function.__code__, defaults, closure))
+            keywords = dict(function.__kwdefaults__ or {})
+            self._functions.append(
+                _Function(ref(function), function.__code__, function.__defaults__, keywords, closure)
+            )
 
     def of_tensors(self, module: nn.Module) -> bool:
         """Note the parameters and buffers of ``module``; returns whether all are of torch's own classes."""
@@ -180,6 +183,11 @@ class Facts:
             return False
         self._seen.add(key)
         return True
+
+
+def _are_same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether both have the same names for the same objects."""
+    return one.keys() == other.keys() and all(one[name] is other[name] for name in one)
 
 
 def is_plain(value: Any) -> bool:

@@ -44,8 +44,6 @@ class Lookups:
         self._read: dict[int, Tensor] = {}  # parameters and buffers that an op reads
         self._registered: set[int] = set()  # those that were met
         self.parts: set[int] = set()  # the modules of the model
-        # By id: numbers that modules hold, whose values count if they are the eps of a norm.
-        self._constants: dict[int, list[tuple[nn.Module, str, float]]] = {}
 
     def call(self, callee: Value, args: list[Value], kwargs: dict[str, Value]) -> Value:
         """Return what a call of ``callee`` returns."""
@@ -78,11 +76,7 @@ class Lookups:
 
     def note_constant(self, node: str, name: str, constant: Value) -> None:
         """Note that a call makes nodes of type ``node`` with this constant ``name``: see [Note: one constant]."""
-        values = constant.values if isinstance(constant, Known) else (DIFFERENT,)
-        self.facts.of_node(node, name, values)
-        for value in values:
-            for holder in self._constants.get(id(value), ()):
-                self.facts.of_constant(*holder)
+        self.facts.of_node(node, name, constant.values if isinstance(constant, Known) else (DIFFERENT,))
 
     def truth(self, value: Value) -> bool | None:
         """Whether ``value`` counts as true; None: it may or may not."""
@@ -217,10 +211,10 @@ class Lookups:
             return self.call(known(raw.fget), [known(module)], {})
         if name in own and (raw is MISSING or not hasattr(type(raw), "__set__")):
             value = own[name]
-            self.facts.of_module(module, name, value)
             if name in allowed.CONSTANTS and type(value) in (float, int):
-                self._constants.setdefault(id(value), []).append((module, name, value))
+                self.facts.of_constant(module, name, value)
                 return known(value)
+            self.facts.of_module(module, name, value)
             is_data = type(value) in NUMBERS or (type(value) in (list, dict) and is_plain(value))
             return DATA if is_data else self.held(value)
         if raw is not MISSING:

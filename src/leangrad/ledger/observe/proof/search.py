@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from leangrad import _torch
 from leangrad.ledger.observe.proof import allowed, python_calls
 from leangrad.ledger.observe.proof.expressions import Names
+from leangrad.ledger.observe.proof.facts import DIFFERENT, MISSING
 from leangrad.ledger.observe.proof.frame import Frame
 from leangrad.ledger.observe.proof.lookups import INPLACE_AT, Lookups, tensors_in
 from leangrad.ledger.observe.proof.source import tree_of
@@ -131,8 +132,9 @@ class Search(Lookups):
                     raise Unproven("running statistics that are computed")
             args = [*args[:1], *args[3:]]
         if function in allowed.EPS:
-            node, place, default = allowed.EPS[function]
-            self.note_constant(node, "eps", args[place] if len(args) > place else kwargs.get("eps", known(default)))
+            node, place = allowed.EPS[function]
+            eps = args[place] if len(args) > place else kwargs.get("eps", known(self._default_of(function)))
+            self.note_constant(node, "eps", eps)
         self._note_copy(function, kwargs)
         look = self.look if function in allowed.FRESH else self.read
         found = merge(map(look, (*args, *kwargs.values())))
@@ -142,6 +144,22 @@ class Search(Lookups):
         if function in allowed.FRESH:
             return DATA
         return Data(found.may_be_dtype or function in allowed.OF_DTYPES, found.is_held)
+
+    def _own(self, module: nn.Module, name: str) -> Any:
+        """Return an attribute of one of torch's own layers, which lies in its dictionary, and note it as a fact."""
+        kind = type(module)
+        self.facts.of_class(kind, name, getattr(kind, name, MISSING))
+        if isinstance(getattr(kind, name, None), property) or name not in vars(module):
+            raise Unproven(f"the {name} of a {kind.__name__}")
+        self.facts.of_module(module, name, vars(module)[name])
+        return vars(module)[name]
+
+    def _default_of(self, norm: Any) -> Any:
+        """Return the eps of a call of ``norm`` without one, and note as a fact what it is."""
+        if not isinstance(norm, FunctionType):
+            return allowed.DEFAULT_EPS[norm]
+        self.facts.of_function(norm)
+        return (norm.__defaults__ or (DIFFERENT,))[-1]
 
     def _note_copy(self, function: Any, kwargs: dict[str, Value]) -> None:
         """Note the memory format of a copy that ``function`` may make: see [Note: one constant]."""
@@ -195,22 +213,22 @@ class Search(Lookups):
                 raise Unproven(f"the forward of a {kind.__name__}")
             found = merge(map(self.read, (*args, *kwargs.values())))
             if found.is_held and "inplace" in vars(module):
-                self.facts.of_module(module, "inplace", module.inplace)
+                self._own(module, "inplace")
                 if vars(module)["inplace"] is not False:
                     raise Unproven(f"a {kind.__name__} changes what others hold")
             if isinstance(module, allowed.NORMS):
                 tensors = [module.running_mean, module.running_var]
                 self._statistics.update((id(one), one) for one in tensors if one is not None)
             if kind in allowed.EPS_OF_LAYERS:
-                eps = vars(module).get("eps")
+                node, function = allowed.EPS_OF_LAYERS[kind]
+                eps = self._own(module, "eps")
                 self.facts.of_constant(module, "eps", eps)
-                self.note_constant(allowed.EPS_OF_LAYERS[kind], "eps", known(eps))
+                self.facts.of_function(function)
+                self.note_constant(node, "eps", known(eps))
             if kind is nn.GroupNorm:
                 self._note_copy(F.group_norm, {})
-            if kind is nn.Embedding:
-                self.facts.of_module(module, "max_norm", module.max_norm)
-                if module.max_norm is not None:
-                    raise Unproven("an embedding that changes its weight")
+            if kind is nn.Embedding and self._own(module, "max_norm") is not None:
+                raise Unproven("an embedding that changes its weight")
             return Data(is_held=found.is_held and kind not in allowed.FRESH_MODULES)
         if isinstance(module, nn.Sequential) and kind.forward is nn.Sequential.forward:
             self.facts.of_class(kind, "forward", kind.forward)
