@@ -75,9 +75,9 @@ def measure(name: str) -> Iterator[dict[str, Any]]:
     import timm
 
     torch.manual_seed(0)
-    swin = {"img_size": 2 * SIZE, "window_size": 4} if name.startswith("swin") else {}
-    model: nn.Module = timm.create_model(name, num_classes=10, **swin).train()
-    x = torch.randn(BATCH, 3, *[swin.get("img_size", SIZE)] * 2)
+    size = {"swin": {"img_size": 2 * SIZE, "window_size": 4}, "vit": {"img_size": 2 * SIZE}}.get(name.split("_")[0], {})
+    model: nn.Module = timm.create_model(name, num_classes=10, **size).train()
+    x = torch.randn(BATCH, 3, *[size.get("img_size", SIZE)] * 2)
     plain = copy.deepcopy(model)
     floor = leangrad.lean(copy.deepcopy(model), min_bytes=MIN_BYTES)
     for _ in range(4):
