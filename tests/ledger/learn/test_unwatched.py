@@ -412,6 +412,50 @@ class Mixed(nn.Module):
         return x.mean(1)
 
 
+class Standardized(nn.Module):
+    """A convolution whose weight is standardized by a batch norm without a bias, as in nets without other norms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.gain = nn.Parameter(torch.randn(8, 8, 3, 3)), nn.Parameter(torch.rand(8))
+        self.register_parameter("bias", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = F.batch_norm(self.weight.reshape(1, 8, -1), None, None, self.gain, self.bias, True, 0.0, 1e-3)
+        return F.silu(F.conv2d(x, weight.view_as(self.weight), padding=1))
+
+
+def standardized() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Standardized() for _ in range(4)), nn.Flatten())
+
+
+def gets_a_frozen_bias(net: Any, step: int) -> None:
+    if step == 3:
+        net[1].bias = nn.Parameter(torch.linspace(0, 1, 8), requires_grad=False)
+
+
+@pytest.mark.parametrize("change", [None, gets_a_frozen_bias])
+def test_a_batch_norm_without_a_bias_needs_no_mode(
+    change: Callable[[nn.Module, int], None] | None, unwatched: list[int]
+) -> None:
+    plain, made = standardized(), lean(standardized())
+    images = torch.randn(2, 8, 6, 6)
+    for step in range(6):
+        for one in (plain, made):
+            if change is not None:
+                change(one, step)
+            one.zero_grad()
+            one(images).square().sum().backward()
+        for a, b in zip(plain.parameters(), made.parameters(), strict=True):
+            assert (a.grad is None) is (b.grad is None)
+            if a.grad is not None:
+                assert_same_bits(a.grad, b.grad)
+    assert prove(made) is not None
+    assert unwatched[0] == (5 if change is None else 2)
+    assert any(one.op == "NativeBatchNormBackward0" for one in leangrad.ledger_of(made).entries(planned=True))
+
+
 COPIES: dict[str, tuple[Callable[[Any, Tensor], Tensor], bool]] = {
     "reshape": (lambda net, x: x.sin().transpose(1, 2).reshape(-1, 6).cos().view(-1, 8, 6).transpose(1, 2), True),
     "contiguous": (lambda net, x: x.sin().transpose(1, 2).contiguous().cos().transpose(1, 2), True),

@@ -626,6 +626,32 @@ def test_the_one_memory_format_of_copies(name: str) -> None:
     assert found.of_nodes.get(("CloneBackward0", "memory_format")) == expected
 
 
+BIASES: dict[str, tuple[Callable[[Any, Tensor], Any], bool]] = {
+    "none": (lambda net, x: F.batch_norm(x, None, None, net.gain, None, True), True),
+    "the default": (lambda net, x: F.batch_norm(x, None, None, weight=net.gain, training=True), True),
+    "a parameter that is None": (lambda net, x: F.batch_norm(x, None, None, net.gain, net.bias, True), True),
+    "a layer without": (lambda net, x: net.plain(x), True),
+    "a layer": (lambda net, x: net.batch(F.batch_norm(x, None, None, net.gain, None, True)), False),
+    "a gain as bias": (lambda net, x: F.batch_norm(x, None, None, net.gain, net.gain, True), False),
+    "computed": (lambda net, x: F.batch_norm(x, None, None, net.gain, bias=net.gain * 2, training=True), False),
+    "an instance norm": (lambda net, x: F.instance_norm(x), False),
+}
+
+
+@pytest.mark.parametrize("name", BIASES)
+def test_no_batch_norm_has_a_bias(name: str) -> None:
+    run, has_none = BIASES[name]
+    net = Norms(run)
+    net.gain, net.plain = nn.Parameter(torch.ones(4)), nn.BatchNorm2d(4, affine=False)
+    net.register_parameter("bias", None)
+    found = why_not(net)
+    assert isinstance(found, Facts), found
+    assert (("NativeBatchNormBackward0", "bias") in found.of_nodes) is has_none
+    assert found.hold()
+    net.bias = net.plain.bias = nn.Parameter(torch.ones(4), requires_grad=False)
+    assert found.hold() is (name not in ("a parameter that is None", "a layer without"))
+
+
 def test_a_norm_with_any_number_of_arguments_is_refused() -> None:
     assert "any number of arguments" in str(why_not(Norms(lambda net, x: F.layer_norm(*x))))
 

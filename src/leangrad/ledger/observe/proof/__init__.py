@@ -24,7 +24,8 @@ So a forward with a proof changes none of them in place, nor what may be a view 
 needs them from the call, which only the function mode sees. But if all calls in the forward that make nodes of one type
 have the same constant, a node has that one, whichever call it was. So the search notes the constant of every such call:
 a number in the code, or the eps of a module, whose value is then a fact. Where calls have several, the mode stays.
-(Copies that torch makes by itself, as in a ``reshape``, are contiguous; a group norm's are not always.)
+(Copies that torch makes by itself, as in a ``reshape``, are contiguous; a group norm's are not always.) And the bias of
+a batch norm that has no edge in the graph is None, and not frozen, if no batch norm of the model has one.
 
     prove, Facts        the proof of a model; what it relies on
     sizes_of            the sizes of the arguments of a forward, if they are what a proof assumes

@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["ATTRIBUTES", "CONSTANTS", "CONTAINERS", "COPIES", "COPY", "DEFAULT_EPS", "EPS", "EPS_OF_LAYERS", "FRESH"]
-__all__ += ["FRESH_METHODS", "FRESH_MODULES", "FUNCTIONS", "INERT", "MEMORY_FORMAT", "METHODS", "MODULES", "NEVER"]
-__all__ += ["NORMS", "OF_DTYPES", "OTHER_COPIES", "VIEWS", "found_in"]
+__all__ = ["ATTRIBUTES", "BATCH_NORM", "BATCH_NORMS", "BIAS", "CONSTANTS", "CONTAINERS", "COPIES", "COPY"]
+__all__ += ["DEFAULT_EPS", "EPS", "EPS_OF_LAYERS", "FRESH", "FRESH_METHODS", "FRESH_MODULES", "FUNCTIONS", "INERT"]
+__all__ += ["MEMORY_FORMAT", "METHODS", "MODULES", "NEVER", "NORMS", "OF_DTYPES", "OTHER_COPIES", "VIEWS", "found_in"]
 
 # Functions of tensors that are functions of torch and methods of tensors alike.
 _BOTH = """
@@ -125,6 +125,8 @@ EPS_OF_LAYERS: dict[Any, tuple[str, Any]] = {
     nn.LayerNorm: (EPS[F.layer_norm][0], F.layer_norm),
     nn.RMSNorm: (EPS[F.rms_norm][0], F.rms_norm),
 }
+# The node of a batch norm, which does not tell whether a bias that has no edge is None, or frozen.
+BATCH_NORM, BIAS = "NativeBatchNormBackward0", "bias"
 # The node of a copy, the constant that it does not store, the functions and methods that make copies with its default,
 # and functions that make them in a format that is not known here.
 COPY, MEMORY_FORMAT = "CloneBackward0", "memory_format"
@@ -135,7 +137,8 @@ OTHER_COPIES = (F.group_norm, torch.group_norm)
 CONSTANTS = frozenset(("eps", "variance_epsilon"))
 
 NEVER += found_in(torch.jit, "is_scripting is_tracing")
-NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+NORMS = (*BATCH_NORMS, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _LAYERS = """
     Identity Linear Bilinear Conv1d Conv2d Conv3d ConvTranspose1d ConvTranspose2d ConvTranspose3d Unfold Fold Flatten

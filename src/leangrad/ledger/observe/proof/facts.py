@@ -90,7 +90,7 @@ class Facts:
         """Note that a call that makes nodes of type ``node`` has one of ``values`` as its constant ``name``."""
         for value in values:
             known = self._of_nodes.setdefault((node, name), value)
-            if type(known) is not type(value) or known != value or type(value) not in COMPARED:
+            if type(value) not in COMPARED or type(known) is not type(value) or known != value:
                 self._of_nodes[node, name] = DIFFERENT
 
     @property

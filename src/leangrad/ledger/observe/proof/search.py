@@ -130,6 +130,8 @@ class Search(Lookups):
                 self._statistics.update((id(tensor), tensor) for tensor in tensors_in(one))
                 if isinstance(one, Data):
                     raise Unproven("running statistics that are computed")
+            bias = args[4] if len(args) > 4 else kwargs.get("bias", NOTHING)
+            self.note_constant(allowed.BATCH_NORM, allowed.BIAS, bias if function is F.batch_norm else DATA)
             args = [*args[:1], *args[3:]]
         if function in allowed.EPS:
             node, place = allowed.EPS[function]
@@ -219,6 +221,10 @@ class Search(Lookups):
             if isinstance(module, allowed.NORMS):
                 tensors = [module.running_mean, module.running_var]
                 self._statistics.update((id(one), one) for one in tensors if one is not None)
+                is_batch_norm = isinstance(module, allowed.BATCH_NORMS)
+                bias = vars(module)["_parameters"].get("bias", DIFFERENT)
+                self.facts.of_tensor(module, "_parameters", "bias", bias)
+                self.note_constant(allowed.BATCH_NORM, allowed.BIAS, known(bias) if is_batch_norm else DATA)
             if kind in allowed.EPS_OF_LAYERS:
                 node, function = allowed.EPS_OF_LAYERS[kind]
                 eps = self._own(module, "eps")
