@@ -327,6 +327,8 @@ REFUSED: dict[str, Callable[[Layer, Tensor], Any]] = {
     "decorated": lambda layer, x: decorated(x),
     "an alias": lambda layer, x: nogradient_alias(x, 2),
     "detach": lambda layer, x: x.sin().detach(),
+    "a cast in another memory format": lambda layer, x: Tensor.to(x, torch.float64, memory_format=torch.channels_last),
+    "float in another memory format": lambda layer, x: Tensor.float(x, memory_format=torch.contiguous_format),
     "by another name": lambda layer, x: METHOD(x.sin()),
     "data": lambda layer, x: x.sin().data,
     "in a branch": lambda layer, x: x if x.ndim == 4 else x.data,
@@ -730,7 +732,18 @@ def test_what_torchs_own_norms_and_layers_are_is_a_fact(name: str, monkeypatch: 
     assert not found.hold()
     monkeypatch.undo()
     assert found.hold()
+    for patched in (("layer_norm", F.group_norm), ("rms_norm", F.group_norm)):
+        monkeypatch.setattr(F, *patched)
+    assert not found.hold()
+    monkeypatch.undo()
     if name != "the default":
+        monkeypatch.setattr("torch.nn.modules.normalization.F", F.__class__("other"))
+        assert not found.hold()
+        monkeypatch.undo()
+        monkeypatch.setattr(nn.LayerNorm.forward, "__code__", nn.GELU.forward.__code__)
+        assert not found.hold()
+        monkeypatch.undo()
+        assert found.hold()
         monkeypatch.setattr(nn.LayerNorm, "eps", property(lambda self: 0.5), raising=False)
         assert not found.hold()
         assert prove(net) is None

@@ -72,7 +72,7 @@ class Needs(NamedTuple):
 
     def and_of(self, calls: Iterable[int]) -> Needs:
         """Return these needs, and those of ``calls``: their products have to be held."""
-        return self._replace(calls=[*self.calls, *calls])
+        return Needs([*self.calls, *calls], self.exits, self.firsts, self.saved)
 
     def longest(self, end: int, bare: Sequence[bool]) -> Handover | None:
         """Return the longest stretch up to call ``end`` that needs no mode; None if none is worth it.

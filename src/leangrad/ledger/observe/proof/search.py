@@ -121,6 +121,8 @@ class Search(Lookups):
     def _call_allowed(self, function: Any, args: list[Value], kwargs: dict[str, Value]) -> Value:
         if "out" in kwargs or "max_norm" in kwargs or len(args) > WRITES_AT.get(function, sys.maxsize):
             raise Unproven(f"{function.__name__} writes into an argument")
+        if "memory_format" in kwargs and function in (Tensor.to, Tensor.float):
+            raise Unproven(f"{function.__name__} with a memory format, which no node stores")
         if function in (torch.batch_norm, torch.instance_norm):
             raise Unproven(f"torch.{function.__name__}")
         if function in (F.batch_norm, F.instance_norm):
@@ -208,9 +210,12 @@ class Search(Lookups):
         kind = type(module)
         if kind in allowed.MODULES:
             self.facts.of_class(kind, "forward", allowed.MODULES[kind])
-            for name in allowed.MODULES[kind].__code__.co_names:
-                if name in vars(F):
-                    self.facts.of_mapping(vars(F), name, vars(F)[name])
+            usual: Any = allowed.MODULES[kind]
+            self.facts.of_function(usual)
+            for name in usual.__code__.co_names:
+                for holder in (usual.__globals__, vars(F)):
+                    if name in holder:
+                        self.facts.of_mapping(holder, name, holder[name])
             if kind.forward is not allowed.MODULES[kind]:
                 raise Unproven(f"the forward of a {kind.__name__}")
             found = merge(map(self.read, (*args, *kwargs.values())))
