@@ -330,6 +330,27 @@ def test_one_eps_for_all_norms_needs_no_mode(
     assert seen.count(F.layer_norm) <= 1  # of four: the mode holds the first products
 
 
+@pytest.mark.parametrize("way", ["packed", "checkpoint", "autocast"])
+def test_norms_without_the_mode_in_company(way: str, unwatched: list[int], rows: Tensor) -> None:
+    plain, made = Normed(1e-3, 1e-3, 1e-3), lean(Normed(1e-3, 1e-3, 1e-3))
+    if way == "packed":
+        leangrad.pack_gradients(made)
+
+    def step(net: nn.Module, n: int) -> list[Tensor]:
+        net.zero_grad(set_to_none=False)
+        for part in rows.chunk(2):  # two micro-batches
+            with torch.autocast("cpu", torch.bfloat16, enabled=way == "autocast"):
+                out = checkpoint(net, part, use_reentrant=False) if way == "checkpoint" else net(part)
+            (out.square().sum() * (n + 1)).backward()
+        return [p.grad for p in net.parameters()]  # type: ignore[misc]
+
+    for n in range(5):
+        for a, b in zip(step(plain, n), step(made, n), strict=True):
+            assert_same_bits(a, b)
+    assert leangrad.ledger_of(made).differences == 0
+    assert unwatched[0] > 0 or way != "autocast"
+
+
 @pytest.mark.parametrize("eps", [(1e-3, 1e-5, 1e-3), (1e-5, 1e-5, 1e-5)])
 def test_several_eps_need_the_mode(eps: tuple[float, ...], unwatched: list[int], rows: Tensor) -> None:
     made = normed(Normed(*eps), rows)  # the last one, by its function, has 1e-3

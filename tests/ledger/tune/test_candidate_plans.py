@@ -9,8 +9,7 @@ import statistics
 import pytest
 
 from leangrad.ledger.tune.candidate_plans import MOST, CandidatePlans
-from leangrad.ledger.tune.ratios import MOST as MOST_PAIRS
-from leangrad.ledger.tune.ratios import Ratios
+from leangrad.ledger.tune.ratios import MOST_PAIRS, Ratios
 from leangrad.policy.choice import lowest_peak
 from leangrad.policy.cut import remade
 from leangrad.policy.graph import Graph, Value

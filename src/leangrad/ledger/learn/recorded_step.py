@@ -228,7 +228,7 @@ class RecordedStep:
         is_tuned: leave out the calls after the last one that involves a recipe.
         """
         staying, bare, caught = self._staying(kept), self._bare(kept), self.caught_under(kept)
-        needs = None if self.needs is None else self.needs.and_of(caught)
+        needs = None if self.needs is None else self.needs.with_calls(caught)
         saves: dict[Any, bool] = {}
         for call in self.calls:
             saves[call.function] = bool(call.names) or call.begins_checkpoint or saves.get(call.function, False)

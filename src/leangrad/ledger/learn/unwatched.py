@@ -6,9 +6,11 @@ convolutional net that waits for the host this is half of what a lean step takes
 handler: what they did is in autograd's graph, and the saved-tensor hooks alone see what is saved. So the recorder notes
 the calls of the recorded step for which the mode was needed:
 
-- a recipe read a constant that no node stores, or the rule of an autograd Function
+- a recipe read a constant that no node stores and no proof knows ([Note: one constant] in ``observe/proof``), or the
+  rule of an autograd Function
 - a stand-in replaced a tensor of which backward reads only the shape
 - random numbers were drawn, or a checkpoint began
+- a product was held from which the plan rebuilds something (`RecordedStep.caught_under`)
 - an anchor was copied because its memory was about to change
 - memory changed that autograd did not record, or memory was changed whose value a recipe might read
 - a handler ran that does not say whether it was needed
@@ -70,7 +72,7 @@ class Needs(NamedTuple):
     firsts: Sequence[int]  # for each call of the step, how many tensors had been saved before it
     saved: int  # how many tensors the step has saved
 
-    def and_of(self, calls: Iterable[int]) -> Needs:
+    def with_calls(self, calls: Iterable[int]) -> Needs:
         """Return these needs, and those of ``calls``: their products have to be held."""
         return Needs([*self.calls, *calls], self.exits, self.firsts, self.saved)
 

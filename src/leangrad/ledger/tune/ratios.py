@@ -20,7 +20,7 @@ __all__ = ["Ratios"]
 SHORTEST = 1e-9  # seconds; a clock that stands still, as in a test, is no error
 PRECISE = 0.006  # standard error below which a ratio is certain enough, however near the bound
 CLEAR = 2.0  # standard errors from the bound by which a ratio is clearly above or below it
-MOST = 24  # pairs that are timed in one go, if the ratio stays uncertain
+MOST_PAIRS = 24  # pairs that are timed in one go, if the ratio stays uncertain
 
 
 class Ratios:

@@ -8,12 +8,12 @@ from typing import Any
 from leangrad.ledger.tune.candidate_plans import CandidatePlans
 from leangrad.ledger.tune.goal import StepMode
 from leangrad.ledger.tune.plan_search import WARM, PlanSearch
-from leangrad.ledger.tune.ratios import MOST, Ratios
+from leangrad.ledger.tune.ratios import MOST_PAIRS, Ratios
 from leangrad.sizes import size_text
 
 __all__ = ["SlowdownSearch"]
 
-MARGIN = 0.97  # of the loss that is allowed: what a plan may lose by its measurements, which are off a little
+USABLE = 0.97  # share of the allowed loss that a plan may have by its measurements, which are off a little
 
 
 class SlowdownSearch(PlanSearch):
@@ -35,7 +35,7 @@ class SlowdownSearch(PlanSearch):
             yield StepMode(self.smallest)
             self.note_peak(self.smallest)
         yield from self.time_rebuilds()
-        allowed = MARGIN * (self.goal.slowdown - 1)
+        allowed = USABLE * (self.goal.slowdown - 1)
         candidates = CandidatePlans(self.replay, self.smallest, allowed, self.step.shape_bytes)
         is_measured = self._plain_fits()
         if is_measured:
@@ -77,7 +77,7 @@ class SlowdownSearch(PlanSearch):
         """
         ratios = self._ratios.setdefault(kept, Ratios())
         before, of_plain, of_plan = ratios.count, list[float](), list[float]()
-        while ratios.count == before or (ratios.count - before < MOST and not ratios.is_clear(bound)):
+        while ratios.count == before or (ratios.count - before < MOST_PAIRS and not ratios.is_clear(bound)):
             plain, lean = yield from self.run(None, kept)
             ratios.add(plain, lean)
             of_plain, of_plan = of_plain + plain, of_plan + lean

@@ -209,38 +209,7 @@ class Search(Lookups):
             raise Unproven(f"the hooks or the forward of a {type(module).__name__}")
         kind = type(module)
         if kind in allowed.MODULES:
-            self.facts.of_class(kind, "forward", allowed.MODULES[kind])
-            usual: Any = allowed.MODULES[kind]
-            self.facts.of_function(usual)
-            for name in usual.__code__.co_names:
-                for holder in (usual.__globals__, vars(F)):
-                    if name in holder:
-                        self.facts.of_mapping(holder, name, holder[name])
-            if kind.forward is not allowed.MODULES[kind]:
-                raise Unproven(f"the forward of a {kind.__name__}")
-            found = merge(map(self.read, (*args, *kwargs.values())))
-            if found.is_held and "inplace" in vars(module):
-                self._own(module, "inplace")
-                if vars(module)["inplace"] is not False:
-                    raise Unproven(f"a {kind.__name__} changes what others hold")
-            if isinstance(module, allowed.NORMS):
-                tensors = [module.running_mean, module.running_var]
-                self._statistics.update((id(one), one) for one in tensors if one is not None)
-                is_batch_norm = isinstance(module, allowed.BATCH_NORMS)
-                bias = vars(module)["_parameters"].get("bias", DIFFERENT)
-                self.facts.of_tensor(module, "_parameters", "bias", bias)
-                self.note_constant(allowed.BATCH_NORM, allowed.BIAS, known(bias) if is_batch_norm else DATA)
-            if kind in allowed.EPS_OF_LAYERS:
-                node, function = allowed.EPS_OF_LAYERS[kind]
-                eps = self._own(module, "eps")
-                self.facts.of_constant(module, "eps", eps)
-                self.facts.of_function(function)
-                self.note_constant(node, "eps", known(eps))
-            if kind is nn.GroupNorm:
-                self._note_copy(F.group_norm, {})
-            if kind is nn.Embedding and self._own(module, "max_norm") is not None:
-                raise Unproven("an embedding that changes its weight")
-            return Data(is_held=found.is_held and kind not in allowed.FRESH_MODULES)
+            return self._call_layer(module, args, kwargs)
         if isinstance(module, nn.Sequential) and kind.forward is nn.Sequential.forward:
             self.facts.of_class(kind, "forward", kind.forward)
             self.check_container(module)
@@ -252,6 +221,45 @@ class Search(Lookups):
                     value = self._call_module(child, [value], {})
             return value
         return self._call_function(self.method_of(module, "forward"), [known(module), *args], kwargs)
+
+    def _call_layer(self, module: nn.Module, args: list[Value], kwargs: dict[str, Value]) -> Value:
+        """Return what a call of one of torch's own layers returns."""
+        kind = type(module)
+        usual: Any = allowed.MODULES[kind]
+        self.facts.of_class(kind, "forward", usual)
+        self.facts.of_function(usual)
+        for name in usual.__code__.co_names:
+            for holder in (usual.__globals__, vars(F)):
+                if name in holder:
+                    self.facts.of_mapping(holder, name, holder[name])
+        if kind.forward is not usual:
+            raise Unproven(f"the forward of a {kind.__name__}")
+        found = merge(map(self.read, (*args, *kwargs.values())))
+        if found.is_held and "inplace" in vars(module) and self._own(module, "inplace") is not False:
+            raise Unproven(f"a {kind.__name__} changes what others hold")
+        if kind is nn.Embedding and self._own(module, "max_norm") is not None:
+            raise Unproven("an embedding that changes its weight")
+        self._note_layer(module)
+        return Data(is_held=found.is_held and kind not in allowed.FRESH_MODULES)
+
+    def _note_layer(self, module: nn.Module) -> None:
+        """Note the constants of the nodes that a layer makes, and running statistics: see [Note: one constant]."""
+        kind = type(module)
+        if isinstance(module, allowed.NORMS):
+            tensors = [module.running_mean, module.running_var]
+            self._statistics.update((id(one), one) for one in tensors if one is not None)
+            bias = vars(module)["_parameters"].get("bias", MISSING)
+            self.facts.of_tensor(module, "_parameters", "bias", bias)
+            is_batch_norm = isinstance(module, allowed.BATCH_NORMS)
+            self.note_constant(allowed.BATCH_NORM, allowed.BIAS, known(bias) if is_batch_norm else DATA)
+        if kind in allowed.EPS_OF_LAYERS:
+            node, function = allowed.EPS_OF_LAYERS[kind]
+            eps = self._own(module, "eps")
+            self.facts.of_constant(module, "eps", eps)
+            self.facts.of_function(function)
+            self.note_constant(node, "eps", known(eps))
+        if kind is nn.GroupNorm:
+            self._note_copy(F.group_norm, {})
 
     def _call_function(self, function: FunctionType, args: list[Value], kwargs: dict[str, Value]) -> Value:
         return self._run(function, self._bind(function, args, kwargs))
